@@ -5,7 +5,7 @@ numbers their mean. A reader takes the finest level with no more records than it
 `keep` bytes; older steps remain at coarser levels, so the files of a run of any length have a bounded size.
 
 Files are only appended to. `PIECE-LEVEL-STEP.bin` holds records from STEP on: a piece is the output of one writer between two
-returns to an earlier step. A record that was cut off, by a full disk or a dead writer, ends its file; whoever writes next begins
+returns to an earlier step. A record that was truncated by a full disk or a dead writer ends its file; the next writer begins
 another file.
 """
 

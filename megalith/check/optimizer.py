@@ -49,7 +49,7 @@ def clipping_makes_sense(case: Case) -> Found:
     """Adaptive clipping leaves usual gradients alone, and begins before the run ends. QK-clip has heads to scale."""
     optimizer, steps = case.spec.optimizer, case.spec.train.steps
     if 0 < optimizer.adaptive_clip < 1:
-        reason = "cuts even a gradient of the usual norm, which then becomes smaller with every update"
+        reason = "clips even a gradient of the usual norm, so the usual norm shrinks with every update"
         yield error(
             "optimizer.adaptive_clip", optimizer.adaptive_clip, reason, "Use a number above 1, such as 1.05, or 0 for none."
         )

@@ -54,7 +54,7 @@ MEANING: dict[Cause, str] = {
     Cause.VALIDATION: "validation, and comparisons of narrow products with wide ones",
     Cause.CHECKPOINT: "training stood still for a save",
     Cause.START: "from a start to its first step",
-    Cause.LOST: "steps that had to be done again, that a rewind undid or that left no update, and the step in which a fault came",
+    Cause.LOST: "repeated steps, steps that a rewind undid, steps without an update, and the step in which a fault occurred",
     Cause.AWAY: "no process ran: stopped, or waiting for the scheduler",
     Cause.RECOVERY: "from a decision to the first step after it",
     Cause.DETECTION: "from a fault to the decision about it",

@@ -332,7 +332,7 @@ class _Gather(torch.autograd.Function):
 
 
 def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with heads repeated where there are too few to give each of `ranks` its own. Raises ValueError if `ranks` do not divide
+    """k and v, with heads repeated if there are fewer heads than `ranks`. Raises ValueError if `ranks` do not divide
     the heads of q."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ranks:

@@ -142,8 +142,8 @@ class Executor:
         self._unmet = unmet(program, self.rank)
 
     def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> Executed:
-        """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds the weights wrong,
-        the row begins again with those it corrected."""
+        """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds that the
+        weights are wrong, it corrects them, and the row starts again."""
         assert len(batches) == self.program.microbatches, (len(batches), self.program.microbatches)
         row = self.program.rows[self.rank]
         begin = head(row)

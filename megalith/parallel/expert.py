@@ -166,7 +166,7 @@ class Travel(Traffic):
 
 
 class ByExpert:
-    """Tokens go to the ranks that hold their experts. Counts travel first, unless tokens are dealt out evenly."""
+    """Dispatch tokens to the ranks that hold their experts. Counts travel first, unless tokens are dealt out evenly."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         self.expert, self.expert_tensor = groups.expert, groups.expert_tensor

@@ -1,7 +1,7 @@
 """The mesh of `megalith.mesh` as process groups.
 
-The ranks that train need not be all that have met: `world` is the group of those that do, and every rank of a mesh is counted in it. Only
-`Groups.build` knows torch's default group.
+The ranks that train need not be all that have met: `world` is the group of the ranks that train, and every rank of a mesh is
+numbered in it. Only `Groups.build` knows torch's default group.
 """
 
 from collections.abc import Callable, Sequence

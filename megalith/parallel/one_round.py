@@ -86,7 +86,7 @@ def scatter(
 def reduce(
     tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> tuple[list[Tensor], Any]:
-    """`c10d::allreduce_`. Of fewer numbers than ranks the ring's steps are mostly empty, and it is the faster."""
+    """`c10d::allreduce_`. With fewer numbers than ranks, most steps of the ring are empty, and the ring is faster."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
     if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):

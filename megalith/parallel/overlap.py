@@ -85,8 +85,8 @@ class Pieces:
         return whole
 
     def added_up(self, length: int, make: Callable[[slice], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Add up partial sums that `make` gives piece by piece, each on its way while the next is made, `meanwhile` after the last: this
-        rank's share [batch, length, ...]."""
+        """Reduce partial sums that `make` computes piece by piece: each piece is in flight while the next is computed, and
+        `meanwhile` runs after the last. Return this rank's share [batch, length, ...]."""
         moving = [self.add_up(make(where)) for where in self.slices(length)]
         meanwhile()
         return torch.cat([pending.wait() for pending in moving], dim=1)

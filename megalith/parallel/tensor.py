@@ -169,7 +169,7 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def apart(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Laid out on a mesh of its own: see `parallel.expert`."""
+    """Placed on a separate mesh: see `parallel.expert`."""
 
 
 def _own(module: nn.Module) -> list[str]:
@@ -185,7 +185,7 @@ def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """The module's partial sums are added up; the biases of its row-split layers come after."""
+    """The module's partial sums are added up; the biases of its row-split layers are added afterwards."""
 
     def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return _with_late(module, split, split.leave(out))

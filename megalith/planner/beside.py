@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Comparison, ...]:
-    """Every figure that was counted, and those foreseen that were not seen at all (counted: 0)."""
+    """Every counted figure, and predicted figures that did not occur (counted: 0)."""
     memory = [Comparison(f"memory.{name}", foreseen.memory[name], size) for name, size in counted.memory.peak.items()]
     memory.append(Comparison("memory.all", sum(foreseen.memory.values()), sum(counted.memory.peak.values())))
     memory += [Comparison(f"memory.{tier}", size, counted.state.get(tier, 0)) for tier, size in foreseen.elsewhere.items()]

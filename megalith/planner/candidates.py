@@ -121,8 +121,8 @@ def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tup
 
 
 def even_layers(blocks: int, stages: int) -> tuple[int, ...] | None:
-    """Uneven stages that come out even when embedding and head count as a block each (Llama 3 405B: 126 blocks on 16 ranks); None
-    where the plan's own way of dealing is as good."""
+    """Uneven stages that are balanced if embedding and head count as a block each (Llama 3 405B: 126 blocks on 16 ranks); None if
+    the plan's default division is as good."""
     each, left = divmod(blocks + 2, stages)
     if stages > 1 and blocks % stages and left == 0 and each > 1:
         return (each - 1, *(each,) * (stages - 2), each - 1)

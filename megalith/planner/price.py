@@ -27,11 +27,11 @@ class Price:
     change: str
     instead: Plan | None
     seconds: float
-    """A step is longer by so much than if the rule were followed; below 0: following it would be slower."""
+    """Seconds by which a step is longer than with the rule followed; below 0: following it would be slower."""
     share: float
     """The same, relative to the step of the unchanged plan."""
     memory: float
-    """Bytes of the fullest rank beyond those if it were followed."""
+    """Bytes of the fullest rank in excess of those with the rule followed."""
     fits: bool
     """Would the other plan?"""
     dollars: float | None

@@ -71,7 +71,7 @@ class Found:
     closest: Choice | None
     """The plan that is least too large, if nothing fits."""
     refused: int = 0
-    """Plans as fast as those shown that `legal` denied."""
+    """Plans that `legal` refused although they are as fast as those shown."""
     offloaded: int = 0
     """Number of plans that fit only with some of the optimizer's state in host memory or on disk. `too_large` does not count them."""
     runnable: Choice | None = None
@@ -379,7 +379,7 @@ class Scorer:
 
 
 def training(choice: Choice, cluster: ClusterSpec, *, tokens: float) -> Training:
-    """Days, hours, dollars and energy of a training of so many tokens."""
+    """Days, hours, dollars and energy of a training on this many tokens."""
     steps = -(-int(tokens) // choice.estimate.tokens)
     seconds = steps * choice.estimate.time.step
     hours = seconds / 3600 * cluster.count

@@ -74,8 +74,8 @@ def ties(expected: Recording, found: Recording, *, tie: float) -> int:
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield for each router and step the tokens that went elsewhere, and those whose choice was clear, by more than `tie`. After the first
-    tie, later steps differ anyway: they are left out."""
+    """Yield for each router and step the tokens with another expert, and those whose scores differed by more than `tie`. After
+    the first tie, later steps differ anyway: they are left out."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():

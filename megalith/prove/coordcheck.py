@@ -31,8 +31,8 @@ from megalith.train.batches import Cut, to_batch
 
 Axis = Literal["width", "depth"]
 SEQUENCES, LENGTH, VOCAB = 2, 16, 64
-"""Sizes of the random tokens that all models are trained on. They are few: an update is the sum of what each token asks for. Where there
-are more of them than a small model is wide, the random parts of this sum hide how it grows."""
+"""Sizes of the random tokens that all models are trained on. They are few, because an update is the sum of every token's
+gradient. Where there are more of them than a small model is wide, the random parts of this sum hide how it grows."""
 
 WIDTHS = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
 """Sizes of a family that grow with its width. Heads keep their size."""
@@ -114,8 +114,8 @@ def check(
     seeds: Sequence[int],
     told: Callable[[int, int], None] = lambda size, seed: None,
 ) -> Checked:
-    """Train every size with every seed and return the slopes. `told` is called before each. The smallest size is the base, unless the run
-    names one. Raises ValueError for a size that is not to be had."""
+    """Train every size with every seed and return the slopes. `told` is called before each size. The smallest size is the base,
+    unless the run names one. Raises ValueError for a size that is not to be had."""
     model = spec.model
     named = model.base_dim if axis == "width" else model.base_layers
     base = named or min(sizes)

@@ -187,7 +187,7 @@ class Meter(TorchDispatchMode):
         )
 
     def course(self, moments: int = 240) -> list[dict[str, int]]:
-        """Bytes by category along the step: of each of so many stretches, with equally many changes, the fullest moment."""
+        """Bytes by category along the step, at the peak of each of this many stretches with equally many changes."""
         step = self._held()[:, max(0, self._step - 1) :]
         stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []
         fullest = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)

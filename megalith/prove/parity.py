@@ -64,9 +64,9 @@ SMALL_TILE = 4
 
 
 def small_choices(precision: str, layers: int) -> dict[str, int]:
-    """Return the choices of a narrow precision in a compared run of so many layers. In 8 bits all blocks but the first multiply in them,
-    in 4 bits the last two: there one number that is rounded the other way moves others by a tenth, and through more blocks that would
-    grow to the size of a fault."""
+    """Return the choices of a narrow precision in a compared run with this many layers. In 8 bits all blocks but the first
+    multiply in them, in 4 bits the last two: there one number that is rounded the other way moves others by a tenth, and through
+    more blocks that would grow to the size of a fault."""
     narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
 
@@ -146,8 +146,8 @@ def _ramp(spec: RunSpec, batch: int) -> tuple[RampSpec, ...]:
 
 
 def clearly_routed(model: Model, precision: str) -> Model:
-    """Return the model with tokens dealt out to experts if the precision is rounded: rounding would send some to other experts, and hide
-    in that what a plan does wrong."""
+    """Return the model with balanced routing if the precision is rounded: otherwise rounding would send some tokens to other
+    experts, which could hide errors of a plan."""
     dealt = isinstance(PRECISIONS[precision].parity, Rounded) and hasattr(model, "balanced")
     return model.model_copy(update={"balanced": True} if dealt else {})
 
@@ -260,7 +260,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def record(trainer: Trainer) -> Recording:
-    """The run under its plan, all ranks together; what the whole model did is told on the first rank, others know their part."""
+    """The run under its plan, on all ranks together. The first rank returns the whole model's recording, the others their
+    parts."""
     spec, kept, phases, first = trainer.run, Recording(), Phases.of(trainer.run), 0
     totals: list[Totals] = []
     late: Unchecked | None = None

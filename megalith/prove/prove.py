@@ -21,7 +21,8 @@ TIMEOUT = 600.0
 """Seconds for one combination; a few are enough on a machine that has nothing else to do."""
 
 FEW = 20
-"""Draws begin with what is cheap to show; of fewer than this the last are taken, or they would be of one rank each."""
+"""Draws begin with the cheapest cases. If fewer than this are asked for, the last ones are taken, because the first have one rank
+each."""
 
 Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
@@ -86,13 +87,13 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def few(count: int, seed: int) -> list[Draw]:
-    """Return the drawn combinations that are proven: where few are asked for, those of several ranks."""
+    """Return the drawn combinations to prove: if few are asked for, those with several ranks."""
     return sorted(draw(max(count, FEW), seed), key=lambda one: one.spec.plan.ranks > 1)[-count:]
 
 
 def prove_drawn(count: int, seed: int, *, starting: Callable[[Draw], None] = lambda one: None) -> Iterator[Proof]:
     """Prove `count` combinations drawn with `seed`. For each tie the most similar unused draw follows, while there are any, so that as
-    many are proven as were asked for. `starting` is told of each before it runs."""
+    many are proven as were asked for. `starting` is called with each before it runs."""
     torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
     references: dict[Any, Recording] = {}
     waiting = few(count, seed)

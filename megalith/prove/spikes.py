@@ -1,4 +1,4 @@
-"""Spikes on purpose: a run in this process, or over ranks, with what goes wrong in it, and copies in memory to go back to."""
+"""Injected spikes: a run in this process, or over ranks, with faults in it, and copies in memory to rewind to."""
 
 import struct
 from collections.abc import Callable, Sequence

@@ -122,7 +122,7 @@ def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -
 
 
 class Matrix:
-    """One matrix or vector in fp64, its gradient, and what was kept for it."""
+    """One matrix or vector in fp64, its gradient, and its optimizer state."""
 
     def __init__(
         self, weight: Tensor, gradient: Tensor, kept: dict[str, Tensor], treatment: Treatment, described: Parameter

@@ -68,7 +68,7 @@ def possible(
 
 
 def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
-    """Kinds of fault that come at multiples of so many steps alone."""
+    """Kinds of fault that are only injected at multiples of this many steps."""
     return {"once": fleet.verify_every, "full": checkpoint_every}
 
 
@@ -107,7 +107,7 @@ def may_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size: int) -> Iterator[None]:
-    """A file system of so many bytes at `folder`, whose files are there afterwards as well. Raises OSError or CalledProcessError
+    """A file system of this many bytes at `folder`, whose files still exist afterwards. Raises OSError or CalledProcessError
     where this process may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={size}", "megalith-campaign"]

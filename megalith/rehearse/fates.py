@@ -1,7 +1,8 @@
 """Fate of each fault of a campaign, matched with the incidents in the run's event log, and incidents that no fault explains.
 
 What is told apart rather than counted as the best case:
-- a fault whose incident is another's (`Fate.hidden`): the run went on, but nobody was seen to find this one. Nobody is credited for blame
+- a fault whose incident is another's (`Fate.hidden`): the run resumed, but this fault was not detected separately. Nobody is
+credited for blame
 - the right node named together with others (`Fate.among`)
 - incidents that no fault explains (`FalseAlarm`), one by one, with what each cost
 """
@@ -78,7 +79,8 @@ class Fate:
 
     @property
     def judged(self) -> bool | None:
-        """True if the right rank was blamed; None: nobody is to be, or it was for another fault of the same incident."""
+        """True if the right rank was blamed; None if no rank is at fault, or if the blame was for another fault of the same
+        incident."""
         return None if self.hidden and self.blamed else self.blamed
 
 

@@ -113,7 +113,7 @@ def frontier(points: Sequence[Point]) -> Table:
 
 
 def what_ifs(found: Answer) -> Table:
-    """The best layout of each change, beside the best as things are."""
+    """The best layout for each change, compared with the best layout without a change."""
     drawn = columns("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
     as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
     for change, choice, training in (as_it_is, *((one.change, one.choice, one.training) for one in found.what_ifs)):

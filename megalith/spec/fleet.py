@@ -67,11 +67,11 @@ class FleetSpec(Spec):
     backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts, or health checks, at most")
     check: Literal["start", "return"] = Field(
         default="start",
-        description="checks of machines: before ranks first start there and before a node that was taken out returns, or only then",
+        description="machine checks: before the first start and before an excluded node returns (start), or only the latter (return)",
     )
     burn_in: NonNegativeFloat = Field(
         default=2.0,
-        description="seconds of matrix products, compared bit for bit, before a node that was taken out returns; 0: none",
+        description="seconds of matrix products, compared bit for bit, before an excluded node returns; 0: none",
     )
     lemon_faults: PositiveInt = Field(default=3, description="faults of one node within lemon_hours that take it out for a check")
     lemon_hours: PositiveFloat = Field(default=168.0, description="how long a node's fault counts against it")

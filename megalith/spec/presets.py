@@ -12,7 +12,7 @@ from megalith.spec.families import Model, read
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model: the keys of `[model]` it stands for, and where its numbers come from."""
+    """A named model: its keys of `[model]`, and the source of its numbers."""
 
     name: str
     group: str

@@ -71,7 +71,7 @@ ALIKE = 0.8
 
 @dataclass(frozen=True)
 class Examined(Generic[S]):
-    """A spec and what is wrong with it. It lacks faulty values, and values that an unknown key or preset may have been meant to
+    """A spec and its problems. It lacks faulty values, and values that an unknown key or preset may have been meant to
     set; reading one raises AbsentError."""
 
     spec: S

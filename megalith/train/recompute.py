@@ -88,7 +88,8 @@ class Recomputer:
     # --- gradients ---
 
     def again(self, step: int, *, shift: int = 0) -> tuple[int, bool]:
-        """The digest of the gradients of the data rank `shift` further on, computed here, and whether they are finite. They are dropped."""
+        """Compute the gradients of the data rank that is `shift` further on; return their digest, and whether they are finite.
+        They are dropped."""
         trainer = self.trainer
         here = trainer.groups.coordinates["data"]
         samples = self.read(step, (here + shift) % trainer.groups.mesh.data)

@@ -141,10 +141,10 @@ def train_step(
 ) -> Stepped:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
-    `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again. With a
-    `referee`, numbers that are not finite are computed once more, with a `healer` the first ones of a spike. Raises gradients.NotFinite,
-    before any weight has changed, naming step and parameters if the loss or a gradient is NaN or infinite and `stability` says that this
-    ends the run, and SpikeError if it says so of a spike.
+    `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again.
+    With a `referee`, a step with non-finite numbers is repeated once; with a `healer`, so is the first step of a spike. Raises
+    gradients.NotFinite, before any weight has changed, naming step and parameters if the loss or a gradient is NaN or infinite
+    and `stability` says that this ends the run, and SpikeError if it says so of a spike.
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
@@ -213,7 +213,7 @@ class Stepper:
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
-    """Forwards, backwards and what adds their gradients up, without their loss scale from then on. `check`: of the weights it begins
+    """Run forwards and backwards, and add up the gradients and divide them by the loss scale. `check`: of the weights it begins
     with, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()

@@ -41,7 +41,7 @@ def test_the_cuda_of_torch_is_read_from_disk():
 def test_alerts_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch):
     asked = ("alerts.post=ftp://example.org/x", "alerts.run=no-such-program --now")
     found = {p.key: p for p in check(spec(*asked)) if p.key.startswith("alerts")}
-    assert found["alerts.post"].severity == "error" and "no http or https address" in found["alerts.post"].reason
+    assert found["alerts.post"].severity == "error" and "not an http or https address" in found["alerts.post"].reason
     assert found["alerts.run"].severity == "advice" and "no program no-such-program" in found["alerts.run"].reason
     monkeypatch.delenv("CHAT", raising=False)
     asked = ("alerts.post=env:CHAT", "alerts.run=cat > /dev/null")

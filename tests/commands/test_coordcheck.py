@@ -50,7 +50,7 @@ def test_it_says_what_is_flat(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "said"), [("64", "at least two sizes"), ("64,x", "no list of whole numbers"), ("64,72", "use multiples of 16")]
+    ("widths", "said"), [("64", "at least two sizes"), ("64,x", "not a list of whole numbers"), ("64,72", "use multiples of 16")]
 )
 def test_sizes_that_cannot_be_compared(run: str, widths: str, said: str) -> None:
     found = CliRunner().invoke(app, ["coordcheck", run, "--widths", widths, "--depths", "0"])

@@ -323,4 +323,4 @@ def test_training_ends_with_the_runs_exit_status(monkeypatch: pytest.MonkeyPatch
 def test_a_profile_that_is_no_range_is_a_usage_error(steps: str):
     result = call("train", "run.toml", "--profile", steps)
     assert result.exit_code == 2
-    assert "no range of steps" in result.stderr
+    assert "not a range of steps" in result.stderr

@@ -115,11 +115,11 @@ def test_node_lists_expand_as_slurm_writes_them(text, names):
 
 @pytest.mark.parametrize("text", ["", "n[1-3", "n]1[", "n[3-1]", "n[a-b]", "n[]", "a,,b", "n[1-]"])
 def test_a_malformed_node_list_is_refused(text):
-    with pytest.raises(ValueError, match=r"Slurm writes it|no range of machines"):
+    with pytest.raises(ValueError, match=r"Slurm writes it|not a range of machines"):
         expand_nodes(text)
 
 
 def test_tasks_of_each_machine_expand():
     assert expand_tasks("4(x2),3") == [4, 4, 3]
-    with pytest.raises(ValueError, match="no number of tasks"):
+    with pytest.raises(ValueError, match="not a number of tasks"):
         expand_tasks("4(y2)")

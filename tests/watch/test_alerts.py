@@ -175,7 +175,7 @@ def test_an_address_gets_json_and_may_be_a_secret(receiver, monkeypatch: pytest.
     assert len(got) == 5 and "/500" not in str(failed.value), "tried again; the address is not told"
     with pytest.raises(ValueError, match="NOWHERE"):
         post("env:NOWHERE", ALERT)
-    with pytest.raises(ValueError, match="no http or https address"):
+    with pytest.raises(ValueError, match="not an http or https address"):
         post("file:///etc/passwd", ALERT)
 
 

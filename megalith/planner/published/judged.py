@@ -49,7 +49,7 @@ class Covered:
 
 
 def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Covered:
-    """Return how intervals did. `interval` gives that of a group's row."""
+    """Return how intervals did. `interval` returns the interval of a row of a group."""
     shares, widths, scores = list[float](), list[float](), list[float]()
     for group, logs in groups.items():
         found = [interval(group, place) for place in range(len(logs))]

@@ -48,7 +48,7 @@ class Row:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """Sizes of the model; empty where the source does not give them."""
+        """Sizes of the model; empty if the source does not state them."""
         return json.loads(self.text("model_spec") or "{}")
 
     @property

@@ -128,7 +128,7 @@ class _View:
 
 
 class Exchange:
-    """The messages of this rank: parts of matrices to their homes, and whole matrices that were worked on back to all who hold parts."""
+    """The messages of this rank: parts of matrices to their homes, and the results back to all ranks that hold parts."""
 
     def __init__(self, whole: Whole, placed: Sequence[Placed]) -> None:
         self.whole, self.placed = whole, placed
@@ -166,7 +166,7 @@ class Exchange:
         return wait
 
     def scatter(self, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
-        """Send the matrices that are at home here to all who hold parts of them; fill this rank's `shares` from all homes."""
+        """Send the matrices whose home is here to all ranks that hold parts of them; fill this rank's `shares` from all homes."""
         sent = [[(each, box) for each in self.mine if (box := each.held.get(rank))] for rank in range(self.ranks)]
         received = [
             [(each, each.held[self.rank]) for each in self.placed if each.home == rank and self.rank in each.held]

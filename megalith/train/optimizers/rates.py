@@ -10,7 +10,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
     """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
     one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0.
 
-    A run that is a `branch` follows the schedule of the run that it comes from; from its first update on it decays instead, if it is to."""
+    A run that is a `branch` follows the schedule of the run that it comes from; if it has a decay, it decays from its first
+    update on instead."""
     if branch is not None:
         return _branched(update, branch, spec)
     warmup = spec.warmup_updates(steps)
