@@ -237,9 +237,7 @@ def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
     if question.path is None:
         if question.overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
-            problems.append(
-                problem("--set", question.overrides[0], "sets a value of a run file, but no run file was given", way_out)
-            )
+            problems.append(problem("--set", question.overrides[0], "needs a run file, but none was given", way_out))
         return None
     try:
         found = files.load(question.path, overrides=question.overrides)
