@@ -139,12 +139,13 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if spec.optimizer.master in LOWER:
         reason = f"undoes updates from the disk, and with optimizer.master = {spec.optimizer.master!r} half of each weight stays in memory"
         yield error(key, True, reason, 'Use optimizer.master = "fp32".')
-    yield from _released_one_by_one(case)
 
 
-def _released_one_by_one(case: Case) -> Found:
+def released_gradients_are_updated_by_parts(case: Case) -> Found:
     """An update inside the backward sees one part's gradients, on one rank."""
     spec, key = case.spec, "plan.state.release"
+    if not case.plan.state.release:
+        return
     whole = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     if whole is not None:
         reason = f"updates part by part inside the backward, and {whole} looks at a whole {OPTIMIZERS[whole].unit} on all ranks together"

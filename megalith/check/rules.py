@@ -195,6 +195,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.state_elsewhere_can_be_had),
     Rule("memory", memory.disk_takes_the_state),
     Rule("memory", memory.released_gradients_can_be_taken_back),
+    Rule("memory", memory.released_gradients_are_updated_by_parts),
     Rule("memory", memory.segments_lie_in_a_stage),
     Rule("memory", memory.long_sequences_recompute),
     Rule("device", device.cluster_is_known),

@@ -8,6 +8,7 @@ import numpy as np
 
 from megalith import events, pyramid
 from megalith.control import times
+from megalith.pyramid import format
 from megalith.watch import index
 from tests.report import run_folder
 
@@ -21,12 +22,12 @@ def write_level(folder: Path, kind: pyramid.Kind, width: int, level: int, steps:
     kept = max(keep, least * size) // (a_file * size) + 1
     for number in range(max(0, -(-records // a_file) - kept), -(-records // a_file)):
         first = 1 + number * a_file * a_record
-        with (folder / pyramid._name(0, level, first)).open("wb") as file:
-            file.write(pyramid._FILE.pack(pyramid._MAGIC, list(pyramid._TYPES).index(kind), level, width))
+        with (folder / format.name_of(0, level, first)).open("wb") as file:
+            file.write(format.FILE.pack(format.MAGIC, list(format.TYPES).index(kind), level, width))
             for record in range(number * a_file, min(records, (number + 1) * a_file)):
                 begin = 1 + record * a_record
                 bases, arrays = make(begin, a_record, level)
-                head = pyramid._HEAD.pack(begin, begin + a_record - 1, a_record, 1e9 + begin, *bases)
+                head = format.HEAD.pack(begin, begin + a_record - 1, a_record, 1e9 + begin, *bases)
                 file.write(head + struct.pack("<I", zlib.crc32(head)) + b"".join(map(bytes, arrays)))
 
 

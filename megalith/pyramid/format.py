@@ -1,0 +1,65 @@
+"""Files of a pyramid: their names, heads and records."""
+
+import contextlib
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+FAN = 4
+Kind = Literal["codes", "numbers"]
+"""uint8 with 0 for a value that is missing, or float32 with NaN for it."""
+
+TYPES: dict[str, np.dtype] = {"codes": np.dtype("<u1"), "numbers": np.dtype("<f4")}
+FILE = struct.Struct("<8sIIQ")  # magic, kind, level, width
+MAGIC = b"mgltpyr1"
+HEAD = struct.Struct("<qqqddd")  # first step, last step, steps, time, and two numbers that values are measured by
+SUM = struct.Struct("<I")
+START = HEAD.size + SUM.size
+NAME = re.compile(r"(\d{6})-(\d{2})-(\d{15})\.bin")
+
+
+def arrays_of(kind: str, level: int) -> int:
+    """Arrays in a record: the values, or their least and most, and of numbers their mean."""
+    return 1 if level == 0 else 2 if kind == "codes" else 3
+
+
+def record_bytes(kind: str, width: int, level: int) -> int:
+    """Return the bytes of a record of `width` values."""
+    return START + arrays_of(kind, level) * width * TYPES[kind].itemsize
+
+
+def name_of(piece: int, level: int, first: int) -> str:
+    return f"{piece:06d}-{level:02d}-{first:015d}.bin"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file, as its name and size say."""
+
+    path: str
+    piece: int
+    level: int
+    first: int
+    size: int
+    inode: int
+
+
+def segments(folder: Path) -> list[Segment]:
+    """The files of a table, by piece, level and first step."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if match := NAME.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        piece, level, first = map(int, match.groups())
+                        stat = entry.stat()
+                        found.append(Segment(entry.path, piece, level, first, stat.st_size, stat.st_ino))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=lambda one: (one.piece, one.level, one.first))

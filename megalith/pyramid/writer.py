@@ -1,0 +1,149 @@
+"""Writer of a pyramid."""
+
+import contextlib
+import os
+import time as clock
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.pyramid.format import FAN, FILE, HEAD, MAGIC, SUM, TYPES, Kind, name_of, record_bytes, segments
+
+LEVELS = 13  # FAN ** 12 is 16 million steps: the coarsest record covers so many
+KEEP = 64 << 20  # bytes of a level, all pieces together
+LEAST = 512  # records of a level that are kept in any case
+SEGMENTS = 8  # files into which the kept bytes of a level are cut: the oldest one goes
+
+
+@dataclass
+class _Sum:
+    """A record of the next level that is not whole yet."""
+
+    first: int
+    last: int
+    steps: int
+    records: int
+    time: float
+    bases: NDArray[np.float64]
+    low: NDArray
+    high: NDArray
+    total: NDArray[np.float64] | None
+    known: NDArray[np.int64] | None
+
+
+class Writer:
+    """Appends a piece to the table in a folder. One process writes at a time; a new writer always begins a new piece."""
+
+    def __init__(self, folder: Path, *, kind: Kind, width: int, keep: int = KEEP) -> None:
+        """`width` values a step. Raises OSError where the folder cannot be made or read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
+        self._type = TYPES[kind]
+        self._piece = 1 + max((segment.piece for segment in segments(folder)), default=-1)
+        self._files: dict[int, tuple[int, int]] = {}  # level -> descriptor, records in it
+        self._open: dict[int, _Sum] = {}
+
+    def append(self, step: int, values: NDArray, *, time: float | None = None, bases: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Append the values of a step later than those before. `bases`: numbers that the values are measured by, averaged in coarser
+        records. Raises OSError if the disk cannot take it: the step is lost, and later ones may follow."""
+        row = np.ascontiguousarray(values, dtype=self._type)
+        assert row.shape == (self._width,), (row.shape, self._width)
+        at = clock.time() if time is None else time
+        self._write(0, step, step, 1, at, bases, [row])
+        self._feed(1, step, step, 1, at, np.array(bases), row, row, None, None)
+
+    def _feed(
+        self,
+        level: int,
+        first: int,
+        last: int,
+        steps: int,
+        time: float,
+        bases: NDArray[np.float64],
+        low: NDArray,
+        high: NDArray,
+        total: NDArray[np.float64] | None,
+        known: NDArray[np.int64] | None,
+    ) -> None:
+        """Add a record of the level below to the one of this level that is not whole yet."""
+        if level >= LEVELS:
+            return
+        if self._kind == "numbers" and total is None:
+            known = np.isfinite(low).astype(np.int64)
+            total = np.where(known > 0, low, 0.0).astype(np.float64)
+        held = self._open.get(level)
+        if held is None:
+            held = self._open[level] = _Sum(first, last, 0, 0, time, np.zeros(2), low.copy(), high.copy(), None, None)
+            held.total, held.known = (None, None) if total is None or known is None else (total.copy(), known.copy())
+        else:
+            held.low, held.high = self._least(held.low, low), np.fmax(held.high, high)
+            if total is not None and known is not None and held.total is not None and held.known is not None:
+                held.total, held.known = held.total + total, held.known + known
+        held.last, held.time = last, time
+        held.steps, held.records, held.bases = held.steps + steps, held.records + 1, held.bases + bases * steps
+        if held.records == FAN:
+            self._end(level)
+
+    def _least(self, one: NDArray, other: NDArray) -> NDArray:
+        if self._kind == "numbers":
+            return np.fmin(one, other)
+        return np.minimum(one - np.uint8(1), other - np.uint8(1)) + np.uint8(1)  # 0, a missing value, counts as the most
+
+    def _end(self, level: int) -> None:
+        """Write the record of a level that has been added up, and add it to the level above."""
+        held = self._open.pop(level)
+        arrays, bases = [held.low, held.high], held.bases / held.steps
+        if held.total is not None and held.known is not None:
+            with np.errstate(invalid="ignore"):
+                arrays.append((held.total / held.known).astype(self._type))
+        self._write(level, held.first, held.last, held.steps, held.time, (float(bases[0]), float(bases[1])), arrays)
+        self._feed(level + 1, held.first, held.last, held.steps, held.time, bases, held.low, held.high, held.total, held.known)
+
+    def _write(
+        self, level: int, first: int, last: int, steps: int, time: float, bases: tuple[float, float], arrays: Sequence[NDArray]
+    ) -> None:
+        head = HEAD.pack(first, last, steps, time, *bases)
+        record = head + SUM.pack(zlib.crc32(head)) + b"".join(array.tobytes() for array in arrays)
+        if level in self._files and self._files[level][1] >= self._most(level):
+            os.close(self._files.pop(level)[0])
+        if level not in self._files:
+            self._files[level] = self._begin(level, first), 0
+        file, records = self._files[level]
+        try:
+            if os.write(file, record) < len(record):
+                raise OSError(28, os.strerror(28))
+        except OSError:
+            os.close(self._files.pop(level)[0])  # what follows goes to another file
+            raise
+        self._files[level] = file, records + 1
+
+    def _most(self, level: int) -> int:
+        """Records of a file."""
+        return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), LEAST // SEGMENTS)
+
+    def _begin(self, level: int, first: int) -> int:
+        """Begin a file, and remove the oldest ones of its level that are beyond what is kept."""
+        older = [segment for segment in segments(self._folder) if segment.level == level]
+        room = max(self._keep, LEAST * record_bytes(self._kind, self._width, level))
+        for segment in reversed(older):
+            room -= segment.size
+            if room < 0:
+                Path(segment.path).unlink(missing_ok=True)
+        path = self._folder / name_of(self._piece, level, first)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o644)
+        os.write(file, FILE.pack(MAGIC, list(TYPES).index(self._kind), level, self._width))
+        return file
+
+    def close(self) -> None:
+        """Write incomplete records as shorter ones, and close the files. No OSError is raised."""
+        with contextlib.suppress(OSError):
+            for level in range(1, LEVELS):
+                if level in self._open:
+                    self._end(level)
+        for file, _ in self._files.values():
+            os.close(file)
+        self._files.clear()
