@@ -18,7 +18,7 @@ def _write(folder: Path) -> None:
 
 
 def test_a_report_wants_a_run_folder():
-    with pytest.raises(FileNotFoundError, match="no run folder"):
+    with pytest.raises(FileNotFoundError, match="run folder"):
         report(Path("data"))
 
 

@@ -87,7 +87,9 @@ def microbatch_off(trainer: Trainer) -> Iterator[None]:
 def scales_transposed(trainer: Trainer) -> Iterator[None]:
     """The scales of matrices are read in the other order, as a compiler has done (pytorch#161127)."""
 
-    def misread(x: Tensor, scaling: Scaling, draws: Tensor | None = None, *, share: Share | None = None) -> Tensor:
+    def misread(
+        x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None, *, share: Share | None = None
+    ) -> Tensor:
         found = quantise(x, scaling, share=share, draws=draws)
         if x.dim() == 2:
             found = replace(found, scales=found.scales.T.reshape(found.scales.shape))
