@@ -252,9 +252,11 @@ class Peers:
             if len(came) < end:
                 return
             self._news.put(News(peer.site, peer.start, bytes(came[_LENGTH.size : end])))
+            if (
+                part.data and came[: min(end, len(part.data))] == part.data
+            ):  # the cut message came whole; others may come before it
+                self._parts.pop(peer.site)
             del came[:end]
-            if end > len(part.data):  # nothing longer is under way that it could be the beginning of
-                self._parts.pop(peer.site, None)
 
     def _hello(self, peer: _Peer | None, site: int) -> bytes:
         """Return what this site says first to another, once nothing comes any more from the connection `peer` that it had before."""

@@ -167,7 +167,7 @@ def test_something_else_at_the_port_is_named() -> None:
 
         thread = threading.Thread(target=play)
         thread.start()
-        with pytest.raises(WrongKey, match="no store of a run"):
+        with pytest.raises(WrongKey, match="not the store of a run"):
             StoreClient(f"tcp://127.0.0.1:{port}", KEY, seconds=PATIENCE)
         thread.join(PATIENCE)
 
