@@ -34,6 +34,8 @@ class Deal:
     """Shares of each site that no merge has taken yet, each with the steps that are done once it is trained."""
     shares: tuple[int, ...] = ()
     """How a step's batch is shared out, as in `SitesSpec`; empty: evenly."""
+    counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """How much each site counts in the merge of each fragment under way: the shares by which the samples behind it were dealt out."""
 
     @classmethod
     def first(cls, count: int, shares: Sequence[int] = ()) -> "Deal":
@@ -49,6 +51,10 @@ class Deal:
     def merged(self) -> int:
         """Samples that the merged weights have seen."""
         return self.dealt - sum(share.size for shares in self.open.values() for _, share in shares)
+
+    def count_in(self, fragment: int) -> tuple[int, ...]:
+        """Return how much each site counts in the merge of a fragment."""
+        return self.counted.get(fragment, self.shares or (1,) * self.count)
 
     def left(self, total: int) -> int:
         """Samples of a run of `total` that are still to be dealt out."""
@@ -108,6 +114,7 @@ class Deal:
             "next": self.next,
             "returned": [list(share) for share in self.returned],
             "open": {str(site): [[after, *share] for after, share in shares] for site, shares in self.open.items() if shares},
+            "counted": {str(fragment): list(shares) for fragment, shares in self.counted.items()},
         } | ({"shares": list(self.shares)} if self.shares else {})
 
     @classmethod
@@ -120,4 +127,5 @@ class Deal:
             [Share(*share) for share in record["returned"]],
             {int(site): [(after, Share(*share)) for after, *share in shares] for site, shares in record["open"].items()},
             tuple(record.get("shares", ())),
+            {int(fragment): tuple(shares) for fragment, shares in record.get("counted", {}).items()},
         )

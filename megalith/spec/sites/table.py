@@ -110,10 +110,6 @@ class SitesSpec(Spec):
             return self.mixing
         return 0.5 if self.overlap else 0.0
 
-    def weight(self, site: int) -> float:
-        """The share of a site's difference in the mean of all sites."""
-        return self.shares[site] / sum(self.shares) if self.shares else 1 / self.count
-
     @property
     def shares(self) -> tuple[int, ...]:
         """How the samples of a step are shared out among the sites; empty if all get equally many. Of a run that `at_site` returned."""

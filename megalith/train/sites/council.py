@@ -30,6 +30,7 @@ TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
 LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
 SPEAK_SECONDS = 0.5  # between words of a site to the one that decides
 ROUNDS = 16  # whose lengths the grace follows
+JOINING = -1  # in place of a merge's number: a site waits for the weights of the others
 
 
 SAME = "All sites must run the same version and run file"
@@ -84,8 +85,7 @@ class Council:
         round; a quorum begins without the others after a quarter of it. `limit`: seconds to wait for a quorum at the beginning. `beat` is
         called several times a second during waits."""
         self.spec, self.site, self._wire = spec, site, wire
-        self._patience, self._start_seconds, self._limit = patience, start, limit
-        self._beat = beat
+        self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
         self.line, self.decider = "", site
         self._cuts: Sequence[Cut] = ()
@@ -224,8 +224,7 @@ class Council:
 
     def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict, if it is time for one."""
-        number, fragment, sent, step, members, got, waited = merge
-        due = merge.due
+        (number, fragment, sent, step, members, got, waited), due = merge, merge.due
         may_come = {site for site in due - got if self._roll.takes_part(site)}
         if may_come and waited < self.grace:
             return None
@@ -322,16 +321,17 @@ class Council:
             self._post(message, to=site)
 
     def told(self, seconds: float) -> Told | None:
-        """Return the data for a site that joins anew, once it has arrived with the weights of all fragments; None after
-        `seconds`. Raises PeerGone if the site that decides is lost."""
+        """Return the data for a site that joins anew, once it has arrived with the weights of all fragments; None if `seconds` were not
+        enough, and the call is to be made again. Raises PeerGone if the site that decides is lost."""
         began = time.monotonic()
+        self._due, self._due_since = JOINING, self._due_since if self._due == JOINING else began
         self._roll.expect(self.decider)
         while self._told is None or len(self._held) < self.spec.fragments:
             if time.monotonic() - began >= seconds:
                 return None
             self._hear(TURN_SECONDS)
-            self._need_decider(began, 0)
-        found, self._told = self._told, None
+            self._need_decider(self._due_since, 0)
+        found, self._told, self._due = self._told, None, None
         self._verdicts = {key: one for key, one in self._verdicts.items() if key[0] == self.line and key[1] >= found.number}
         return found
 

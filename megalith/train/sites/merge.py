@@ -260,7 +260,8 @@ class Sites:
     def _send(self, number: int, step: int) -> None:
         """Take the difference of a fragment and let it leave. A site that does not train only takes note of what the others send."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
-        state.sent[number] = step
+        state.sent[number], deal = step, self.progress.deal
+        deal.counted[number] = deal.count_in(number)
         if self.site not in self.progress.deal.due(step):
             return
         mine = [piece for piece in fragment.pieces if piece.name in state.anchors]
@@ -282,7 +283,7 @@ class Sites:
             state.feedback[name].copy_(values[name] - told[name])
         if self.spec.eager:
             for name in filter(state.is_trained, values):
-                state.weights[name].copy_(self._eager(name, told[name]))
+                state.weights[name].copy_(self._eager(name, told[name], deal.counted[number]))
         if self._council is not None:
             if number in state.flights:
                 state.flights[number].copy_(message)
@@ -303,16 +304,18 @@ class Sites:
         for row, message in zip(table, messages, strict=False):
             row.copy_(message.encoded)
         theirs = [self._decoded(fragment, row) for row in self._wholes.tell(table)]
-        shares = [self.spec.shares[site] for site in verdict.merged] if self.spec.shares else [1] * len(theirs)
+        counted = progress.deal.count_in(number)
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
             if piece.name in state.anchors and theirs:
-                own = verdict.merged.index(self.site) if self.spec.eager and self.site in verdict.merged else None
-                self._update(piece.name, [each[piece.name] for each in theirs], shares, spread, own=own)
+                self._update(
+                    piece.name, dict(zip(verdict.merged, (each[piece.name] for each in theirs), strict=True)), counted, spread
+                )
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
         state.sent[number] = NOT_SENT
         deal = progress.deal
+        deal.counted.pop(number, None)
         deal.merge(sent=sent, step=step, merged=verdict.merged, left=verdict.left, joined=verdict.joined)
         deal.count, deal.shares = verdict.count, self.spec.shares
         progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
@@ -373,31 +376,38 @@ class Sites:
             at += piece.bytes
         return found
 
-    def _eager(self, name: str, own: Tensor) -> Tensor:
-        """Return what this rank's share of an anchor would be if a merge had the site's own difference alone, counted as it will be."""
+    def _eager(self, name: str, own: Tensor | None, counted: Sequence[int]) -> Tensor:
+        """Return what this rank's share of an anchor would be if a merge had the site's own difference alone, counted as it will be; the
+        anchor itself where the site sent none."""
         anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
-        outer.outer_step(anchor, None if velocity is None else velocity.clone(), own * self.spec.weight(self.site), self.spec)
+        if own is not None:
+            own = own.to(anchor.device) * (counted[self.site] / sum(counted))
+            outer.outer_step(anchor, None if velocity is None else velocity.clone(), own, self.spec)
         return anchor
 
-    def _update(self, name: str, theirs: Sequence[Tensor], shares: Sequence[int], spread: Tensor, *, own: int | None) -> None:
-        """Merge this rank's share of one tensor. `shares`: the weights of the sites. `spread` [2]: squares of the mean, and of the distance
-        to it, are added there. `own`: which difference the site's weights have had since it was sent; None: they have had none."""
+    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
+        """Merge this rank's share of one tensor. `theirs`: differences by site. `counted`: how much each site counts. `spread` [2]: squares
+        of the mean, and of the distance to it, are added there."""
         state = self.state
-        gradient = outer.mean(theirs, shares)
+        shares = [counted[site] for site in theirs]
+        gradient = outer.mean([*theirs.values()], shares)
         if name in self._wholes.owned:
             spread[0] += gradient.double().square().sum()
-            apart = [share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs, strict=True)]
+            apart = [
+                share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs.values(), strict=True)
+            ]
             spread[1] += sum(apart) / sum(shares)
         gradient = gradient.to(state.anchors[name].device)
-        early = self._eager(name, theirs[own].to(gradient.device)) if own is not None and state.is_trained(name) else None
-        if state.is_trained(name):
+        trained = state.is_trained(name)
+        early = self._eager(name, theirs.get(self.site), counted) if self.spec.eager and trained else None
+        if trained:
             outer.outer_step(state.anchors[name], state.velocities.get(name), gradient, self.spec)
         else:
             outer.average(state.anchors[name], gradient)
         if early is not None:
             outer.correct(state.weights[name], state.anchors[name], early)
         else:
-            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if state.is_trained(name) else 0.0)
+            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if trained else 0.0)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
