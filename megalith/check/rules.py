@@ -132,17 +132,22 @@ def each_site_can_train(case: Case) -> Found:
 
     This rule stands beside `check` because it applies every other rule to the other plans.
     """
-    sites = case.spec.sites
-    if sites is None or len(sites.plans) != sites.count:
+    table = case.spec.sites
+    if table is None or len(table.plans) != table.count:
         return
     run = during(case.spec, Phases.of(case.spec).all[0])
-    for number, plan in enumerate(sites.plans):
+    for number, plan in enumerate(table.plans):
         if plan == case.plan:
             continue
         fleet = run.fleet.model_copy(update={"nodes": 1})  # another site has other machines
-        here = within(run.model_copy(update={"sites": sites.model_copy(update={"site": number})}))
+        here = within(run.model_copy(update={"sites": table.model_copy(update={"site": number})}))
         yield from _under(run, {"plan": plan, "fleet": fleet, "train": here.train, "sites": None}, f"sites.each.{number}.plan")
         yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
+        beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
+        for rule in (sites.sites_stay_together, sites.state_stays_on_the_device):
+            for problem in rule(beside):
+                if problem.key.startswith("plan."):
+                    yield replace(problem, key=f"sites.each.{number}.{problem.key}")
 
 
 def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:

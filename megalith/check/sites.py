@@ -39,7 +39,13 @@ def methods_are_whole(case: Case) -> Found:
         yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Leave it out, or use sites.top_k or fewer bits.")
     if sites.eager and not sites.overlap:
         reason = "applies a site's own difference while the others' are under way, and with sites.overlap = 0 nobody waits"
-        yield error("sites.eager", True, reason, f"Use overlap = {max(1, sites.inner_steps - 1)} at most, or leave it out.")
+        most = sites.inner_steps - 1
+        way_out = (
+            f"Use overlap = 1{f' to {most}' * (most > 1)}, or leave sites.eager out."
+            if most
+            else "Raise sites.inner_steps, or leave it out."
+        )
+        yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
         reason = "is the share of a site's own weights in a mean with merged ones, and sites.eager keeps all that it trained"
         yield error("sites.mixing", sites.mixing, reason, "Leave out one of both.")

@@ -9,6 +9,8 @@ from megalith.spec.sites import FULL, Fragment, SitesSpec, fragments, part_of, s
 
 ROUNDS = 20
 """Rounds that are followed: a link that is too slow falls behind by more in each."""
+LONG = 100
+"""Rounds beyond which the end of a run does not count."""
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
 """Share of the time in which a site computes that is good enough."""
@@ -65,8 +67,8 @@ class Across:
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
     """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link.
 
-    `steps`: of the whole run, whose last merges all of the model; None: it lasts so long that its end does not count. `packet`: bytes of
-    the link's packets.
+    `steps`: of the whole run, whose last merges all of the model, which counts if it has at most LONG rounds; None: more. `packet`: bytes
+    of the link's packets.
     """
     if sites.link is None or sites.count == 1:
         return None
@@ -74,7 +76,7 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     cut = fragments(shapes, sites)
     candidates = (sites.model_copy(update={"inner_steps": n}) for n in fitting)
     shortest = next((one.inner_steps for one in candidates if _use(cut, one, step) >= GOOD), None)
-    use = _use(cut, sites, step, steps, packet)
+    use = _use(cut, sites, step, steps if steps is not None and steps <= LONG * sites.inner_steps else None, packet)
     return Across(
         sites.count, sites.inner_steps, sites.fragments, sites.overlap, sites.bits,
         bytes=sum(_bytes(one, sites) for one in cut),
@@ -83,17 +85,20 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     )  # fmt: skip
 
 
-def choose(shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool) -> SitesSpec:
+def choose(
+    shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool, longest: int = 10**9
+) -> SitesSpec:
     """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds.
 
     The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
     the least overlap, then the fewest fragments. Where none has that use, the one with the most use is taken. `rounds_well`: differences
-    are little hurt by 2 bits, as those of Muon (Thérien et al. 2025, arXiv:2505.23725).
+    are little hurt by 2 bits, as those of Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: steps of the run, which no interval
+    exceeds.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
     best: tuple[float, SitesSpec] | None = None
-    for interval in INTERVALS if "inner_steps" in free else (sites.inner_steps,):
+    for interval in (n for n in INTERVALS if n <= longest) if "inner_steps" in free else (sites.inner_steps,):
         tried = sites.model_copy(update={"inner_steps": interval})
         variants = _variants(shapes, tried, free, rounds_well)
         found = [(_use(fragments(shapes, one), one.model_copy(update={"link": counted_on}), step), one) for one in variants]

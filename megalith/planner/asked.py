@@ -145,6 +145,7 @@ def ask(question: Question) -> Asked:
             whole = None  # the question is another one than the file's
     sites = spec.sites if spec is not None else None
     if spec is not None and sites is not None:
+        problems += _of_one_site_alone(question, spec)
         spec, whole = within(spec), None
     model, taken = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
@@ -330,6 +331,21 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
         reason = "is predicted only: the trainer has no kernels for it, so a run would not have the times and memory of the plan"
         problems.append(problem("--format", named, reason, "Leave out --out, or use --format bf16."))
     return named
+
+
+def _of_one_site_alone(question: Question, spec: RunSpec) -> list[Problem]:
+    """Return why a plan for one site would not do for the whole run file."""
+    has = (
+        "sites.each, a table for each site"
+        if spec.sites is not None and spec.sites.each
+        else "a batch ramp or phases"
+        if len(Phases.of(spec).all) > 1
+        else ""
+    )
+    if not question.out or not has:
+        return []
+    reason = f"writes the plan and batch of one site, and this run has sites with {has}"
+    return [problem("--out", True, reason, "Leave out --out, and write the plan that is printed into the run file.")]
 
 
 def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:

@@ -38,12 +38,13 @@ def linked(asked: Asked, best: Choice, alone: Callable[[Asked], Choice | None]) 
     plan of a question."""
     sites, step = asked.sites, best.estimate.time.step
     shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
-    said = None if sites is None else across(shapes, sites, step)
+    steps = asked.run.train.steps
+    said = None if sites is None else across(shapes, sites, step, steps=steps)
     if sites is None or said is None:
         return None
     rounds_well, free = asked.run.optimizer.kind == "muon", _free(sites)
-    chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well) if free else None
-    proposed = None if chosen is None else across(shapes, chosen, step)
+    chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well, longest=steps) if free else None
+    proposed = None if chosen is None else across(shapes, chosen, step, steps=steps)
     one = alone(replace(asked, run=whole_batch(asked), sites=None))
     gain = None if one is None else one.estimate.time.step * (proposed or said).use / step
     return Linked(said, chosen, proposed, gain)
@@ -52,7 +53,8 @@ def linked(asked: Asked, best: Choice, alone: Callable[[Asked], Choice | None]) 
 def whole_batch(asked: Asked) -> RunSpec:
     """The run that was asked for with the batch of all its sites."""
     train, sites = asked.run.train, asked.sites
-    batch = train.global_batch * (1 if sites is None else sites.count)
+    mine = sites.shares[sites.site or 0] if sites is not None and sites.shares else 1
+    batch = train.global_batch * (1 if sites is None else sites.parts) // mine
     return asked.run.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
 
 

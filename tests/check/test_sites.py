@@ -100,3 +100,16 @@ def test_state_away_from_the_device_is_refused() -> None:
     found = check(tiny_run(sites={"inner_steps": 2}, checkpoint={"every": 2}, plan={"state": {"optimizer": "host"}}), files=False)
     (problem,) = (problem for problem in found if problem.severity == "error")
     assert problem.key == "plan.state" and "merge" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("plan", "key"),
+    [
+        ({"pipeline": 2, "schedule": "zb-h1", "post_validation": True}, "plan.post_validation"),
+        ({"state": {"optimizer": "host"}}, "plan.state"),
+    ],
+)
+def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any], key: str) -> None:
+    each = ({"plan": {"data": 2}}, {"plan": plan})
+    run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}))
+    assert f"sites.each.1.{key}" in [problem.key for problem in check(run, files=False) if problem.severity == "error"]
