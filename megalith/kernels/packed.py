@@ -34,7 +34,10 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
     """Return the numbers [rows, columns] of packed rows, exact in bf16 where scales are powers of two."""
     out = packed.new_empty(len(packed), columns, dtype=dtype)
     for part in _slabs(out.shape):
-        codes, scales = packed[part, :columns], packed[part, columns:].contiguous().view(torch.float32)
+        scales = (
+            packed[part, columns:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        )  # of one row, too, at an aligned place
+        codes = packed[part, :columns]
         out[part] = Narrowed(codes, scales, None, scaling).factors(dtype)
     return out
 

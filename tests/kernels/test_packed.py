@@ -19,7 +19,7 @@ def rows(count: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scaling", [TILES, Scaling(E5M2, (1, 32)), Scaling(E4M3, (1, ALL)), Scaling(E4M3, (1, 48))], ids=str)
-@pytest.mark.parametrize("shape", [(700, 256), (5, 128), (1, 100), (0, 64)])
+@pytest.mark.parametrize("shape", [(700, 256), (5, 128), (1, 100), (0, 64), (1, 130), (505, 130)])
 def test_what_arrives_are_the_numbers_that_a_product_rounds_rows_to(scaling: Scaling, shape: tuple[int, int]) -> None:
     """Rounded once more they are the same, so that experts compute with the same factors."""
     x = rows(*shape)
