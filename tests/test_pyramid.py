@@ -1,6 +1,7 @@
 """A table of values by step: any part of it, in few records, whatever became of the files."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +121,14 @@ def test_another_width_is_another_table(tmp_path: Path) -> None:
     writer.close()
     assert Reader(tmp_path).read([slice(0, 2)]).first.tolist() == [5]
     assert Reader(tmp_path).read(ALL, width=3).first.tolist() == [1, 2, 3, 4]
+
+
+def test_a_folder_that_is_made_anew_is_read_anew(tmp_path: Path) -> None:
+    """Its files may have the inodes of those before."""
+    _write(tmp_path / "a", range(1, 100))
+    reader = Reader(tmp_path / "a")
+    assert reader.span() == (1, 99)
+    shutil.rmtree(tmp_path / "a")
+    _write(tmp_path / "a", range(100, 199))
+    assert reader.span() == Reader(tmp_path / "a").span() == (100, 198)
+    assert reader.newest() == Reader(tmp_path / "a").newest()

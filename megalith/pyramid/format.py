@@ -47,6 +47,7 @@ class Segment:
     first: int
     size: int
     inode: int
+    changed: int
 
 
 def segments(folder: Path) -> list[Segment]:
@@ -59,7 +60,7 @@ def segments(folder: Path) -> list[Segment]:
                     with contextlib.suppress(FileNotFoundError):
                         piece, level, first = map(int, match.groups())
                         stat = entry.stat()
-                        found.append(Segment(entry.path, piece, level, first, stat.st_size, stat.st_ino))
+                        found.append(Segment(entry.path, piece, level, first, stat.st_size, stat.st_ino, stat.st_mtime_ns))
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=lambda one: (one.piece, one.level, one.first))

@@ -54,11 +54,16 @@ class _Known:
     kind: str
     width: int
     segment: Segment
+    begin: bytes
     heads: dict[int, Head] = field(default_factory=dict)
 
     def holds_for(self, segment: Segment) -> bool:
-        """True if the file is the same and has only grown."""
-        return self.segment.inode == segment.inode and self.segment.size <= segment.size
+        """True if the file is the same and has not shrunk. An inode may be given to a new file, so the first record's head must be the
+        same where anything has changed."""
+        before, self.segment = self.segment, segment
+        if before == segment:
+            return True
+        return before.inode == segment.inode and before.size <= segment.size and self.begin == _beginning(segment)
 
 
 class _Run:
@@ -190,13 +195,19 @@ class Reader:
 
 
 def _format(segment: Segment) -> _Known | None:
-    with contextlib.suppress(OSError), open(segment.path, "rb") as file:
-        read = file.read(FILE.size)
-        if len(read) == FILE.size:
-            magic, kind, level, width = FILE.unpack(read)
-            if magic == MAGIC and kind < len(TYPES) and level == segment.level:
-                return _Known(list(TYPES)[kind], width, segment)
+    read = _beginning(segment)
+    if len(read) >= FILE.size:
+        magic, kind, level, width = FILE.unpack_from(read)
+        if magic == MAGIC and kind < len(TYPES) and level == segment.level:
+            return _Known(list(TYPES)[kind], width, segment, read)
     return None
+
+
+def _beginning(segment: Segment) -> bytes:
+    """The head of a file and that of its first record; nothing where it cannot be read."""
+    with contextlib.suppress(OSError), open(segment.path, "rb") as file:
+        return file.read(FILE.size + START)
+    return b""
 
 
 def _width(levels: dict[int, list[_Run]]) -> int:

@@ -505,7 +505,8 @@ function fill() {
 
 // ---- Data
 
-let asking = false, again = null;
+let asking = false, again = null, later = null;
+const pending = new Set(); // panels that there was news for since they were asked for last
 const standing = new Map(); // run and panel -> what was asked, and until when the server would answer the same
 const QUICK = ["alive", "loss", "speed", "rank-heatmap"], REST = 5000; // the others are asked for at most so often
 const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "precision", "sites", "incidents", "samples", "run"];
@@ -514,24 +515,28 @@ async function ask(run, name) {
   if (state.from !== null && ["loss", "speed", "rank-heatmap", "memory", "experts"].includes(name)) { asked.set("from", state.from); asked.set("to", state.to); }
   if (name === "rank-heatmap") { asked.set("row", state.row); asked.set("sort", state.sort); asked.set("columns", Math.max(60, Math.min(400, Math.floor((panels.heat.canvas.clientWidth || 400) / 3)))); }
   const query = name + "?" + asked, key = run + " " + name, stands = standing.get(key);
-  if (stands && stands.query === query && Date.now() < stands.until) return false;
+  if (stands && stands.query === query && performance.now() < stands.until) return stands.until - performance.now();
   const answer = await fetch("panel/" + query, {cache: "no-store"});
   if (!answer.ok) throw new Error(answer.status);
   state.data[run][name] = await answer.json();
-  standing.set(key, {query, until: Date.now() + 1000 * Number(answer.headers.get("X-Megalith-Stands"))});
-  return true;
+  standing.set(key, {query, until: performance.now() + 1000 * Number(answer.headers.get("X-Megalith-Stands"))});
+  if (name === "alive") state.got = Date.now();
+  return 0;
 }
 async function fetchNow(names) {
   if (!GIVEN.live) { fill(); return; }
   if (asking) { again = names || again || true; return; }
   asking = true;
   try {
-    const jobs = [];
-    GIVEN.names.forEach((_, run) => { for (const name of EVERY) if (!names || names.includes(name)) jobs.push(ask(run, name)); });
-    for (const name of OF_ONE) if (!names || names.includes(name)) jobs.push(ask(state.run, name));
-    const done = (await Promise.allSettled(jobs)).filter(one => one.status === "rejected" || one.value);
-    if (done.some(one => one.status === "fulfilled")) state.got = Date.now();
-    lost(done.length > 0 && done.every(one => one.status === "rejected"));
+    const jobs = [], of = [];
+    const add = (run, name) => { if (!names || names.includes(name)) { of.push(name); jobs.push(ask(run, name)); } };
+    GIVEN.names.forEach((_, run) => { for (const name of EVERY) add(run, name); });
+    for (const name of OF_ONE) add(state.run, name);
+    const done = await Promise.allSettled(jobs), asked = done.filter(one => one.status === "rejected" || one.value === 0);
+    for (const name of of) pending.delete(name);
+    done.forEach((one, i) => { if (one.value > 0) pending.add(of[i]); });
+    if (pending.size) { clearTimeout(later); later = setTimeout(() => fetchNow([...pending]), Math.max(1000, Math.min(REST, ...done.filter(one => one.value > 0).map(one => one.value)))); }
+    lost(asked.length > 0 && asked.every(one => one.status === "rejected"));
     fill();
   } finally { asking = false; if (again) { const next = again; again = null; fetchNow(next === true ? undefined : next); } }
 }
@@ -565,7 +570,7 @@ if (GIVEN.live) {
   fetchNow();
   const news = new EventSource("news");
   let seen = null, last = 0, whole = 0, timer = null;
-  news.onmessage = e => { if (e.data === seen) return; seen = e.data; clearTimeout(timer); const wait = Math.max(0, 1000 - (Date.now() - last)); timer = setTimeout(() => { last = Date.now(); if (last - whole < REST) fetchNow(QUICK); else { whole = last; fetchNow(); } }, wait); };
+  news.onmessage = e => { if (e.data === seen) return; seen = e.data; clearTimeout(timer); const wait = Math.max(0, 1000 - (Date.now() - last)); timer = setTimeout(() => { last = Date.now(); if (last - whole < REST) { for (const name of OF_ONE) pending.add(name); fetchNow(QUICK); } else { whole = last; fetchNow(); } }, wait); };
   setInterval(() => { if (!document.hidden) fillRuns(); }, 1000);
   setInterval(() => { if (!document.hidden) fetchNow(["alive"]); }, 5000);
 }

@@ -258,12 +258,11 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def precision(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the relative error of each part's gradient beside that of wide products, and `precision.auto`: the newest comparison of a
-    step counts."""
+    """Return the relative error of each part's gradient beside that of wide products, None where its own is not finite, and
+    `precision.auto`: the newest comparison of a step counts, and the parts that it has."""
     newest = {one.step: one for one in source.watched}
     looks = [newest[step] for step in sorted(newest)][-POINTS:]
-    parts = list(dict.fromkeys(part for one in looks for part in one.errors))
-    errors = {part: [one.errors.get(part) for one in looks] for part in parts}
+    errors = {part: [one.errors.get(part) for one in looks] for part in (looks[-1].errors if looks else ())}
     return {"step": [one.step for one in looks], "errors": errors, "limit": looks[-1].limit if looks else 0.0}
 
 
