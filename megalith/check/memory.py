@@ -9,7 +9,7 @@ from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import PRECISIONS
+from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
@@ -154,6 +154,7 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
         ("optimizer.adaptive_clip", spec.optimizer.adaptive_clip),
         ("optimizer.qk_clip", spec.optimizer.qk_clip),
         ("fleet.verify_every", spec.fleet.verify_every),
+        ("precision.watch_every", is_narrow(spec.train.precision) and spec.precision.watch_every),
         ("plan.post_validation", case.plan.post_validation),
     ):
         if value:

@@ -122,8 +122,8 @@ def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
 
 def scale(grads: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients by `factor`."""
-    if factor != 1.0:
-        torch._foreach_mul_([local(grad) for grad in grads], factor)
+    if factor != 1.0 and (shares := [local(grad) for grad in grads]):
+        torch._foreach_mul_(shares, factor)
 
 
 def odd_elements(grad: Tensor) -> Tensor:

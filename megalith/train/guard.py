@@ -191,8 +191,9 @@ class Guard:
 
     def _nonfinite(self, step: int, rank: int | None, elsewhere: Any) -> Nonfinite:
         here: dict[str, Any] = {**self._here(step, 0 if rank is None else rank), "rank": rank}
-        parameters = self.trainer.parameters.items()
+        parameters, release = self.trainer.parameters.items(), self.trainer.release
         bad = [name for name, p in parameters if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+        bad += [] if release is None else [name for name, count in release.odd.items() if int(count)]
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:

@@ -209,15 +209,25 @@ def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[
     for name, start, end in parts:
         seconds[name] += clock.seconds(start, end)
     for name, start, end in executed.marks:
-        kind = name.lstrip("0123456789").rstrip("0123456789")
-        seconds[_WENT_TO.get(kind, "communication")] += clock.seconds(start, end)
-        seconds["backward"] -= clock.seconds(start, end) if kind == "UPDATE" else 0.0
+        seconds[_went_to(name)] += clock.seconds(start, end)
+        if name == "UPDATE":  # inside an action, it is no part of the action's own time
+            around = [
+                other
+                for other, begin, finish in executed.marks
+                if other != name and clock.seconds(begin, start) >= 0 and clock.seconds(end, finish) >= 0
+            ]
+            for other in around[:1]:
+                seconds[_went_to(other)] -= clock.seconds(start, end)
     return seconds
+
+
+def _went_to(name: str) -> str:
+    return _WENT_TO.get(name.lstrip("0123456789").rstrip("0123456789"), "communication")
 
 
 _WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
 _WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
-_WENT_TO |= {"UPDATE": "optimizer"}  # inside a backward
+_WENT_TO |= {"UPDATE": "optimizer"}
 
 
 def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:

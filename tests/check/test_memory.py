@@ -43,6 +43,11 @@ RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.preci
         ([*RELEASED, "optimizer.master=split16"], "plan.state.release", "half of each weight stays in memory"),
         ([*RELEASED, "optimizer.kind=muon"], "plan.state.release", "muon looks at a whole matrix on all ranks together"),
         ([*RELEASED, "optimizer.adaptive_clip=1.05"], "plan.state.release", "optimizer.adaptive_clip = 1.05 needs them all"),
+        (
+            [*RELEASED, "train.precision=fp8", "precision.watch_every=50"],
+            "plan.state.release",
+            "precision.watch_every = 50 needs them all",
+        ),
         ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs them all"),
         ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs them all"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),

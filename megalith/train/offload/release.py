@@ -118,10 +118,12 @@ class Release:
     def _take(self, names: Sequence[str], asked: Asked, loss_scale: float) -> None:
         start = self.clock.mark()
         there = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
+        if not there:
+            return
         gradients.scale(there.values(), 1 / loss_scale)
         self.norms |= zip(there, gradients.norms_of(there.values()), strict=True)
         self.odd |= {name: gradients.odd_elements(grad) for name, grad in there.items()}
-        if asked.factor is not None and there:
+        if asked.factor is not None:
             gradients.scale(there.values(), asked.factor)
             self.rule.update([self.state.part(name) for name in there], number=asked.number, lr=asked.lr)
         for name in there:

@@ -84,10 +84,10 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"data": 2, "tensor": 2, "zero": 1}, {}, {}),
     ({"pipeline": 2}, {"tied": True}, {}),
     ({"data": 2, "expert": 2, "zero": 2}, {"preset": "deepseek-tiny"}, {}),
+    ({"data": 2, "zero": 0}, {}, {"precision": "fp16"}),
 ]
 PLANS += [
     ({"recompute": "sqrt"}, {}, {"gradients": "bf16"}),
-    ({"data": 2, "zero": 0}, {}, {"precision": "fp16"}),
     ({"pipeline": 2, "schedule": "zb-h1", "data": 2, "zero": 2}, {}, {}),
     ({"context": 2}, {"preset": "mixtral-8x7b"}, {"precision": "fp8"}),
 ] * FULL
