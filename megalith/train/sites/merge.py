@@ -372,7 +372,9 @@ class Sites:
         found, at = {}, 0
         for piece in fragment.pieces:
             if piece.name in self.state.anchors:
-                found[piece.name] = self._wholes.share(piece.name, pieces.decode(encoded[at : at + piece.bytes], piece))
+                whole = pieces.decode(encoded[at : at + piece.bytes], piece)
+                share = self._wholes.share(piece.name, whole)
+                found[piece.name] = share if share.numel() == whole.numel() else share.clone()  # the whole is freed
             at += piece.bytes
         return found
 
