@@ -94,8 +94,8 @@ def _newest_checkpoint() -> list[Path]:
 
 
 def _freeze_others() -> None:
-    """Stop this machine's other ranks, until the supervisor kills them: a copy that one of them had begun would be there after the memory
-    was lost, and the damage to the checkpoint would wait unseen for the next fault."""
+    """Stop this machine's other ranks, until the supervisor kills them. Otherwise a copy that one of them had begun would be there after
+    the memory was lost: a lost node would seem to be back, and damage to a checkpoint would wait unseen for the next fault."""
     import psutil  # which only this needs
 
     for process in psutil.Process(os.getppid()).children():
@@ -135,6 +135,7 @@ def _alter_checkpoint(one: Injection, seat: Seat) -> None:
 def _lose_node(one: Injection, seat: Seat) -> None:
     """The first of the node's ranks takes its folders away; all die."""
     if seat.memory is not None and len(seat.placement) > 1:
+        _freeze_others()
         _lose_disk(seat, seat.node)
         shutil.rmtree(node_folder(seat.memory, seat.node), ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

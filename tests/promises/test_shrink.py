@@ -54,7 +54,7 @@ class _Run:
     def until(self, true: Callable[[list[Event]], bool]) -> list[Event]:
         end = time.monotonic() + PATIENCE
         while not true(events := list(read(self.folder))):
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()[-5000:]
+            assert self.process.poll() is None and time.monotonic() < end, f"{_worlds(events)}: {self.log.read_text()[-5000:]}"
             time.sleep(0.05)
         return events
 
