@@ -10,14 +10,14 @@ from megalith.check import check
 from megalith.check.own import admit
 from megalith.cost.software import OURS, SOFTWARE
 from megalith.planner.candidates import splits
+from megalith.planner.refused import refusals
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import FAST, PRECISIONS
-from megalith.spec.phases import DATA as DATA_PHASES
-from megalith.spec.phases import RAMP, Phase, Phases, during
+from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
@@ -126,13 +126,6 @@ class Asked:
         return [problem for problem in denied if problem.key not in passed]
 
 
-def refusals(spec: RunSpec, plan: Plan) -> list[Problem]:
-    """Return why `megalith check` would not accept a plan for a run; only what concerns the plan counts."""
-    found = check(spec.model_copy(update={"plan": plan}), files=False)
-    mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
-    return [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
-
-
 def ask(question: Question) -> Asked:
     """Make sense of a question. Raises SpecErrors with everything that is wrong with it."""
     problems: list[Problem] = []
@@ -143,9 +136,8 @@ def ask(question: Question) -> Asked:
         spec = during(whole, max(Phases.of(whole).spans(whole.train.steps), key=_tokens_of)[0])
         if question.seq_len or question.global_batch or question.global_batch_tokens:
             whole = None  # the question is another one than the file's
-    sites = spec.sites if spec is not None else None
-    if spec is not None and sites is not None:
-        problems += _of_one_site_alone(question, spec)
+    if (sites := spec.sites if spec is not None else None) is not None and spec is not None:
+        problems += _of_one_site_alone(question, whole or spec)
         spec, whole = within(spec), None
     model, taken = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
@@ -335,16 +327,9 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
 
 def _of_one_site_alone(question: Question, spec: RunSpec) -> list[Problem]:
     """Return why a plan for one site would not do for the whole run file."""
-    has = (
-        "sites.each, a table for each site"
-        if spec.sites is not None and spec.sites.each
-        else "a batch ramp or phases"
-        if len(Phases.of(spec).all) > 1
-        else ""
-    )
-    if not question.out or not has:
+    if not question.out or spec.sites is None or not (spec.sites.each or len(Phases.of(spec).all) > 1):
         return []
-    reason = f"writes the plan and batch of one site, and this run has sites with {has}"
+    reason = "writes the plan and batch of one site, and the sites of this run have tables of their own (sites.each), or the run has phases"
     return [problem("--out", True, reason, "Leave out --out, and write the plan that is printed into the run file.")]
 
 

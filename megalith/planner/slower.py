@@ -9,10 +9,10 @@ from typing import Any
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Time
 from megalith.cost.foreseen import of_run
-from megalith.planner.asked import refusals
 from megalith.planner.explain import neighbours
 from megalith.planner.gains import NOTABLE, TERMS, Try, tries
 from megalith.planner.measured import spec_of, steps_of
+from megalith.planner.refused import refusals
 from megalith.planner.search import Scorer, hiding
 from megalith.spec.run import RunSpec
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from megalith.cost.constants import calibration
@@ -170,3 +172,10 @@ def test_a_device_that_nobody_described_is_told_the_cluster_file(cluster: str):
     (problem,) = problems.values()
     assert "clusters/own-accelerator.toml" in problem.way_out
     assert "Did you mean" not in problem.way_out
+
+
+def test_a_plan_for_one_site_is_not_written_for_a_run_whose_sites_differ(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "recipes/cpu-sites-unequal.toml").read_text()
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(SpecErrors, match="--out"):
+        ask(Question(path=tmp_path / "run.toml", cluster="cpu:2", out=True))
