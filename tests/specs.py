@@ -7,6 +7,13 @@ from megalith.spec.run import RunSpec
 
 TINY = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 96, "context": 64}
 
+TINY_EXPERTS = {key: TINY[key] for key in ("layers", "dim", "heads", "kv_heads", "head_dim")} | {
+    "family": "mixtral",
+    "ffn": 16,
+    "experts": 8,
+    "active": 2,
+}
+
 
 def tiny_run(**parts: dict[str, Any]) -> RunSpec:
     """A run of a tiny Llama, or of `model={"preset": NAME}`; keyword arguments update its tables."""

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,20 @@ class Network:
             _ip("-n", own, "link", "set", INTERFACE, "mtu", str(mtu))
         for device in ("lo", INTERFACE):
             _ip("-n", own, "link", "set", device, "up")
+
+    def start(self, node: str, act: Callable[[], object]) -> int:
+        """Do something on a node in a process of its own; return the process, which ends with status 0, or 1 if that failed."""
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                os.environ[VARIABLE] = self.family
+                enter(node)
+                act()
+                code = 0
+            finally:
+                os._exit(code)
+        return process
 
     def plug(self, node: str, *, connected: bool) -> None:
         """Take a node's interface up or down."""

@@ -162,18 +162,13 @@ def _kept_up(work: Callable[[], None]) -> Iterator[None]:
 def _tun(network: Network, node: str, address: str) -> int:
     """Make a node's interface; return the file by which its packets come and go. A process of its own enters the namespace for it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.environ[networks.VARIABLE] = network.family
-            networks.enter(node)
-            file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(file, _SET_INTERFACE, struct.pack("16sH14x", INTERFACE.encode(), _TUN | _NO_HEADER))
-            socket.send_fds(theirs, [b"."], [file])
-            code = 0
-        finally:
-            os._exit(code)
+
+    def make() -> None:
+        file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(file, _SET_INTERFACE, struct.pack("16sH14x", INTERFACE.encode(), _TUN | _NO_HEADER))
+        socket.send_fds(theirs, [b"."], [file])
+
+    process = network.start(node, make)
     with ours, theirs:
         if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
             raise OSError(f"no TUN device can be made in the network of node {node}")

@@ -211,13 +211,10 @@ def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[
     for name, start, end in executed.marks:
         seconds[_went_to(name)] += clock.seconds(start, end)
         if name == "UPDATE":  # inside an action, it is no part of the action's own time
-            around = [
-                other
-                for other, begin, finish in executed.marks
-                if other != name and clock.seconds(begin, start) >= 0 and clock.seconds(end, finish) >= 0
-            ]
-            for other in around[:1]:
-                seconds[_went_to(other)] -= clock.seconds(start, end)
+            for other, begin, finish in executed.marks:
+                if other != name and clock.seconds(begin, start) >= 0 and clock.seconds(end, finish) >= 0:
+                    seconds[_went_to(other)] -= clock.seconds(start, end)
+                    break
     return seconds
 
 

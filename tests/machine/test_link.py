@@ -9,26 +9,11 @@ from pathlib import Path
 import pytest
 
 from megalith.machine import link, networks
-from megalith.machine.networks import INTERFACE, Network
+from megalith.machine.networks import INTERFACE
 from tests.patience import PATIENCE
 
 NODES = ("a", "b")
 pytestmark = pytest.mark.skipif(networks.missing() is not None, reason=networks.missing() or "")
-
-
-def _on(network: Network, node: str, act: Callable[[], object]) -> int:
-    """A process on a node, which does something and ends."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.environ[networks.VARIABLE] = network.family
-            networks.enter(node)
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    return process
 
 
 def _ended(process: int) -> int:
@@ -52,10 +37,10 @@ def test_a_watcher_hears_when_its_own_interface_goes_down_and_not_of_others(tmp_
         return wait
 
     with networks.joined(NODES) as network:
-        watchers = {node: _on(network, node, watching(node)) for node in NODES}
+        watchers = {node: network.start(node, watching(node)) for node in NODES}
         _until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
         assert not list(tmp_path.glob("down-*"))
-        assert _ended(_on(network, "a", lambda: link.take_down(INTERFACE))) == 0
+        assert _ended(network.start("a", lambda: link.take_down(INTERFACE))) == 0
         assert _ended(watchers["a"]) == 0
         assert (network.is_connected("a"), network.is_connected("b")) == (False, True)
         (tmp_path / "over").touch()
@@ -85,7 +70,7 @@ def test_what_a_killed_process_left_goes_with_the_next_that_makes_some() -> None
 def test_one_that_is_down_already_is_told_of_at_once(tmp_path: Path) -> None:
     with networks.joined(NODES) as network:
         network.plug("a", connected=False)
-        assert _ended(_on(network, "a", lambda: link.watch(INTERFACE, (tmp_path / "down").touch))) == 0
+        assert _ended(network.start("a", lambda: link.watch(INTERFACE, (tmp_path / "down").touch))) == 0
         assert (tmp_path / "down").exists()
 
 
@@ -95,7 +80,7 @@ def test_what_enters_a_network_sees_only_its_interfaces(tmp_path: Path) -> None:
         (tmp_path / "named").write_text(str(link.named()))
 
     with networks.joined(NODES) as network:
-        assert _ended(_on(network, "b", look)) == 0
+        assert _ended(network.start("b", look)) == 0
     assert {INTERFACE, "lo"} <= set((tmp_path / "seen").read_text().split())
     assert (tmp_path / "named").read_text() == INTERFACE
 

@@ -5,11 +5,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
-from megalith.machine import networks, wire
+from megalith.machine import wire
 from megalith.machine.wire import Conditions, Lane
 
 needs_namespaces = [pytest.mark.engines, pytest.mark.skipif(wire.missing() is not None, reason=wire.missing() or "")]
@@ -64,20 +63,6 @@ def test_a_relay_is_as_slow_as_the_link_and_carries_nothing_while_it_is_cut() ->
             assert connection.recv(5) == b"later"
 
 
-def _on(network: networks.Network, node: str, act: Callable[[], None]) -> int:
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.environ[networks.VARIABLE] = network.family
-            networks.enter(node)
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    return process
-
-
 @pytest.mark.parametrize("loss", [pytest.param(0.0, marks=needs_namespaces), pytest.param(0.02, marks=needs_namespaces)])
 def test_a_wire_between_namespaces_has_the_rate_the_delay_and_the_losses_asked_for(loss: float) -> None:
     data = random.Random(1).randbytes(2_000_000)
@@ -102,7 +87,7 @@ def test_a_wire_between_namespaces_has_the_rate_the_delay_and_the_losses_asked_f
 
     with wire.between(["a", "b"], Conditions(20, 60, loss)) as link:
         assert link.network is not None
-        processes = [_on(link.network, "a", listen), _on(link.network, "b", send)]
+        processes = [link.network.start("a", listen), link.network.start("b", send)]
         assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [0, 0]
         assert link.crossed == (1, len(data)), "each byte once, however often it was sent"
         assert (sum(link.lost) > 0) == (loss > 0)

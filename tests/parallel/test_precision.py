@@ -24,7 +24,7 @@ from tests.models.deepseek import deepseek
 from tests.models.plain import stage
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
-from tests.specs import tiny_run
+from tests.specs import TINY_EXPERTS, tiny_run
 
 
 class Other(Multiply):
@@ -164,22 +164,9 @@ def dispatched(rank: int, spec: RunSpec) -> None:
         assert torch.equal(moe.dispatch(x, traffic), wide), "a comparison of gradients sends them wide"
 
 
-MIXTRAL = {
-    "family": "mixtral",
-    "layers": 4,
-    "dim": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "ffn": 16,
-    "experts": 8,
-    "active": 2,
-}
-
-
 def sends(dispatch: str, **plan: Any) -> RunSpec:
     train = {"global_batch": 4, "precision": "fp8", "steps": 1}
-    return tiny_run(model=MIXTRAL, plan=plan, precision={"tile": 4, "dispatch": dispatch}, train=train)
+    return tiny_run(model=TINY_EXPERTS, plan=plan, precision={"tile": 4, "dispatch": dispatch}, train=train)
 
 
 @pytest.mark.parametrize("expert", [1, 2])

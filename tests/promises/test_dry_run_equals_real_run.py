@@ -10,19 +10,9 @@ from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.spec.run import RunSpec
 from tests.prove.dry import dry, real
-from tests.specs import brief_run
+from tests.specs import TINY_EXPERTS, brief_run
 
-MIXTRAL = {
-    "family": "mixtral",
-    "layers": 2,
-    "dim": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "ffn": 16,
-    "experts": 8,
-    "active": 2,
-}
+MIXTRAL = TINY_EXPERTS | {"layers": 2}
 SHORT = {"layers": 2}
 LONG = {"layers": 8, "ffn": 512}  # large beside the messages between stages, as are wider experts
 PLANS: dict[str, dict[str, Any]] = {

@@ -1,11 +1,7 @@
 """State in host memory or on disk changes no bit, under any plan, and any plan and place loads what another one saved."""
 
 import os
-import signal
-from collections.abc import Callable
-from itertools import count as count_up
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -23,13 +19,12 @@ from megalith.spec.run import RunSpec
 from megalith.spec.state import away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
-from megalith.train.offload.home import Disk
-from megalith.train.offload.slots import PAGE, SlotFile
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
-from tests.specs import brief_run, tiny_run
+from tests.runs import assert_same_bits, final_state, prepare_text, train
+from tests.specs import brief_run
+from tests.train.offload.killed import train_killed, two_ranks
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"
 DEVICE, HALF = {"optimizer": "device"}, {"optimizer": "host", "share": 0.5}
@@ -167,51 +162,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
-def _long(data: Path, place: dict[str, Any]) -> RunSpec:
-    return tiny_run(
-        model={"layers": 2, "vocab": 264},
-        plan={"data": 2, "zero": 1, "state": place},
-        data={"path": str(data)},
-        train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
-        checkpoint={"every": 2},
-    )
-
-
 def test_kill_9_in_the_midst_of_an_update_changes_no_bit(data: Path, tmp_path: Path) -> None:
     """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at four."""
-    train(_long(data, DEVICE), tmp_path / "whole")
-    spec, folder, random = _long(data, DISK), tmp_path / "killed", Random(22)
-    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
-    chunks = run_ranks(_chunks, 2, spec)[1]
-    for _ in range(50 if FULL else 4):
-        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
-            patch.setattr(SlotFile, "write", _dying(1, at=5 * chunks + random.randrange(2 * chunks)))
-            codes = finish(start(spec, folder))
-        assert codes[1] == -signal.SIGKILL
-    train(spec, folder)
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
-    assert len([*of_kind(read(folder), RunStarted)]) == (52 if FULL else 6)
-
-
-def _chunks(rank: int, spec: RunSpec) -> int:
-    home = trainer_of(spec).state.home
-    assert isinstance(home, Disk)
-    return len(home.file.rooms)
-
-
-def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `SlotFile.write` that is the rank's end when it comes the `at`-th time."""
-    write, calls = SlotFile.write, count_up()
-
-    def written(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        if os.environ.get("RANK") == str(rank) and next(calls) == at:
-            assert self._file is not None
-            slot = 1 - self._used[chunk]
-            os.pwrite(self._file, body.numpy()[: self.rooms[chunk] // 2 // PAGE * PAGE].data, self._at(chunk, slot))
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, chunk, body, counts=counts)
-
-    return written
+    train(two_ranks(data, DEVICE), tmp_path / "whole")
+    train_killed(two_ranks(data, DISK), tmp_path / "killed", times=50 if FULL else 4, seed=22)
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "killed"))
+    assert len([*of_kind(read(tmp_path / "killed"), RunStarted)]) == (52 if FULL else 6)
 
 
 def test_the_largest_parameters_that_fit_a_share_are_elsewhere() -> None:

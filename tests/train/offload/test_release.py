@@ -2,9 +2,7 @@
 again, in less memory."""
 
 import os
-import signal
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -26,11 +24,11 @@ from megalith.train.offload.slots import SlotFile
 from megalith.train.step import train_step
 from megalith.train.tally import Stepped
 from tests.parallel.running import microbatches, trainer_of
-from tests.promises.test_state_elsewhere import _chunks, _dying
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
+from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import tiny_run
+from tests.train.offload.killed import chunks, train_killed, two_ranks
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"
 DISK = {"optimizer": "disk"}
@@ -150,7 +148,7 @@ def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
         written.append(chunk)
         write(self, chunk, body, counts=counts)
 
-    found = [_chunks(rank, spec)]
+    found = [chunks(rank, spec)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotFile, "write", counted)
         for step in range(steps):
@@ -195,29 +193,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
-def _long(data: Path, place: dict[str, Any]) -> RunSpec:
-    return tiny_run(
-        model={"layers": 2, "vocab": 264},
-        plan={"data": 2, "zero": 1, "state": place},
-        data={"path": str(data)},
-        train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
-        optimizer={"clip": 1.4},
-        checkpoint={"every": 2},
-    )
-
-
 def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
     """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at three."""
-    train(_long(data, {}), tmp_path / "whole")
-    spec, folder, random = _long(data, RELEASED), tmp_path / "killed", Random(7)
-    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
-    chunks = run_ranks(_chunks, 2, spec)[1]
-    for _ in range(50 if FULL else 3):
-        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
-            patch.setattr(SlotFile, "write", _dying(1, at=5 * chunks + random.randrange(2 * chunks)))
-            codes = finish(start(spec, folder))
-        assert codes[1] == -signal.SIGKILL
-    train(spec, folder)
+    clipped, folder = {"clip": 1.4}, tmp_path / "killed"
+    train(two_ranks(data, {}, optimizer=clipped), tmp_path / "whole")
+    train_killed(two_ranks(data, RELEASED, optimizer=clipped), folder, times=50 if FULL else 3, seed=7)
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     steps = {one.step: one.passes for one in of_kind(read(folder), Step)}
     assert {1, 2} == set(steps.values()), "some steps are clipped"

@@ -1,0 +1,67 @@
+"""A run with state on disk whose rank is killed in the midst of an update, again and again."""
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import count as count_up
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megalith.spec.run import RunSpec
+from megalith.train.offload.home import Disk
+from megalith.train.offload.slots import PAGE, SlotFile
+from tests.parallel.running import trainer_of
+from tests.ranks import run_ranks
+from tests.runs import finish, start, train
+from tests.specs import tiny_run
+
+
+def two_ranks(data: Path, place: dict[str, Any], **parts: dict[str, Any]) -> RunSpec:
+    """Eight steps of two ranks, with state at `place`; keyword arguments update further tables."""
+    return tiny_run(
+        model={"layers": 2, "vocab": 264},
+        plan={"data": 2, "zero": 1, "state": place},
+        data={"path": str(data)},
+        train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
+        checkpoint={"every": 2},
+        **parts,
+    )
+
+
+def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
+    """Train to the end, while the second rank dies so many times when half of a chunk is written, at random ones."""
+    random = Random(seed)
+    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
+    number = run_ranks(chunks, 2, spec)[1]
+    for _ in range(times):
+        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
+            patch.setattr(SlotFile, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
+            codes = finish(start(spec, folder))
+        assert codes[1] == -signal.SIGKILL
+    train(spec, folder)
+
+
+def chunks(rank: int, spec: RunSpec) -> int:
+    """Return the chunks of a rank's file."""
+    home = trainer_of(spec).state.home
+    assert isinstance(home, Disk)
+    return len(home.file.rooms)
+
+
+def _dying(rank: int, *, at: int) -> Callable[..., None]:
+    """A `SlotFile.write` that is the rank's end when it comes the `at`-th time."""
+    write, calls = SlotFile.write, count_up()
+
+    def written(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+        if os.environ.get("RANK") == str(rank) and next(calls) == at:
+            assert self._file is not None
+            slot = 1 - self._used[chunk]
+            os.pwrite(self._file, body.numpy()[: self.rooms[chunk] // 2 // PAGE * PAGE].data, self._at(chunk, slot))
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, chunk, body, counts=counts)
+
+    return written
