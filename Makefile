@@ -42,15 +42,6 @@ test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
 test-full: setup ## Prove 300 combinations of parallelisms rather than 115, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest $$(grep -rl --include='test_*.py' MEGALITH_FULL tests)
 
-engines: setup ## Run those: machines as network namespaces or behind agents, Slurm, Ray (minutes; make engines installs what they need)
-	$(RUN)pytest -m engines -rs
-
-test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
-	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises
-
-test-full: setup ## Prove 300 combinations of parallelisms rather than 115, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
-	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py tests/promises/test_sites.py tests/train/sites tests/prove/test_dryrun.py tests/promises/careless tests/test_benchmarks.py
-
 engines: setup ## Install the engines that tests can run for real: Ray in .ray; Slurm and iproute2 (for machines as namespaces) from Debian, as root
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .ray && $(UV) pip install --quiet --python .ray/bin/python ray
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2

@@ -161,15 +161,15 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    server = Server(sources, port=port, order=_order if act else None, rules=rules)
-    server.start()
-    print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
-    print("Who has this address may look; on another machine, first: ssh -L "
-          f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
-    if act:
-        print(f"anybody who has this link may also give orders: {server.acting_address}", flush=True)
-    try:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(Server(sources, port=port, order=_order if act else None, rules=rules)) as server,
+    ):
+        server.start()
+        print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
+        print("Who has this address may look; on another machine, first: ssh -L "
+              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
+        if act:
+            print(f"anybody who has this link may also give orders: {server.acting_address}", flush=True)
         while True:
             time.sleep(NOTICED)
-    except KeyboardInterrupt:
-        server.close()

@@ -127,6 +127,11 @@ def test_a_make_target_that_is_shown_exists(page: Path) -> None:
     assert {*re.findall(r"`make ([a-z-]+)`", text), *re.findall(r"^\$ make ([a-z-]+)", text, re.MULTILINE)} <= targets
 
 
+def test_the_makefile_states_each_target_once() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(targets) > 10 and sorted(targets) == sorted(set(targets))
+
+
 def test_files_that_the_makefile_names_exist() -> None:
     named = re.findall(r"\b(?:tests|megalith|benchmarks)/[\w/.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert "tests/promises" in named

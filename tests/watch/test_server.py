@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megalith import events
+from megalith.commands import watch
 from megalith.watch import panels, server
 from megalith.watch.server import Server
 from megalith.watch.source import Source
@@ -254,6 +255,18 @@ def test_a_run_that_vanishes_leaves_its_page(tmp_path: Path) -> None:
     for name in panels.PANELS:
         assert _ask(one, _path(one, f"panel/{name}"))[0] == 200, name
     one.close()
+
+
+def test_it_ends_well_when_it_is_told_to_while_it_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the address may tell it to end before the command has begun to wait."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("builtins.print", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    try:
+        watch.command([write_run(tmp_path / "run")])
+    except KeyboardInterrupt:
+        pytest.fail("the command ended as if a person had stopped something else")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_it_ends_when_it_is_told_to_whichever_thread_is_told(tmp_path: Path) -> None:
