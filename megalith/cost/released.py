@@ -1,11 +1,22 @@
 """Bytes of gradients that are released inside the backward (`plan.state.release`): those of one part, and what travels. No torch."""
 
 from megalith.cost.workload import Workload
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.state import MASTER
 
 SHARES = 3
 """Reduced shares of a part in memory at once: of the part that is reduced, and of the two before it, each in its own half."""
 TOGETHER = 2
 """Gradients of a part put together for a reduction, at once."""
+
+
+def can_be(workload: Workload) -> bool:
+    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` has the same
+    rules, and more for run files."""
+    narrow = PRECISIONS[workload.format].compute.name != MASTER.number
+    by_element = OPTIMIZERS[workload.optimizer].unit == "element"
+    return narrow and by_element and workload.microbatches == 1 and not workload.halved and not workload.watched
 
 
 def held(workload: Workload, largest: float) -> float:

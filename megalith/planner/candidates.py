@@ -11,7 +11,6 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
-from megalith.spec.state import Place
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ("attention.core",)),
@@ -60,8 +59,8 @@ class Space:
     again: tuple[str, ...] = (SEGMENTS, NESTED)
     """Recomputation with less in memory, for plans with full recomputation that do not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits, or
-    all of it on disk if the host has no room."""
+    """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits; if none
+    does, all of it on disk; if that is not enough, with gradients released inside the backward."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""
@@ -73,9 +72,9 @@ class Space:
         return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), again=(), offload=())
 
 
-def offloaded(plan: Plan, share: float, place: Place = "host") -> Plan:
-    """The plan with this share of the optimizer's state in host memory, or on disk."""
-    return plan.model_copy(update={"state": StateSpec(optimizer=place, share=share) if share else StateSpec()})
+def offloaded(plan: Plan, share: float) -> Plan:
+    """The plan with this share of the optimizer's state in host memory."""
+    return plan.model_copy(update={"state": StateSpec(optimizer="host", share=share) if share else StateSpec()})
 
 
 def segmented(plan: Plan, blocks: int) -> list[Plan]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
-from megalith.cost import foreseen
+from megalith.cost import foreseen, released
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
@@ -17,12 +17,12 @@ from megalith.cost.profile import Layout
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, offloaded, segmented
+from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.plan import Plan
-from megalith.spec.state import WIDE, Moments, Place, Slot
+from megalith.spec.plan import Plan, StateSpec
+from megalith.spec.state import WIDE, Moments, Slot
 
 IDLE_POWER = 1.35
 """Power of a data centre over that of its devices: hosts, network, cooling."""
@@ -148,7 +148,7 @@ def search(
     smallest: dict[tuple[Any, ...], int] = {}  # the least microbatch that does not fit: no larger one does, all else being equal
     for workload in workloads:
         size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
-        if smallest.get(others, size) < size:
+        if smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
             too_large += 1
             continue
         held = scorer.memory(workload)
@@ -234,10 +234,18 @@ def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequenc
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
     """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
-    host memory; where no host has room, with all of it on disk. None: none does."""
+    host memory; with all of it on disk; with that and gradients released. None: none does."""
     able = [workload for workload, held in bases if scorer.fits(workload, replace(held, optimizer=0.0))]
-    places: tuple[tuple[Place, Sequence[float]], ...] = ("host", shares), ("disk", shares[-1:])
-    plans = (replace(one, plan=offloaded(one.plan, share, place)) for place, parts_ in places for one in able for share in parts_)
+    freed = [one for one, held in bases if released.can_be(one) and scorer.fits(one, replace(held, optimizer=0.0, gradients=0.0))]
+    in_host = [StateSpec(optimizer="host", share=share) for share in shares]
+    on_disk, and_released = StateSpec(optimizer="disk"), StateSpec(optimizer="disk", release=True)
+    tried = ((able, in_host), (able, [on_disk]), (freed, [and_released])) if shares else ()
+    plans = (
+        replace(one, plan=one.plan.model_copy(update={"state": state}))
+        for some, states in tried
+        for one in some
+        for state in states
+    )
     return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
 
 

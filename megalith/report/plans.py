@@ -195,11 +195,13 @@ def _offloaded(found: Answer) -> str:
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.offload for choice in shown):
         return ""
-    cluster = found.asked.cluster
+    cluster, count = found.asked.cluster, found.found.offloaded
     said = "" if cluster.host.memory else ", assumed"
+    freed = any(choice is not None and choice.plan.state.release for choice in shown)
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
-        f"there; disk: to disk. {found.found.offloaded:,} plans fit only so; without --offload they are left out."
+        f"there; disk: to disk{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}. "
+        f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only so; without --offload they are left out."
     )
 
 

@@ -7,12 +7,13 @@ from megalith.cost.constants import calibration
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
+from megalith.planner.answer import short
 from megalith.planner.candidates import Space, candidates, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, StateSpec
 from tests.cost.models import DIM, dense, mixture
 
 SPACE = Space(microbatches=(1, 2), policies=(("none", ("attention.core",)), ("full", ("attention.core",))), most_chunks=2)
@@ -199,6 +200,24 @@ def test_a_host_that_is_full_leaves_the_state_to_its_disk():
     assert all(choice.estimate.memory.disk > room >= choice.estimate.memory.host > 0 for choice in away)
     assert _tight(model, host=small.model_copy(update={"disk": 1}))[1].offloaded == 0
     assert _tight(model, host=HostSpec(memory=1))[1].offloaded == 0
+
+
+def test_gradients_are_released_where_state_on_disk_is_not_enough():
+    """One device and one microbatch a step; it lacks half of what the gradients take. With two microbatches nothing can be released."""
+    model, scorer, share = dense(16), Scorer(calibration()), Space().offload[-1:]
+    plan = Plan(zero=0, recompute="full", state=StateSpec(optimizer="disk"))
+    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    held = scorer.memory(full)
+    device = full.cluster.accelerator.model_copy(update={"memory": int((held.total - held.gradients / 2) * (1 + SLACK))})
+    small = full.cluster.model_copy(update={"accelerator": device})
+    ask = partial(search, model, small, seq_len=4096, space=replace(SPACE, microbatches=(1,), again=(), offload=share))
+    best = ask(global_batch=1).best
+    assert best is not None and best.plan.state == StateSpec(optimizer="disk", release=True) and best.estimate.fits
+    assert best.estimate.memory.gradients < held.gradients / 2
+    assert short(best.plan).endswith("disk100 released")
+    assert ask(global_batch=2).best is None
+    assert ask(global_batch=1, format="fp32").best is None
+    assert ask(global_batch=1, optimizer="muon").best is None
 
 
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
