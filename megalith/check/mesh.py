@@ -3,6 +3,7 @@
 from math import gcd
 
 from megalith.check.case import Case, Found, advice, divisors, error, next_multiple
+from megalith.spec import cluster as clusters
 from megalith.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.sites import unit_of
 from megalith.spec.sizes import own_tensors
@@ -31,8 +32,7 @@ def ranks_match_the_plan(case: Case) -> Found:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
         yield error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {ranks} ranks.")
-    counted = ":" in case.spec.cluster or case.spec.cluster.endswith(".toml")  # a bare name is any number of them
-    if case.cluster and counted and case.cluster.count < ranks:
+    if case.cluster and clusters.counted(case.spec.cluster) and case.cluster.count < ranks:
         reason = f"has {case.cluster.count} devices, and {need}"
         way_out = f"Use {case.cluster.accelerator.name}:{ranks}, or a smaller plan."
         yield error("cluster", case.spec.cluster, reason, way_out)

@@ -66,14 +66,20 @@ def check(
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
-    """Yield problems under the keys of the table that the plan is written in."""
-    own = "plan"
+    """Yield problems under the keys of the table that the plan, and the cluster, are written in."""
+    moved = dict[str, str]()
     with suppress(AbsentError):
         if spec.sites is not None and spec.sites.plans:
-            own = f"sites.each.{spec.sites.site or 0}.plan"
+            number = spec.sites.site or 0
+            own = [
+                key
+                for key in ("plan", "cluster")
+                if number < spec.sites.count and getattr(spec.sites.each[number], key) is not None
+            ]
+            moved = {key: f"sites.each.{number}.{key}" for key in own}
     for problem in found:
-        inside = problem.key.partition(".")[0] == "plan"
-        yield replace(problem, key=f"{own}{problem.key.removeprefix('plan')}") if inside else problem
+        first, dot, rest = problem.key.partition(".")
+        yield replace(problem, key=f"{moved[first]}{dot}{rest}") if first in moved else problem
 
 
 def _problems(rule: Rule, case: Case) -> Found:
@@ -136,12 +142,14 @@ def each_site_can_train(case: Case) -> Found:
     if table is None or len(table.plans) != table.count:
         return
     run = during(case.spec, Phases.of(case.spec).all[0])
-    for number, plan in enumerate(table.plans):
-        if plan == case.plan:
+    for number, (plan, one) in enumerate(zip(table.plans, table.each, strict=True)):
+        cluster = one.cluster or case.spec.cluster
+        if plan == case.plan and cluster == case.spec.cluster:
             continue
         fleet = run.fleet.model_copy(update={"nodes": 1})  # another site has other machines
         here = within(run.model_copy(update={"sites": table.model_copy(update={"site": number})}))
-        yield from _under(run, {"plan": plan, "fleet": fleet, "train": here.train, "sites": None}, f"sites.each.{number}.plan")
+        changes = {"cluster": cluster, "plan": plan, "fleet": fleet, "train": here.train, "sites": None}
+        yield from _under(run, changes, f"sites.each.{number}.plan")
         yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
         beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
         for rule in (sites.sites_stay_together, sites.state_stays_on_the_device):
@@ -242,6 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.addresses_are_each_sites),
     Rule("sites", sites.sites_are_numbered),
     Rule("sites", sites.each_site_has_a_table),
+    Rule("sites", sites.each_cluster_has_the_ranks),
     Rule("sites", each_site_can_train),
     Rule("sites", sites.state_stays_on_the_device),
     Rule("sites", sites.faults_go_back_to_checkpoints),

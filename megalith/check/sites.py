@@ -1,7 +1,11 @@
 """Rules about sites that train apart and merge their weights."""
 
+from dataclasses import replace
+
 from megalith.check.case import Case, Found, advice, error
+from megalith.spec import cluster as clusters
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 
 
@@ -119,6 +123,23 @@ def each_site_has_a_table(case: Case) -> Found:
     if sites is not None and sites.each and len(sites.each) != sites.count:
         reason = f"are {len(sites.each)} tables for sites.count = {sites.count}"
         yield error("sites.each", len(sites.each), reason, "Write one for each site, in the order of their numbers, or none.")
+
+
+def each_cluster_has_the_ranks(case: Case) -> Found:
+    """Clusters of sites are known, and have a device for each rank of their plans. The rules of clusters look at this site's own."""
+    sites = case.spec.sites
+    for number, one in enumerate(sites.each if sites is not None else ()):
+        if one.cluster is None or one.cluster == case.spec.cluster:
+            continue
+        key, plan = f"sites.each.{number}.cluster", one.plan or case.plan
+        try:
+            there = clusters.load(one.cluster)
+        except SpecErrors as errors:
+            yield from (replace(problem, key=key) for problem in errors.problems)
+            continue
+        if clusters.counted(one.cluster) and there.count < plan.ranks:
+            reason = f"has {there.count} devices, and sites.each.{number}.plan has {plan.ranks} ranks"
+            yield error(key, one.cluster, reason, f"Use {there.accelerator.name}:{plan.ranks}, or a smaller plan.")
 
 
 def launched_alone(spec: RunSpec) -> Found:

@@ -59,9 +59,8 @@ def command(
 
 def models(words: str = "") -> list[ModelRow]:
     """Return the models that have a name; with `words`, those whose names have all of them."""
-    from megalith.planner.asked import active_parameters  # specifications take 0.2 s to import
-    from megalith.spec.presets import meant, presets
-    from megalith.spec.sizes import count_model
+    from megalith.spec.presets import meant, presets  # specifications take 0.2 s to import
+    from megalith.spec.sizes import active_parameters, count_model
 
     chosen = meant(words) if words.strip() else list(presets())
     rows = list[ModelRow]()

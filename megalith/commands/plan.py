@@ -151,7 +151,7 @@ def command(
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
-    from megalith.planner import answer, asked, price, varied  # the planner takes long to import
+    from megalith.planner import answer, asked, price, varied, written  # the planner takes long to import
     from megalith.planner import measured as rows
 
     if explain and run is not None and run.is_dir():
@@ -183,7 +183,7 @@ def command(
         own = rows.measured(measured or (), software)
         answered = answer.answer(wanted, top=top, why=explain, pareto=pareto, what_ifs=others, measured=own, tick=tick)
     if out is not None:
-        write(answer.as_run(answered), out, overwrite=overwrite)
+        write(written.as_run(answered), out, overwrite=overwrite)
     broken = price.of_answer(answered) if explain or answered.own else ()
     if as_json:
         found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
@@ -223,6 +223,12 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):
         console.print(escape(trainings))
+    if found.apart is not None:
+        narrow.print("", plans.sites(found.apart), sep="\n")
+        console.print(
+            "waits: of each step, for the slowest site. The layouts above are those of the site that this command is for.",
+            style="dim",
+        )
     if across := plans.across(found):
         console.print(escape(across))
     if found.phases:
@@ -258,7 +264,7 @@ def _explain(run: Path, *, as_json: bool) -> None:
 
 def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
     """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the question is wrong."""
-    from megalith.planner import answer, asked
+    from megalith.planner import asked, written
     from megalith.planner import measured as rows
     from megalith.planner.walk import walk
     from megalith.report.walk import pages  # drawing
@@ -272,7 +278,7 @@ def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, o
     with _searching() as tick:
         found = walk(asked.ask(question), measured=rows.measured(measured, question.software), tick=tick)
     if found.answered is not None and out is not None:
-        write(answer.as_run(found.answered), out, overwrite=overwrite)
+        write(written.as_run(found.answered), out, overwrite=overwrite)
     if not as_json:
         console = Console(highlight=False)
         for page in pages(found):

@@ -14,23 +14,20 @@ from megalith.cost.memory import Memory
 from megalith.cost.segments import decided
 from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
-from megalith.planner.asked import DATA, STEPS, Asked
+from megalith.planner.apart import Apart, alone, apart
+from megalith.planner.asked import Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.linked import Linked, linked, outer, whole_batch
+from megalith.planner.linked import Linked, linked, outer
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
 from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
 from megalith.planner.sure import Sure, sure
 from megalith.schedule.table import kind
-from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
-from megalith.spec.files import Resolved
 from megalith.spec.numbers import FAST
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
-from megalith.spec.toml import dotted
-from megalith.spec.validate import leaves
 
 PREFILL = "FLOPs of forward, attention without what the causal mask hides, over the bf16 peak"
 
@@ -57,6 +54,8 @@ class Answer:
     """The user's own rows; predicted times move toward them as far as they can be trusted."""
     linked: Linked | None = None
     """Prediction of the run's sites; None without a link between them."""
+    apart: Apart | None = None
+    """Result for each site; None where sites have no clusters of their own."""
 
     @cached_property
     def sure(self) -> Sure:
@@ -111,6 +110,7 @@ class Answer:
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
             "phases": [one.to_json() for one in self.phases],
             **({"across": None, "proposed": None, "gain": None} if self.linked is None else self.linked.to_json()),
+            "sites": [] if self.apart is None else self.apart.to_json(),
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:
@@ -135,20 +135,34 @@ def answer(
     find the best plan for each of `what_ifs` (words, the changed question). `tick` hears how many new parts the search has
     traced, of how many. `measured` are rows of the asker's own. Raises SpecErrors where nothing fits."""
     asked = replace(asked, factor=sure(asked, measured).factor)
-    scorer = scorer_of(asked)
-    found = find(asked, top=top, tick=tick)
-    if found.best is None:
-        raise SpecErrors(_nothing(asked, found, scorer))
+
+    def must(question: Asked) -> Found:
+        some = find(question, top=top, tick=tick)
+        if some.best is None:
+            raise SpecErrors(_nothing(question, some, scorer_of(question)))
+        return some
+
+    def whole() -> float | None:
+        others = (asked,) if each is None else each.asks
+        bests = (find(alone(one), top=1, tick=tick).best for one in others)
+        return min((one.estimate.time.step for one in bests if one is not None), default=None)
+
+    if (each := apart(asked, must)) is None:
+        found = must(asked)
+    else:
+        number = (asked.sites and asked.sites.site) or 0
+        asked, found = replace(each.asks[number], sites=each.sites), each.found[number]
+    scorer, step = scorer_of(asked), found.choices[0].estimate.time.step
     tokens = asked.tokens
     trainings = () if tokens is None else tuple(whole_training(one, asked, scorer) for one in found.choices)
     own = asked.own
     mine = None if own is None or not asked.legal(own) else choice_of(asked, own, scorer)
-    near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
+    near = explain(workload_of(asked, found.choices[0].plan), scorer) if why and not asked.forward_only else ()
     return Answer(
         asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, replace(other, factor=asked.factor)) for words, other in what_ifs),
-        in_phases(asked, found.best.plan, scorer), tuple(measured),
-        linked(asked, found.best, lambda other: find(other, top=1, tick=tick).best),
+        in_phases(asked, found.choices[0].plan, scorer), tuple(measured),
+        linked(asked, step if each is None else max(each.steps), whole), each,
     )  # fmt: skip
 
 
@@ -404,32 +418,3 @@ def _fits(asked: Asked, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> boo
 
 def _problem(name: str, reason: str, way_out: str) -> Problem:
     return Problem("error", "--cluster", name, reason, way_out)
-
-
-def as_run(answered: Answer) -> str:
-    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
-    asked, best = answered.asked, answered.found.best
-    assert best is not None
-    plan = best.plan
-    if best.plan.recompute != "selective":
-        plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})
-    sites = (answered.linked and answered.linked.chosen) or asked.sites
-    spec = (asked.whole or whole_batch(asked)).model_copy(update={"plan": plan, "sites": sites})
-    before = asked.resolved.provenance if asked.resolved else {}
-    old = {dotted(leaf.path): leaf.value for leaf in leaves(asked.resolved.spec)} if asked.resolved else {}
-    origins: dict[str, str] = {}
-    for leaf in leaves(spec):
-        name = dotted(leaf.path)
-        kept = name in before and old.get(name) == leaf.value
-        origins[name] = before[name] if kept else "megalith plan"
-    text = files.dump(Resolved(spec, origins), brief=True)
-    estimate = best.estimate
-    head = (
-        f"# {asked.run.model.name} on {asked.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "
-        f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the fullest rank.\n"
-    )
-    if asked.resolved is None:
-        head += f"# data.path = {DATA!r} is a guess: put your own"
-        head += "." if asked.tokens else f"; so is train.steps = {STEPS}."
-        head += "\n"
-    return head + text.partition("\n")[2]

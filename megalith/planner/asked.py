@@ -10,7 +10,7 @@ from megalith.check import check
 from megalith.check.own import admit
 from megalith.cost.software import OURS, SOFTWARE
 from megalith.planner.candidates import splits
-from megalith.planner.refused import refusals
+from megalith.planner.refused import across_sites, refusals
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import OWN, ClusterSpec
@@ -24,7 +24,7 @@ from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.quantity import Amount, quantity
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, within
-from megalith.spec.sizes import count_active, count_blocks, count_model
+from megalith.spec.sizes import active_parameters
 
 DATA = "data/tokens"
 """Data path of a written run file, if none was given."""
@@ -137,7 +137,8 @@ def ask(question: Question) -> Asked:
         if question.seq_len or question.global_batch or question.global_batch_tokens:
             whole = None  # the question is another one than the file's
     if (sites := spec.sites if spec is not None else None) is not None and spec is not None:
-        problems += _of_one_site_alone(question, whole or spec)
+        batch_ = question.global_batch or question.global_batch_tokens
+        problems += across_sites(whole or spec, out=question.out, cluster=question.cluster, batch=batch_)
         spec, whole = within(spec), None
     model, taken = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
@@ -210,13 +211,6 @@ def compute_optimal(model: ModelSpec) -> tuple[float, str]:
     )
 
 
-def active_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters that a token meets on its way to the next one: without multi-token prediction's."""
-    alone = model.model_copy(update={"head": model.head.model_copy(update={"ahead": None})})
-    ends = count_model(alone).total - count_blocks(alone).total
-    return ends + sum(count_active(block, model.dim) for block in model.blocks)
-
-
 def _not_of_prefill(question: Question) -> list[Problem]:
     """Options that only trainings have."""
     given = {
@@ -283,8 +277,7 @@ def named_model(name: str) -> Any:
 def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
     name = question.cluster
     if name is None and spec is not None and spec.cluster != "local":
-        counted = ":" in spec.cluster or spec.cluster.endswith(".toml")  # a bare name in a run file is any number of them
-        name = spec.cluster if counted else f"{spec.cluster}:{spec.plan.ranks}"
+        name = spec.cluster if clusters.counted(spec.cluster) else f"{spec.cluster}:{spec.plan.ranks}"
     if name is None:
         if spec is not None or question.path is None:
             problems.append(problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
@@ -294,16 +287,31 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
     except SpecErrors as errors:
         problems += errors.problems
         return name, None
-    device = found.accelerator
-    needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
-    if found.count > 1 and device.scale_up_domain > 1:
-        needed["scale_up"] = device.scale_up
-    if found.nodes > 1:
-        needed["scale_out"] = found.scale_out
-    if missing := [what for what, value in needed.items() if value is None]:
-        way_out = f"Measure them, and give them as a cluster file. {OWN}"
-        problems.append(problem("--cluster", name, f"nobody published {', '.join(missing)} of {device.name}", way_out))
+    problems += unpublished(name, found)
     return name, found
+
+
+def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
+    """Return the problem that a prediction needs figures of a cluster that nobody published."""
+    device = cluster.accelerator
+    needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
+    if cluster.count > 1 and device.scale_up_domain > 1:
+        needed["scale_up"] = device.scale_up
+    if cluster.nodes > 1:
+        needed["scale_out"] = cluster.scale_out
+    missing = ", ".join(what for what, value in needed.items() if value is None)
+    way_out = f"Measure them, and give them as a cluster file. {OWN}"
+    return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []
+
+
+def unable(format: str, cluster: ClusterSpec) -> list[Problem]:
+    """Return the problem that a cluster's devices do not compute in a number format."""
+    peak = cluster.accelerator.peak
+    if not peak or PRECISIONS[format].factors.rate in peak:
+        return []
+    able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in peak)
+    reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
+    return [problem("--format", format, reason, f"It computes in {able}.")]
 
 
 def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> str | None:
@@ -311,11 +319,7 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
     if named not in PRECISIONS:
         problems.append(problem("--format", named, "is not known", f"Known: {', '.join(PRECISIONS)}."))
         return None
-    rate = PRECISIONS[named].factors.rate
-    if cluster is not None and cluster.accelerator.peak and rate not in cluster.accelerator.peak:
-        able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in cluster.accelerator.peak)
-        reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
-        problems.append(problem("--format", named, reason, f"It computes in {able}."))
+    problems += unable(named, cluster) if cluster is not None else []
     if question.out and question.software != OURS:
         reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
         problems.append(problem("--software", question.software, reason, "Leave out --out or --software."))
@@ -323,14 +327,6 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
         reason = "is predicted only: the trainer has no kernels for it, so a run would not have the times and memory of the plan"
         problems.append(problem("--format", named, reason, "Leave out --out, or use --format bf16."))
     return named
-
-
-def _of_one_site_alone(question: Question, spec: RunSpec) -> list[Problem]:
-    """Return why a plan for one site would not do for the whole run file."""
-    if not question.out or spec.sites is None or not (spec.sites.each or len(Phases.of(spec).all) > 1):
-        return []
-    reason = "writes the plan and batch of one site, and the sites of this run have tables of their own (sites.each), or the run has phases"
-    return [problem("--out", True, reason, "Leave out --out, and write the plan that is printed into the run file.")]
 
 
 def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:

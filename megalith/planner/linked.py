@@ -1,12 +1,11 @@
 """The link between the sites of a run: the method that is chosen for it, and whether more than one site pays. No torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megalith.cost.across import CHOSEN, Across, across, choose
 from megalith.planner.asked import Asked
-from megalith.planner.search import Choice
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, outer_slots
 from megalith.spec.sizes import model_parameters
@@ -33,10 +32,10 @@ class Linked:
         }
 
 
-def linked(asked: Asked, best: Choice, alone: Callable[[Asked], Choice | None]) -> Linked | None:
-    """Predict the sites of a run whose best plan for one of them is `best`; None without a link between several. `alone`: finds the best
-    plan of a question."""
-    sites, step = asked.sites, best.estimate.time.step
+def linked(asked: Asked, step: float, alone: Callable[[], float | None]) -> Linked | None:
+    """Predict the sites of a run, the slowest of which takes `step` seconds for a step; None without a link between several. `alone`:
+    seconds of a step of one site that trains the whole batch, or None if none can."""
+    sites = asked.sites
     shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
     steps = asked.run.train.steps
     said = None if sites is None else across(shapes, sites, step, steps=steps)
@@ -45,8 +44,8 @@ def linked(asked: Asked, best: Choice, alone: Callable[[Asked], Choice | None]) 
     rounds_well, free = asked.run.optimizer.kind == "muon", _free(sites)
     chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well, longest=steps) if free else None
     proposed = None if chosen is None else across(shapes, chosen, step, steps=steps)
-    one = alone(replace(asked, run=whole_batch(asked), sites=None))
-    gain = None if one is None else one.estimate.time.step * (proposed or said).use / step
+    one = alone()
+    gain = None if one is None else one * (proposed or said).use / step
     return Linked(said, chosen, proposed, gain)
 
 

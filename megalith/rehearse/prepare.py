@@ -171,8 +171,7 @@ def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> t
     """The cluster's name and itself: the run file's, if none is named."""
     name = wanted.cluster
     if name is None and run is not None and run.spec.cluster != "local":
-        counted = ":" in run.spec.cluster or run.spec.cluster.endswith(".toml")  # a bare name is any number of them
-        name = run.spec.cluster if counted else f"{run.spec.cluster}:{run.spec.plan.ranks}"
+        name = run.spec.cluster if clusters.counted(run.spec.cluster) else f"{run.spec.cluster}:{run.spec.plan.ranks}"
     if name is None:
         if run is not None or wanted.run is None:
             problems.append(

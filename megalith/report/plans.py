@@ -10,6 +10,7 @@ from megalith.cost.across import GOOD, INTERVALS, Across
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
 from megalith.planner.answer import Answer, Point, short, spare
+from megalith.planner.apart import Apart
 from megalith.planner.price import Price
 from megalith.planner.search import Choice
 from megalith.planner.slower import Slower
@@ -255,6 +256,17 @@ def across(found: Answer) -> str:
         much = f"{linked.gain:.2f} times the tokens a second of one that trains the whole batch"
         lines.append(f"{said.sites} sites train {much}." if linked.gain > 1 else f"More than one site does not pay: {much}.")
     return "\n".join(lines)
+
+
+def sites(found: Apart) -> Table:
+    """Results of all sites, one a row."""
+    drawn = columns("site", "cluster", "share", "samples", "layout", "step", "waits", "GiB")
+    for number, (one, row) in enumerate(zip(found.found, found.to_json(), strict=True)):
+        drawn.add_row(
+            str(number), escape(row["cluster"]), str(row["share"]), f"{row['samples']:,}", short(one.choices[0].plan), seconds(row["step"]),
+            f"{row['idle']:.1%}", f"{row['memory'] / GIB:.1f}",
+        )  # fmt: skip
+    return drawn
 
 
 def _waits(one: Across) -> str:

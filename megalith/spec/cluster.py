@@ -202,6 +202,11 @@ def load(text: str) -> ClusterSpec:
     return _cluster({"count": int(count) if colon else accelerator.per_node}, accelerator)
 
 
+def counted(text: str) -> bool:
+    """True if a text that `load` takes says how many devices there are; a bare name in a run file is any number of them."""
+    return ":" in text or text.endswith(".toml") or COUNTED.fullmatch(text) is not None
+
+
 def _cluster(values: dict[str, Any], accelerator: Accelerator) -> ClusterSpec:
     own = {key: getattr(accelerator, key) for key in ("per_node", "scale_out", "price_per_hour")}
     return ClusterSpec.model_validate(own | values | {"accelerator": accelerator})

@@ -11,7 +11,7 @@ import copy
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,10 +19,11 @@ from typing import Any, TypeGuard
 from megalith import disk
 from megalith.spec import lengths, renamed
 from megalith.spec.base import AbsentError
+from megalith.spec.plan import Plan
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import at_site
+from megalith.spec.sites import SitesSpec, at_site
 from megalith.spec.toml import dotted, key, literal
 from megalith.spec.validate import Leaf, Tree, examine, leaves
 
@@ -95,6 +96,13 @@ def _cluster_missing(resolved: Resolved, path: Path) -> list[Problem]:
         return []
     reason = f"no such file in {path.parent.absolute()}, where the run file is, nor in {Path.cwd()}, the current directory"
     return [Problem("error", "cluster", named, reason, "Correct the path, relative to either, or write it in full.", source)]
+
+
+def _tables_of_sites(values: Tree) -> list[Tree]:
+    """The tables of single sites in a run file that may be faulty."""
+    sites = values.get("sites")
+    each = sites.get("each") if isinstance(sites, dict) else None
+    return [one for one in each if isinstance(one, dict)] if isinstance(each, list) else []
 
 
 def _is_relative_file(cluster: Any) -> TypeGuard[str]:
@@ -174,10 +182,18 @@ def telling(spec: RunSpec) -> Iterator[Leaf]:
         yield from (Leaf(("model", *leaf.path), leaf.value) for leaf in model)
     least = {"model": values, "data": {"path": ""}, "train": {"steps": 1, "global_batch": 1, "seq_len": 1}}
     plain = {leaf.path: leaf.value for leaf in leaves(RunSpec.model_validate(least))}
+    plain |= {("sites", *leaf.path): leaf.value for leaf in leaves(SitesSpec())}  # a run has none by itself
     said = {("name",), ("data", "path"), ("train", "steps"), ("train", "global_batch"), ("train", "seq_len")}
     for leaf in leaves(spec):
         if leaf.path[0] != "model" and (leaf.path in said or plain.get(leaf.path, ...) != leaf.value):
-            yield leaf
+            yield Leaf(leaf.path, tuple(map(_told, leaf.value)) if isinstance(leaf.value, tuple) else leaf.value)
+
+
+def _told(table: Any) -> Any:
+    """A site's table without the values of its plan that are defaults; other items of lists as they are."""
+    if isinstance(table, Mapping) and isinstance(table.get("plan"), Mapping):
+        return {**table, "plan": Plan.model_validate(table["plan"]).model_dump(exclude_defaults=True)}
+    return table
 
 
 def spec_text(spec: RunSpec) -> str:
@@ -242,8 +258,11 @@ def _file(path: Path) -> Layer:
         raise problem(f"cannot be read: {error}", "Give a TOML file that can, in UTF-8.") from error
     try:
         values = tomllib.loads(text)
-        if _is_relative_file(named := values.get("cluster")) and (path.parent / named).is_file():
-            values["cluster"] = str((path.parent / named).resolve())  # in full: it is saved in run folders, which lie elsewhere
+        for table in (values, *_tables_of_sites(values)):
+            if _is_relative_file(named := table.get("cluster")) and (path.parent / named).is_file():
+                table["cluster"] = str(
+                    (path.parent / named).resolve()
+                )  # in full: it is saved in run folders, which lie elsewhere
         return Layer(values, f"file {path}")
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))

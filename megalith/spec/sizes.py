@@ -271,3 +271,10 @@ def _moe(spec: MoeSpec, dim: int) -> Parameters:
         yield from _under("shared", _mlp(MlpSpec(hidden=spec.shared, gated=spec.gated), dim))
         if spec.shared_gate:
             yield from _linear("shared_gate", dim, 1)
+
+
+def active_parameters(model: ModelSpec) -> int:
+    """Return the number of parameters that a token meets on its way to the next one: without multi-token prediction's."""
+    alone = model.model_copy(update={"head": model.head.model_copy(update={"ahead": None})})
+    ends = count_model(alone).total - count_blocks(alone).total
+    return ends + sum(count_active(block, model.dim) for block in model.blocks)

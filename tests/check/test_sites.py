@@ -82,6 +82,14 @@ def test_what_a_site_cannot_have_is_refused(key: str, each: list[dict[str, Any]]
     assert key in found and not any(one.startswith("plan") for one in found)
 
 
+def test_the_cluster_of_each_site_is_known_and_has_its_ranks() -> None:
+    each = [{"cluster": "h100:2", "plan": {"data": 2}}, {"cluster": "2xt4", "plan": {"data": 4}}, {"cluster": "h1000"}]
+    for site in range(3):
+        sites = {"count": 3, "inner_steps": 2, "each": each, "site": site}
+        found = check(at_site(tiny_run(sites=sites, train={"global_batch": 28})), files=False)
+        assert {one.key for one in found if one.severity == "error"} == {"sites.each.1.cluster", "sites.each.2.cluster"}
+
+
 def test_sparse_differences_need_no_momentum() -> None:
     sparse = {"inner_steps": 2, "top_k": 64}
     assert "sites.momentum" in _keys("advice", sites=sparse)

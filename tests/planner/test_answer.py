@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
+from megalith.planner.answer import Answer, answer, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
 from megalith.planner.asked import Question, ask
 from megalith.planner.candidates import offloaded
 from megalith.planner.varied import vary
+from megalith.planner.written import as_run
 from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors

@@ -6,11 +6,12 @@ from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.asked import Question, active_parameters, ask
+from megalith.planner.asked import Question, ask
 from megalith.planner.varied import vary
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from megalith.spec.quantity import quantity
+from megalith.spec.sizes import active_parameters
 
 GOOD = {"model": "tiny", "cluster": "h100:8", "seq_len": 128, "global_batch": 16}
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.planner.answer import answer, as_run
+from megalith.planner.answer import answer
 from megalith.planner.asked import Question, ask
+from megalith.planner.written import as_run
 from megalith.spec import files
 
 RUN = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.spec.cluster import catalogue, find, load
+from megalith.spec.cluster import catalogue, counted, find, load
 from megalith.spec.problem import SpecErrors
 
 
@@ -102,6 +102,7 @@ def test_a_cluster_is_a_name_and_a_number():
 @pytest.mark.parametrize("text", ["8xh100", "8 x h100", "8*H100"])
 def test_a_number_may_come_first_as_people_write_it(text: str):
     assert load(text) == load("h100:8")
+    assert counted(text) and counted("h100:8") and counted("mine.toml") and not counted("h100")
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "l40s", "a10", "t4", "l4", "mi300x", "gh200", "h100-96gb", "gb300"])

@@ -88,6 +88,21 @@ def test_sites_that_are_apart_hold_a_checkpoint_in_common(every: int) -> None:
     )
 
 
+def test_each_site_has_its_cluster_also_in_a_file_beside_the_run_s(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    sites = '[sites]\ncount = 3\n[[sites.each]]\ncluster = "mine.toml"\n[[sites.each]]\n[[sites.each]]\ncluster = "t4:2"\n'
+    train = "[train]\nsteps = 3\nglobal_batch = 12\nseq_len = 32\n"
+    (tmp_path / "mine.toml").write_text('accelerator = "h100"\ncount = 4\n')
+    file.write_text(f'cluster = "h100:8"\n[model]\npreset = "tiny"\n[data]\npath = "unused"\n{train}{sites}')
+    runs = [files.load(file, overrides=[f"sites.site={site}"]) for site in range(3)]
+    assert [run.spec.cluster for run in runs] == [str((tmp_path / "mine.toml").resolve()), "h100:8", "t4:2"]
+    saved = tmp_path / "saved.toml"
+    saved.write_text(files.dump(runs[2]))
+    assert [files.load(saved, overrides=[f"sites.site={site}"]).spec.cluster for site in range(3)] == [
+        run.spec.cluster for run in runs
+    ]
+
+
 def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
     """Also the file that one site has saved, for another site."""
     file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"

@@ -35,8 +35,11 @@ class TlsSpec(Spec):
 
 
 class SiteSpec(Spec):
-    """The plan and the share of one site."""
+    """The devices, the plan and the share of one site."""
 
+    cluster: str | None = Field(
+        default=None, description="devices of this site, which `megalith plan` plans for; default: the run's cluster"
+    )
     plan: Plan | None = Field(default=None, description="the whole plan of this site; default: the run's [plan]")
     share: PositiveInt | None = Field(
         default=None,
@@ -143,15 +146,21 @@ class SitesSpec(Spec):
 
 
 def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":
-    """Return a run as the command of one site trains it: its plan is that site's, and each site's table gives its plan and share. `site`:
-    its number; None: the one that the run names, else the first. A run without such tables is returned as it is."""
+    """Return a run as the command of one site trains it: its cluster and plan are that site's, and each site's table gives its plan and
+    share, and its cluster if any table does. `site`: its number; None: the one that the run names, else the first. A run without such
+    tables is returned as it is."""
     if spec.sites is None or not spec.sites.each:
         return spec
     number = (spec.sites.site or 0) if site is None else site
-    plans = [one.plan or spec.plan for one in spec.sites.each]
-    each = tuple(SiteSpec(plan=plan, share=one.share or plan.ranks) for one, plan in zip(spec.sites.each, plans, strict=True))
-    here = plans[number] if number < len(plans) else spec.plan
-    return spec.model_copy(update={"plan": here, "sites": spec.sites.model_copy(update={"each": each})})
+    named = any(one.cluster is not None for one in spec.sites.each)
+
+    def whole(one: SiteSpec) -> SiteSpec:
+        plan = one.plan or spec.plan
+        return SiteSpec(cluster=(one.cluster or spec.cluster) if named else None, plan=plan, share=one.share or plan.ranks)
+
+    each = tuple(map(whole, spec.sites.each))
+    sites, here = spec.sites.model_copy(update={"each": each}), each[number] if number < len(each) else SiteSpec()
+    return spec.model_copy(update={"sites": sites, "plan": here.plan or spec.plan, "cluster": here.cluster or spec.cluster})
 
 
 def own_batch(spec: "RunSpec") -> int:
