@@ -304,7 +304,7 @@ def _show_simulated(found: "Simulated") -> None:
             found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
         )
         print(
-            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites started anew {anew:,.1f} times, without the one that decides"
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites started anew {anew:,.1f} times, with none left at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")

@@ -122,7 +122,7 @@ class Merge(Event):
     distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`: those that
     trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out among from
     here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
-    one."""
+    one. `decided`: the site that decided about it; None in logs of earlier versions."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -144,6 +144,7 @@ class Merge(Event):
     samples: int = 0
     total: int = 0
     mark: str = ""
+    decided: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from megalith.spec.sizes import model_parameters
 
 BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides")
 """Keys of a simulation that mean something with several sites alone."""
-MERGE_SECONDS, RETURN_SECONDS, PATIENCE, LEAST_GRACE = 300.0, 60.0, 600.0, 5.0
+MERGE_SECONDS, RETURN_SECONDS, PATIENCE, LEAST_GRACE = 300.0, 60.0, 4200.0, 5.0
 """Assumed where nobody says; the last is the least that a run's own pace gives."""
 
 
@@ -38,6 +38,6 @@ def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dic
         "merge_seconds": held,
         "return_seconds": back,
         "grace": (sites.grace if sites is not None else None) or max(LEAST_GRACE, said.get("merge_every", round_seconds)),
-        "patience": run.launch.timeout if run is not None else PATIENCE,
+        "patience": run.launch.timeout + run.fleet.wait_limit if run is not None else PATIENCE,
         "decides": sites.decides if sites is not None else None,
     } | said

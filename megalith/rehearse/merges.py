@@ -1,5 +1,5 @@
 """Sites of a simulated run: each lives through its own faults, and what it did counts once a merge has taken it, as the trainer's council
-decides (`train.sites.council`): grace, quorum, sites that leave and return, and a start of all anew where the site that decides is lost."""
+decides (`train.sites.council`): grace, quorum, sites that leave and return, and a start of all anew where no site stands at a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -77,8 +77,8 @@ class _Member:
 
 @dataclass
 class Merged:
-    """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since the one that decides was
-    started again, or no quorum was there; `seconds`: by use, in the mean of the sites."""
+    """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since none that trained was
+    there, or no quorum; `seconds`: by use, in the mean of the sites."""
 
     merges: int = 0
     left: int = 0
@@ -97,10 +97,14 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
     unsaved: list[_Member] = []  # each time that a merge took work of a site since the last checkpoint
     each_save = max(1, round(plan.store_every / work))
     while now < horizon:
-        own = members[decides]
-        now = _decided(plan, members, own) if not own.restarted and not own.follows else inf
+        standing = [number for number, member in enumerate(members) if not member.follows and not member.restarted]
+        noticed, own = now, members[decides]
+        if standing and decides not in standing:
+            noticed, decides = _noticed(plan, [members[number] for number in standing], own), standing[0]
+            own = members[decides]
+        now = max(noticed, _decided(plan, members, own)) if standing else inf
         goes_on = now < inf
-        now = now if goes_on else _started_anew(plan, members, own)
+        now = now if goes_on else _started_anew(plan, members, own, patience=plan.patience if standing else 0.0)
         if now >= horizon:
             break
         if not goes_on:
@@ -111,7 +115,7 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
             for member in members:
                 member.end(now, taken=False)
             there = [number for number, member in enumerate(members) if not member.follows]
-            decides = decides if plan.decides is not None else min(there, default=decides)
+            decides = plan.decides if plan.decides is not None else min(there, default=decides)
             continue
         found.merges += 1
         ended = now + plan.merge_seconds
@@ -132,21 +136,26 @@ def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
     """Return when the site that decides merges: it waits for all that train until they are there, done or started again, for at most a
     grace, and then for a quorum; inf if that takes longer than its patience."""
     latest = max(member.ready for member in members if not member.follows)
-    now = max(own.ready, min(latest, own.ready + plan.grace), _quorum(plan, members, own))
+    now = max(own.ready, min(latest, own.ready + plan.grace), _quorum(plan, members))
     return now if now - own.ready <= plan.patience or now == own.ready else inf
 
 
-def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return when all sites train again from the newest checkpoint: once the others hear that the site which decides was started again, or
-    have not heard it for a grace, or no quorum for their patience. What they hear, they hear at a merge."""
-    waiting = min((one.ready for one in members if one is not own and not one.follows and not one.restarted), default=own.ready)
-    heard = max(waiting, min(own.ready, waiting + plan.grace)) if own.restarted or own.follows else own.ready + plan.patience
-    return max(heard + plan.latencies.restart + plan.return_seconds, _quorum(plan, members, own))
+def _noticed(plan: Scenario, standing: Sequence[_Member], decider: _Member) -> float:
+    """Return when the sites that stand at a merge notice that the one which decides was started again, or was silent for a grace."""
+    waiting = min(member.ready for member in standing)
+    return max(waiting, min(decider.ready, waiting + plan.grace))
 
 
-def _quorum(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return when more than half of the sites are there, or the one that always decides."""
-    return own.ready if plan.decides is not None else sorted(member.ready for member in members)[len(members) // 2]
+def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member, *, patience: float) -> float:
+    """Return when all sites train again from the newest checkpoint, since no site stands at the merge, or too few came for the patience."""
+    return max(own.ready + patience + plan.latencies.restart + plan.return_seconds, _quorum(plan, members))
+
+
+def _quorum(plan: Scenario, members: Sequence[_Member]) -> float:
+    """Return when more than half of the sites are there, or the one that the run names."""
+    if plan.decides is not None:
+        return members[plan.decides].ready
+    return sorted(member.ready for member in members)[len(members) // 2]
 
 
 def _periods(site: Site, work: float) -> list[_Period]:

@@ -44,8 +44,8 @@ class Scenario:
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
     own between merges, every `merge_every` seconds of work, each of which holds it up for `merge_seconds`. A merge waits for a site for
-    `grace` seconds, and others `patience` seconds for the site that decides (`decides`: always this one) and for a quorum. A site that was
-    away has the weights of the others `return_seconds` after it has started.
+    `grace` seconds, and sites `patience` seconds for a quorum (`decides`: this site is enough for one). A site that was away has
+    the weights of the others `return_seconds` after it has started.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Scenario:
     merge_every: float = 300.0
     merge_seconds: float = 0.0
     grace: float = 300.0
-    patience: float = 600.0
+    patience: float = 4200.0
     return_seconds: float = 0.0
     decides: int | None = None
 

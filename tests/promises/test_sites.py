@@ -241,6 +241,31 @@ def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     _replayed(spec, folder, tmp_path / "again")
 
 
+def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_path: Path) -> None:
+    """The other stands at the merge, decides from there on, and sends its weights."""
+    folder, steps = tmp_path / "run", 40
+    other = folder_of(folder, 1)
+    spec = _spec(data, {"inner_steps": 4, "fragments": 2, "overlap": 1, "grace": 60.0}, train={"steps": steps})
+
+    def wait_for_the_first() -> None:
+        made = list(of_kind(read(other), Merge))
+        if any(one.left for one in made) and not any(one.joined for one in made):
+            time.sleep(0.5)
+
+    with when("step", None, site=1, act=wait_for_the_first):
+        with when("step", 9, site=0, act=lambda: signal_yourself(signal.SIGKILL)):
+            first, second = start_site(spec, folder, 0, environment=GIVEN), start_site(spec, folder, 1, environment=GIVEN)
+            assert finish(first) == [-signal.SIGKILL]
+        assert finish(second | start_site(spec, folder, 0, environment=GIVEN)) == [0, 0]
+    made = list(of_kind(read(other), Merge))
+    assert [one.left for one in made if one.left] == [one.joined for one in made if one.joined] == [[0]]
+    assert [one.number for one in made] == list(range(len(made))), "no merge was made again"
+    assert {one.decided for one in made} == {0, 1} and made[-1].decided == 1 and made[-1].merged == [0, 1]
+    assert len(list(of_kind(read(other), RunStarted))) == 1
+    assert made[-1].samples == steps * 12 and _ledger(spec, other) == list(range(steps * 12))
+    _replayed(spec, folder, tmp_path / "again")
+
+
 def _replayed(spec: RunSpec, folder: Path, again: Path) -> None:
     """Make the merges of a run again, with no site lost: they end with the same bits."""
     assert spec.sites is not None

@@ -5,65 +5,32 @@ all. A verdict needs a quorum: more than half of the run's sites, or those with 
 decides, those whose differences came, and those that only follow its merges. A follower must have said so since the merge was due,
 because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in one line alone, and says so to
 the site that decides there. So of two halves that cannot see each other, at most one makes merges: no site speaks in both, and two quorums
-have one in common. A site that has no quorum, or loses the site that decides, ends; started again, it meets the others and goes on from a
-checkpoint that they share, or takes part anew in what they do (`Council.begin`).
+have one in common. If a line has no quorum or loses the site that decides, the sites whose differences are due stand at the merge and meet
+the others there (`meeting`). Other sites end. Started again, they take part anew, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.cuts import called
-from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Start, Told, Verdict
+from megalith.train.sites.differences import SAME, Differences, OutOfStepError
+from megalith.train.sites.meeting import Beginning, Meeting, caller
+from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Stand, Start, Told, Verdict
+from megalith.train.sites.pace import Pace
+from megalith.train.sites.pending import Pending, are
 from megalith.train.sites.roll import Roll
 from megalith.train.sites.wire import Wire
 
 TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
-LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
 SPEAK_SECONDS = 0.5  # between words of a site to the one that decides
-ROUNDS = 16  # whose lengths the grace follows
 JOINING = -1  # in place of a merge's number: a site waits for the weights of the others
-
-
-SAME = "All sites must run the same version and run file"
-
-
-class OutOfStepError(RuntimeError):
-    """Another site sent something else than is due: the sites do not run the same program."""
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """How a site takes part: from its checkpoint of a step, from the first weights (None), or anew, with the weights of the others."""
-
-    step: int | None
-    anew: bool = False
-
-
-class Pending(NamedTuple):
-    """A merge that waits for its verdict. `members`: as in a `Deal`. `got`: the sites among those due whose differences came. `waited`:
-    seconds so far."""
-
-    number: int
-    fragment: int
-    sent: int
-    step: int
-    members: Mapping[int, int]
-    got: Set[int] = frozenset()
-    waited: float = 0.0
-
-    @property
-    def due(self) -> set[int]:
-        """The sites whose differences it merges, if they come."""
-        return {site for site, since in self.members.items() if since < self.sent}
 
 
 class Council:
@@ -90,10 +57,11 @@ class Council:
         self.line, self.decider = "", site
         self._cuts: Sequence[Cut] = ()
         self._roll = Roll(site)
-        self._hellos: dict[int, Hello] = {}
+        self._meeting = Meeting(spec, site, self._roll)
+        self._stand: Stand | None = None  # the merge that the line began at; without a line, the one that this site stands at
+        self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
         self._start: tuple[int, Start] | None = None
-        self._differences: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
-        self._own: dict[int, Difference] = {}  # the newest of each fragment
+        self._differences = Differences(site)
         self._verdicts: dict[tuple[str, int], Verdict] = {}
         self._given: deque[Verdict] = deque(maxlen=2 * spec.fragments + 2)  # as the site that decides
         self._told: Told | None = None
@@ -102,11 +70,11 @@ class Council:
         self._asking: set[int] = set()
         self._ready: set[int] = set()
         self._due: int | None = None  # the number of the merge that waits for its verdict
-        self._due_since = 0.0  # when it became due here
+        self._due_at = 0.0  # when it became due here
+        self._due_since = 0.0  # the same, or when the line was entered in which it is decided
         self._decided_at = 0.0  # when the newest verdict was there
         self._said = 0.0  # when this site last told the others that it is there
-        self._rounds: deque[float] = deque(maxlen=ROUNDS)
-        self._last: dict[int, float] = {}  # when each fragment was merged last
+        self.pace = Pace(start, spec.grace)
         self._leaving_since: float | None = None
         self._lost_since: float | None = None  # the connection to the site that decides
 
@@ -118,13 +86,6 @@ class Council:
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others."""
         return self.spec.quorum(sites)
-
-    @property
-    def grace(self) -> float:
-        """Seconds that a merge waits for a site: as the run file says, or as long as a whole round takes here."""
-        if self.spec.grace is not None:
-            return self.spec.grace
-        return max(LEAST_GRACE, median(self._rounds)) if self._rounds else self._start_seconds
 
     # --- beginning ---
 
@@ -138,20 +99,20 @@ class Council:
         self._since = began if self._since is None else self._since
         while time.monotonic() - began < seconds:
             self._hear(TURN_SECONDS)
-            lines = {site: hello.line for site, hello in self._hellos.items() if hello.line}
-            for site, line in lines.items():
-                if (decider := self._hellos[site].decides) in self._roll and lines.get(decider) == line:
-                    self._follow(line, decider)
-                    self.ask()
-                    return Beginning(None, anew=True)
+            if (under_way := self._meeting.under_way()) is not None:
+                self._follow(*under_way)
+                self.ask()
+                return Beginning(None, anew=True)
             if self._start is not None:
                 return self._begun(self._start[1], self._start[0])
             # A site with a line under way, which lost the site that decides, comes again once it knows.
-            offered = {site: hello.cuts for site, hello in self._hellos.items() if not hello.line} | {self.site: tuple(cuts)}
+            offers = self._meeting.offers(Hello(cuts=tuple(cuts)))
+            if caller(offers) is not None or self._meeting.coming(self._wire.connected):
+                continue  # those that stand at a merge have more than any checkpoint
             waited = time.monotonic() - self._since
-            if offered.keys() == all_here or (waited >= self._start_seconds / 4 and self.quorum(offered)):
-                cut, caller = called(offered, self.spec)
-                if caller == self.site:
+            if offers.keys() == all_here or (waited >= self._start_seconds / 4 and self.quorum(offers)):
+                cut, calls = called({site: hello.cuts for site, hello in offers.items()}, self.spec)
+                if calls == self.site:
                     start = Start(secrets.token_hex(LINE_BYTES), cut)
                     self._post(start)
                     return self._begun(start, self.site)
@@ -171,9 +132,12 @@ class Council:
         self.ask()
         return Beginning(None, anew=True)
 
-    def _follow(self, line: str, decider: int) -> None:
-        self.line, self.decider = line, decider
-        self._differences = {key: there for key, there in self._differences.items() if key[0] == line}
+    def _follow(self, line: str, decider: int, stand: Stand | None = None) -> None:
+        self.line, self.decider, self._stand = line, decider, stand
+        self._start, self._lost_since = None, None
+        self._given.clear()
+        self._meeting.clear()
+        self._differences.enter(line)
 
     def ask(self) -> None:
         """Ask the site that decides for the weights of the others."""
@@ -184,31 +148,80 @@ class Council:
 
     def post(self, difference: Difference) -> None:
         """Send this site's difference to all others."""
-        self._own[difference.fragment] = difference = replace(difference, line=self.line)
-        self._note(self.site, difference)
-        self._post(difference)
+        self._post(self._differences.send(difference, self.line))
 
     def decide(
-        self, number: int, fragment: int, sent: int, step: int, *, members: Mapping[int, int], seconds: float = math.inf
+        self,
+        number: int,
+        fragment: int,
+        sent: int,
+        step: int,
+        *,
+        members: Mapping[int, int],
+        mark: str = "",
+        seconds: float = math.inf,
     ) -> Verdict | None:
         """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
         site's, if it decides, or the one that comes; None if `seconds` were not enough, and the call is to be made again. `members`: as in
-        a `Deal`. Raises PeerGone, and OutOfStepError."""
+        a `Deal`. `mark`: the digest of all merges before it. Raises PeerGone, and OutOfStepError."""
         began = time.monotonic()
         if self._due != number:
-            self._due, self._due_since = number, began
+            self._due, self._due_at, self._due_since = number, began, began
         self._hear(0.0)  # who was connected since the last merge may lack what this site has sent
-        merge = Pending(number, fragment, sent, step, members)
-        while (verdict := self._decided(merge) if self.decides else self._awaited(merge)) is None:
+        merge = Pending(number, fragment, sent, step, members, mark)
+        while (verdict := self._verdict(merge)) is None:
             if time.monotonic() - began >= seconds:
                 return None
             self._hear(TURN_SECONDS)
-        if fragment in self._last:
-            self._rounds.append(self._due_since - self._last[fragment])  # without what this merge waits
         self._due, self._decided_at = None, time.monotonic()
-        self._last[fragment] = self._decided_at
+        self.pace.merged(fragment, due=self._due_at, now=self._decided_at)
         self._asks = None if self.site in verdict.joined else self._asks
         return verdict
+
+    def _verdict(self, merge: Pending) -> Verdict | None:
+        """Return the verdict about a merge; None if there is none yet. If there can be none in this line, meet the others for another."""
+        if self._gone is not None:
+            self._meet_again(*self._gone)
+            return None
+        try:
+            return self._decided(merge) if self.decides else self._awaited(merge)
+        except PeerGone as gone:
+            if not self._may_stand(merge):
+                raise
+            self._leave(Stand(merge.number, merge.step, merge.mark), gone)
+            return None
+
+    def _may_stand(self, merge: Pending) -> bool:
+        """True if a merge lacks this site's difference alone: a site that does not train loses nothing when it takes part anew."""
+        return self.site in merge.due
+
+    def _leave(self, stand: Stand, gone: PeerGone) -> None:
+        """Leave the line, and tell the others at which merge this site stands."""
+        self._gone, self._since = (self.line, gone), time.monotonic()
+        self._meeting.forget(self.decider)  # what it tells from here on shows that it is there
+        self.line, self.decider, self._stand, self._start = "", self.site, stand, None
+        self._post(Hello(stand=stand))
+
+    def _meet_again(self, left: str, gone: PeerGone) -> None:
+        """Take part in a line that begins at the merge at which this site stands: another site's, or its own, once a quorum has met. Raises
+        `gone` if the others continue elsewhere, or too few come for the limit."""
+        assert self._wire is not None and self._stand is not None and self._since is not None
+        waited = time.monotonic() - self._since
+        patient = waited < self.pace.grace
+        if (line := self._meeting.line_from(self._stand, self._wire.connected, patient=patient)) is not None:
+            self._go_on(*line)
+        elif waited >= self._limit or self._meeting.elsewhere(left, patient=patient):
+            raise gone
+
+    def _go_on(self, line: str, decider: int) -> None:
+        """Take part in a line from the merge at which this site stands, and send there what was not merged yet."""
+        self._follow(line, decider, self._stand)
+        self._roll.begin()
+        self._asking.clear()
+        self._ready.clear()
+        self._gone, self._due_since, self._said = None, time.monotonic(), 0.0
+        for difference in self._differences.under_way():
+            self.post(difference)
 
     def _decided(self, merge: Pending) -> Verdict | None:
         """Decide with what the others have sent, and tell them; None if it is not time for that."""
@@ -224,16 +237,16 @@ class Council:
 
     def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict, if it is time for one."""
-        (number, fragment, sent, step, members, got, waited), due = merge, merge.due
+        (number, fragment, sent, step, members, _, got, waited), due = merge, merge.due
         may_come = {site for site in due - got if self._roll.takes_part(site)}
-        if may_come and waited < self.grace:
+        if may_come and waited < self.pace.grace:
             return None
         here = got | self._roll.present(self._due_since)
         if not self.quorum(here) or (due and not got):
             hoped = here | may_come | {site for site in self._roll.followers() if self._is_near(site, waited)}
             if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
                 away = (set(range(self.spec.count)) - here) | (due - got)
-                raise PeerGone(f"{_are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
+                raise PeerGone(f"{are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
             return None
         left = (due - got) | {site for site in members if site != self.site and not self._roll.takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
@@ -246,7 +259,7 @@ class Council:
     def _is_near(self, site: int, waited: float) -> bool:
         """True if a site is connected, or may be again within the grace."""
         assert self._wire is not None
-        return waited < self.grace or self._wire.connected(site)
+        return waited < self.pace.grace or self._wire.connected(site)
 
     def _awaited(self, merge: Pending) -> Verdict | None:
         """Return the verdict of the site that decides; None if it has not come."""
@@ -269,7 +282,7 @@ class Council:
         now = time.monotonic()
         connected = self._wire.connected(self.decider)
         self._lost_since = None if connected else now if self._lost_since is None else self._lost_since
-        lost = self._lost_since is not None and now - self._lost_since >= self.grace
+        lost = self._lost_since is not None and now - self._lost_since >= self.pace.grace
         silent = now - max(began, self._roll.last_word(self.decider))
         if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
             raise PeerGone(f"site {self.decider}, which decides, is away: waited {now - began:.0f} s at step {step}")
@@ -279,9 +292,9 @@ class Council:
         Raises PeerGone for what does not come within the grace."""
         began = time.monotonic()
         while missing := set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys():
-            if time.monotonic() - self._decided_at >= self.grace:
+            if time.monotonic() - self._decided_at >= self.pace.grace:
                 raise PeerGone(
-                    f"{_are(missing)} away from site {self.site}, and the others have merged the differences sent after step {verdict.sent}"
+                    f"{are(missing)} away from site {self.site}, and the others have merged the differences sent after step {verdict.sent}"
                 )
             if time.monotonic() - began >= seconds:
                 return False
@@ -291,21 +304,10 @@ class Council:
     def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
         """Return what a verdict merges, in the order of the sites. Raises as `gather` does, and OutOfStepError."""
         self.gather(verdict, math.inf)
-        there = self._there(verdict.fragment, verdict.sent)
-        found = [there[site] for site in verdict.merged]
-        for site, one in zip(verdict.merged, found, strict=True):
-            if len(one.encoded) != bytes_each:
-                raise OutOfStepError(
-                    f"site {site} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and site {self.site} "
-                    f"expects {bytes_each}. {SAME}"
-                )
-        late = [key for key in self._differences if key[0] == self.line and key[1] == verdict.fragment and key[2] <= verdict.sent]
-        for key in late:
-            del self._differences[key]
-        return found
+        return self._differences.take(verdict, self.line, bytes_each=bytes_each)
 
     def _there(self, fragment: int, sent: int) -> dict[int, Difference]:
-        return self._differences.setdefault((self.line, fragment, sent), {})
+        return self._differences.there(self.line, fragment, sent)
 
     # --- taking part anew ---
 
@@ -394,13 +396,14 @@ class Council:
         now = time.monotonic()
         if self.line and now - self._said >= SPEAK_SECONDS:
             self._said = now
-            self._post(Hello(self.line, self.decider), to=None if self.decides else self.decider)
+            self._post(Hello(self.line, self.decider, stand=self._stand), to=None if self.decides else self.decider)
 
     def _take(self, news: News) -> None:
         site, start, data = news
         if data is None:
             if self._roll.came(site, start):
-                self._hellos.pop(site, None)
+                self._meeting.forget(site)
+                self._start = None if self._start is not None and self._start[0] == site else self._start
                 self._asking.discard(site)
                 self._ready.discard(site)
             self._greet(site)
@@ -412,8 +415,8 @@ class Council:
 
     def _greet(self, site: int) -> None:
         """Tell a site that has just been connected how this one stands, and what a broken connection may have lost."""
-        self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts)), to=site)
-        for difference in self._own.values():
+        self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts), stand=self._stand), to=site)
+        for difference in self._differences.own:
             self._post(difference, to=site)
         for verdict in self._given:
             self._post(verdict, to=site)
@@ -423,14 +426,16 @@ class Council:
     def _note(self, site: int, message: Message) -> None:
         match message:
             case Hello():
-                self._hellos[site] = message
+                self._meeting.note(site, message)
+                if self._meeting.has_left(self.line, self._stand, site, message):
+                    self._roll.leave(site)
                 if message.asks and message.line == self.line:
                     self._asking.add(site)
                     self._roll.leave(site)  # until it has all merges, nobody waits for it
-            case Start():
+            case Start() if not self.line:
                 self._start = self._start or (site, message)
             case Difference():
-                self._differences.setdefault((message.line, message.fragment, message.step), {})[site] = message
+                self._differences.note(site, message)
             case Verdict():
                 self._verdicts[message.line, message.number] = message
             case Told() if message.line == self.line and site == self.decider:
@@ -443,8 +448,3 @@ class Council:
                 self._roll.join(site)
             case _:  # of a line that is over
                 pass
-
-
-def _are(sites: Collection[int]) -> str:
-    """Return the beginning of a sentence about sites."""
-    return f"site{'s' * (len(sites) > 1)} {', '.join(map(str, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"

@@ -19,7 +19,8 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import Fragment, sent_after, verdict_bytes, wire_bytes
 from megalith.spec.sites.deal import Deal, Share
 from megalith.train.sites import outer, pieces
-from megalith.train.sites.council import Beginning, Council
+from megalith.train.sites.council import Council
+from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
@@ -296,7 +297,8 @@ class Sites:
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
         due = (progress.merges, number, sent, step)
-        verdict = self._wait_for(lambda council: council.decide(*due, members=progress.deal.members, seconds=WAIT_SECONDS))
+        known = {"members": progress.deal.members, "mark": progress.mark}
+        verdict = self._wait_for(lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
         self._wait_for(lambda council: council.gather(verdict, WAIT_SECONDS) or None)
         messages = [] if self._council is None else self._council.differences(verdict, bytes_each=fragment.bytes)
         waited = time.perf_counter() - began
@@ -345,6 +347,7 @@ class Sites:
             samples=deal.merged,
             total=self._total,
             mark=progress.mark,
+            decided=self._council.decider,
         )
         return Made(verdict, event)
 

@@ -32,6 +32,16 @@ class Cut(NamedTuple):
     members: tuple[int, ...]
 
 
+class Stand(NamedTuple):
+    """A merge that a site waits at, with all of its state. Two sites stand at the same one if all fields are equal."""
+
+    number: int
+    """Merges before it."""
+    step: int
+    mark: str
+    """The digest of these merges."""
+
+
 def _cut(fields: list[Any]) -> Cut:
     step, mark, samples, members = fields
     return Cut(step, mark, samples, tuple(members))
@@ -40,13 +50,15 @@ def _cut(fields: list[Any]) -> Cut:
 @dataclass(frozen=True)
 class Hello:
     """How a site stands, sent to each site that it meets. `line`: the name of the start that it takes part in; empty: of none yet.
-    `decides`: the site that decides there. `asks`: it wants to take part in a line that is under way. `cuts`: its checkpoints."""
+    `decides`: the site that decides there. `asks`: it wants to take part in a line that is under way. `cuts`: its checkpoints. `stand`:
+    the merge at which its line began, if that was not at a checkpoint; of a site in no line, the merge that it stands at."""
 
     kind = b"h"
     line: str = ""
     decides: int = -1
     asks: bool = False
     cuts: tuple[Cut, ...] = ()
+    stand: Stand | None = None
 
     def pack(self) -> bytes:
         return self.kind + json.dumps(asdict(self)).encode()
@@ -54,7 +66,8 @@ class Hello:
     @classmethod
     def unpack(cls, data: bytes) -> "Hello":
         fields = json.loads(data[1:])
-        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"]))})
+        stand = fields["stand"]
+        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"])), "stand": None if stand is None else Stand(*stand)})
 
 
 @dataclass(frozen=True)

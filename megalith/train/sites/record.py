@@ -13,8 +13,10 @@ from megalith.checkpoint.folder import find, read_manifest
 from megalith.events import Event, Merge, RunStarted, of_kind, read
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec, folder_of
-from megalith.train.sites.council import SAME, Council, OutOfStepError, Pending
+from megalith.train.sites.council import Council
+from megalith.train.sites.differences import SAME, OutOfStepError
 from megalith.train.sites.messages import Verdict
+from megalith.train.sites.pending import Pending
 
 DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
 """Tables of a run file that must be the same from the beginning of a run to its end."""
@@ -98,6 +100,10 @@ class Recorded(Council):
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these are all sites."""
         return len(set(sites)) == self.spec.count
+
+    def _may_stand(self, merge: Pending) -> bool:
+        """False: there is nobody else to continue with than the sites that the record names."""
+        return False
 
     def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict of the record, once the differences that it merges are there. The last one stops all sites."""

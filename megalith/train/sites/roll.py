@@ -36,8 +36,9 @@ class Roll:
         self._spoke[site] = self._newest[site], time.monotonic()
 
     def begin(self) -> None:
-        """All that have come take part."""
+        """All that have come take part in a new line, of which nobody has spoken yet."""
         self._ours = dict(self._newest)
+        self._spoke.clear()
 
     def join(self, site: int) -> None:
         """The newest start of a site takes part."""
@@ -48,8 +49,9 @@ class Roll:
         self._ours.setdefault(site, self._newest[site])
 
     def leave(self, site: int) -> None:
-        """A site takes part no longer."""
+        """A site takes part no longer, whatever it said before."""
         self._ours.pop(site, None)
+        self._spoke.pop(site, None)
 
     def takes_part(self, site: int) -> bool:
         """True for a site whose newest start takes part."""

@@ -16,8 +16,10 @@ import torch
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES, SitesSpec
 from megalith.train.sites import messages
-from megalith.train.sites.council import Beginning, Council, OutOfStepError
+from megalith.train.sites.council import Council
 from megalith.train.sites.cuts import called
+from megalith.train.sites.differences import OutOfStepError
+from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
 
 LINE = "ab" * 8
@@ -321,11 +323,11 @@ def test_another_program_is_noticed() -> None:
 
 def test_the_grace_follows_the_rounds() -> None:
     council = Council(SitesSpec(count=1, inner_steps=2), 0, None, patience=1, start=30, limit=1)
-    assert council.grace == 30
-    council._rounds.extend((20.0, 21.0, 90.0))
-    assert council.grace == 21
-    council._rounds.extend((0.1,) * 16)
-    assert council.grace == 5
+    assert council.pace.grace == 30
+    council.pace.rounds.extend((20.0, 21.0, 90.0))
+    assert council.pace.grace == 21
+    council.pace.rounds.extend((0.1,) * 16)
+    assert council.pace.grace == 5
 
 
 def _cut(step: int, *members: int, mark: str = "") -> Cut:

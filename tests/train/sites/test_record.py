@@ -11,7 +11,8 @@ from megalith.checkpoint.folder import FOLDER
 from megalith.events import Merge
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
-from megalith.train.sites.council import Beginning, OutOfStepError
+from megalith.train.sites.differences import OutOfStepError
+from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Verdict
 from megalith.train.sites.record import Recorded, RecordError, _chained, recorded
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen

@@ -1,0 +1,67 @@
+"""The differences of fragments that the leader of a site has at hand: its own, and those of the other sites."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megalith.train.sites.messages import Difference, Verdict
+
+SAME = "All sites must run the same version and run file"
+
+
+class OutOfStepError(RuntimeError):
+    """Another site sent something else than is due: the sites do not run the same program."""
+
+
+class Differences:
+    """All that have come or were sent, and may still be merged. Those of each line are apart."""
+
+    def __init__(self, site: int) -> None:
+        self._site = site
+        self._there: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
+        self._own: dict[int, Difference] = {}  # the newest of each fragment
+        self._merged: dict[int, int] = {}  # for each fragment, the step of the newest that are merged
+
+    def note(self, site: int, difference: Difference) -> None:
+        """Keep what a site has sent."""
+        self.there(difference.line, difference.fragment, difference.step)[site] = difference
+
+    def there(self, line: str, fragment: int, step: int) -> dict[int, Difference]:
+        """Return what has come of a fragment, by site."""
+        return self._there.setdefault((line, fragment, step), {})
+
+    def send(self, difference: Difference, line: str) -> Difference:
+        """Return this site's difference as it is sent in a line, and keep it."""
+        sent = self._own[difference.fragment] = replace(difference, line=line)
+        self.note(self._site, sent)
+        return sent
+
+    @property
+    def own(self) -> Iterable[Difference]:
+        """This site's newest difference of each fragment: a broken connection may have lost it."""
+        return self._own.values()
+
+    def enter(self, line: str) -> None:
+        """Forget the differences of all other lines."""
+        self._there = {key: there for key, there in self._there.items() if key[0] == line}
+
+    def under_way(self) -> list[Difference]:
+        """Return this site's differences that are not merged yet, and forget the others."""
+        self._own = {number: one for number, one in self._own.items() if one.step > self._merged.get(number, -1)}
+        return [*self._own.values()]
+
+    def take(self, verdict: Verdict, line: str, *, bytes_each: int) -> list[Difference]:
+        """Return what a verdict merges, in the order of the sites, and forget it. Raises OutOfStepError for messages of
+        other bytes than `bytes_each`."""
+        there = self.there(line, verdict.fragment, verdict.sent)
+        found = [there[site] for site in verdict.merged]
+        for site, one in zip(verdict.merged, found, strict=True):
+            if len(one.encoded) != bytes_each:
+                raise OutOfStepError(
+                    f"site {site} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and site {self._site} "
+                    f"expects {bytes_each}. {SAME}"
+                )
+        self._merged[verdict.fragment] = verdict.sent
+        for key in [(name, number, step) for name, number, step in self._there if (name, number) == (line, verdict.fragment)]:
+            if key[2] <= verdict.sent:
+                del self._there[key]
+        return found

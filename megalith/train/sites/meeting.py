@@ -1,0 +1,97 @@
+"""How sites that take part in no line come to one: from a checkpoint, or from the merge that some of them stand at.
+
+A line ends when the site that decides is lost, or the sites that are left form no quorum. Those whose differences are due keep all of
+their state and stand at the merge. The first of the sites that stand furthest calls the others to a new line once a quorum has met. The
+sites that stand at the same merge continue from there, all others take part anew.
+"""
+
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites.messages import LINE_BYTES, Hello, Stand
+from megalith.train.sites.roll import Roll
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a site takes part: from its checkpoint of a step, from the first weights (None), or anew, with the weights of the others."""
+
+    step: int | None
+    anew: bool = False
+
+
+class Line(NamedTuple):
+    """A line that is under way, and the site that decides there."""
+
+    name: str
+    decider: int
+
+
+class Meeting:
+    """What the others have told site `site` about themselves since it last began to take part in a line."""
+
+    def __init__(self, spec: SitesSpec, site: int, roll: Roll) -> None:
+        self._spec, self._site, self._roll = spec, site, roll
+        self._hellos: dict[int, Hello] = {}
+
+    def note(self, site: int, hello: Hello) -> None:
+        """Take note of how a site stands."""
+        self._hellos[site] = hello
+
+    def forget(self, site: int) -> None:
+        """Forget what a site has told: it was started again, or is lost."""
+        self._hellos.pop(site, None)
+
+    def clear(self) -> None:
+        """Forget all that was told: this site takes part in a line."""
+        self._hellos.clear()
+
+    def under_way(self) -> Line | None:
+        """Return a line that the site which decides it takes part in; None if there is none."""
+        for hello in self._hellos.values():
+            decider = self._hellos.get(hello.decides)
+            if hello.line and hello.decides in self._roll and decider is not None and decider.line == hello.line:
+                return Line(hello.line, hello.decides)
+        return None
+
+    def line_from(self, stand: Stand, connected: Callable[[int], bool], *, patient: bool) -> Line | None:
+        """Return a line that continues from the merge at which this site stands: one that another site has begun there, or a new one, if
+        this site calls the others and a quorum has met. None if there is neither. `patient`: wait for all connected sites to come."""
+        for site, hello in self._hellos.items():
+            if hello.line and hello.decides == site and hello.stand == stand:
+                return Line(hello.line, site)
+        offers = self.offers(Hello(stand=stand))
+        late = any(connected(site) for site in set(range(self._spec.count)) - offers.keys())
+        calls = self._spec.quorum(offers) and caller(offers) == self._site and not (patient and late)
+        return Line(secrets.token_hex(LINE_BYTES), self._site) if calls else None
+
+    def elsewhere(self, left: str, *, patient: bool) -> bool:
+        """True if others continue without the sites that stand with this one. `left`: the line that this site has left, which may learn of
+        that and end: as long as this site is `patient`, it does not count."""
+        line = self.under_way()
+        return line is not None and (line.name != left or not patient)
+
+    def has_left(self, line: str, stand: Stand | None, site: int, hello: Hello) -> bool:
+        """True if a site stands at a merge and no longer takes part in this site's line, which began at `stand`. A site that stands there
+        and never spoke in the line will follow."""
+        if not line or hello.line or hello.stand is None:
+            return False
+        return hello.stand != stand or self._roll.last_word(site) > -math.inf
+
+    def coming(self, connected: Callable[[int], bool]) -> set[int]:
+        """Return the sites that soon stand at a merge: they take part in a line that this site decided before it was started again."""
+        return {site for site, one in self._hellos.items() if one.line and one.decides == self._site and connected(site)}
+
+    def offers(self, own: Hello) -> dict[int, Hello]:
+        """Return what the sites in no line offer to begin from. `own`: this site's offer."""
+        return {site: hello for site, hello in self._hellos.items() if not hello.line} | {self._site: own}
+
+
+def caller(offers: dict[int, Hello]) -> int | None:
+    """Return the first of the sites that stand furthest: it calls the others. None if no site stands at a merge."""
+    stands = {site: hello.stand for site, hello in offers.items() if hello.stand is not None}
+    return min((site for site, stand in stands.items() if stand == max(stands.values())), default=None)
