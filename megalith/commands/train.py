@@ -164,7 +164,7 @@ def train(
             assert place is not None
             return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
         with siblings.beside(request, spec, folder) as others:
-            trained = _followed(resolved, owner, place, arguments, console, watch=watch, on_event=on_event)
+            trained = _followed(resolved, owner, place, arguments, console, others.poll, watch=watch, on_event=on_event)
             return replace(trained, left=(*trained.left, *others.finish(trained.code, patience=spec.launch.timeout)))
 
 
@@ -174,17 +174,24 @@ def _followed(
     place: "Place | None",
     arguments: dict[str, Any],
     console: Console,
+    look: Callable[[], None],
     *,
     watch: bool,
     on_event: "Callable[[Event], None] | None",
 ) -> Trained:
-    """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served."""
+    """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served. `look`
+    is called often where this process starts the ranks, and ends them if it raises an error."""
     from megalith.commands.shared import ranks
 
     folder = owner.run_dir
     with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (follow, tick):
         if place is None:
-            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=tick, say=follow.say, recover=True)
+
+            def tick_and_look() -> None:
+                tick()
+                look()
+
+            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=tick_and_look, say=follow.say, recover=True)
             code, message = outcome.code, outcome.message()
         else:
             with _called_often(tick):

@@ -4,11 +4,12 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from megalith.commands.shared.arguments import RunRequest
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.secure import key
 from megalith.machine import lifeline
 from megalith.spec.files import FILE
@@ -20,13 +21,40 @@ LOG = "train.log"
 LEAVE_SECONDS = 60.0  # that a site has to save and end, once it is asked to
 
 
+class SiteEndedError(RuntimeError):
+    """The command of another site has failed, and the sites that are left cannot merge without it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        """`status`: that of the other command; minus a signal's number for one that was killed."""
+        super().__init__(message)
+        self.exit_code = status if status > 0 else ExitCode.LOST
+
+
 class Siblings:
     """The commands of all sites but the first."""
 
-    def __init__(self, request: RunRequest, run_dir: Path, sites: Sequence[int], more: Sequence[str] = ()) -> None:
-        """`more`: further arguments of each command."""
+    def __init__(
+        self,
+        request: RunRequest,
+        run_dir: Path,
+        sites: Sequence[int],
+        quorum: Callable[[Collection[int]], bool],
+        more: Sequence[str],
+    ) -> None:
+        """`quorum`: true of sites that may merge without the others. `more`: further arguments of each command."""
+        self._sites, self._quorum = tuple(sites), quorum
         self._folders = [folder_of(run_dir, site) for site in sites]
         self._processes = [_start(request, folder, site, more) for site, folder in zip(sites, self._folders, strict=True)]
+
+    def poll(self) -> None:
+        """Raise SiteEndedError once too few sites are left: nobody starts a site again whose command has failed."""
+        ended = {site: process.poll() for site, process in zip(self._sites, self._processes, strict=True)}
+        failed = [site for site, status in ended.items() if status is not None and status not in ORDERLY]
+        if failed and not self._quorum({0, *self._sites} - set(failed)):
+            folders = dict(zip(self._sites, self._folders, strict=True))
+            each = "; ".join(f"site {site} ended with status {ended[site]}: see {folders[site] / LOG}" for site in failed)
+            text = f"{each}. The other sites form no quorum. Run the same command again once the cause is removed"
+            raise SiteEndedError(text, ended[failed[0]] or 0)
 
     def finish(self, code: int, *, patience: float) -> list[str]:
         """Wait for the other sites, once the first has ended with this status: after status 0 they end by themselves within `patience`
@@ -48,7 +76,8 @@ def beside(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[
     sites = range(1, spec.sites.count) if spec.sites is not None and spec.sites.site is None else ()
     if sites:
         os.environ.update(key.of_run(run_dir).variables)  # all of them have the first one's
-    siblings = Siblings(request, run_dir, sites, more)
+    quorum = spec.sites.quorum if spec.sites is not None else bool
+    siblings = Siblings(request, run_dir, sites, quorum, more)
     try:
         yield siblings
     except BaseException:
