@@ -252,6 +252,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.each_site_has_a_table),
     Rule("sites", sites.each_cluster_has_the_ranks),
     Rule("sites", each_site_can_train),
+    Rule("sites", sites.returned_samples_can_be_trained),
     Rule("sites", sites.state_stays_on_the_device),
     Rule("sites", sites.faults_go_back_to_checkpoints),
     Rule("fleet", fleet.verification_has_a_replica),

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from megalith.check.case import Case, Found, advice, error
+from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 
@@ -140,6 +142,29 @@ def each_cluster_has_the_ranks(case: Case) -> Found:
         if clusters.counted(one.cluster) and there.count < plan.ranks:
             reason = f"has {there.count} devices, and sites.each.{number}.plan has {plan.ranks} ranks"
             yield error(key, one.cluster, reason, f"Use {there.accelerator.name}:{plan.ranks}, or a smaller plan.")
+
+
+def returned_samples_can_be_trained(case: Case) -> Found:
+    """A lost site's samples are dealt out again in shares that may be as small as the smallest part of a step."""
+    spec, sites = case.spec, case.spec.sites
+    if sites is None or len(sites.plans) != sites.count:
+        return
+    batch = min(phase.global_batch for phase in Phases.of(spec).all)
+    for number, (plan, share) in enumerate(zip(sites.plans, sites.shares, strict=False)):
+        reads = plan.data * plan.microbatch
+        few, rest = divmod(batch, sites.parts * reads)
+        if share == 1 or rest or not few:  # it never reads less, or another rule says that the batch does not divide
+            continue
+        numbers = {"ranks": plan.pipeline, "chunks": plan.chunks, "zero": plan.zero}
+        usual = {str(each) for each in misfits(plan.schedule, microbatches=share * few, **numbers)}
+        for misfit in misfits(plan.schedule, microbatches=few, **numbers):
+            if str(misfit) not in usual:
+                reason = (
+                    f"cannot train what a lost site hands back: as little as {reads * few} samples in a step, and "
+                    f"microbatches = {few} {misfit.reason}"
+                )
+                way_out = "Use another schedule, a larger train.global_batch or equal shares."
+                yield error(f"sites.each.{number}.plan.schedule", plan.schedule, reason, way_out)
 
 
 def launched_alone(spec: RunSpec) -> Found:

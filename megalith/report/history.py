@@ -1,6 +1,6 @@
 """A run's events put in order: one list for each kind, with resumed and repeated steps sorted out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from megalith.events import (
     Validation,
 )
 from megalith.spec.plan import Plan
+from megalith.spec.sites import SitesSpec, part_of_batch
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class History:
     @property
     def microbatches(self) -> int | None:
         """Microbatches a data rank computes in one step."""
-        plan, batch = self.plan, self.spec.get("train", {}).get("global_batch")
+        plan, batch = self.plan, own_batch_of(self.spec)
         return batch // (plan.data * plan.microbatch) if plan and batch else None
 
     @property
@@ -104,6 +105,19 @@ class History:
         values = [number(step) for step in self.steps if step.step not in warm] or [number(step) for step in self.steps]
         known = [value for value in values if value is not None]
         return median(known) if known else None
+
+
+def own_batch_of(spec: Mapping[str, Any]) -> int | None:
+    """Return the samples of a step that the site whose log this is reads; all of them in a run without sites. None if the specification
+    does not say, or has sites that this version cannot read."""
+    batch, sites = spec.get("train", {}).get("global_batch"), spec.get("sites")
+    if not batch or sites is None:
+        return batch
+    try:
+        table = SitesSpec.model_validate(sites)
+    except ValidationError:
+        return None
+    return part_of_batch(batch, table.site or 0, table.count, table.shares)
 
 
 def plan_of(start: RunStarted) -> Plan | None:

@@ -121,3 +121,23 @@ def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any
     each = ({"plan": {"data": 2}}, {"plan": plan})
     run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}))
     assert f"sites.each.1.{key}" in [problem.key for problem in check(run, files=False) if problem.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share", "batch", "refused"),
+    [("dualpipe", 2, 12, True), ("dualpipe", 2, 24, False), ("1f1b", 2, 12, False), ("dualpipe", 1, 8, False)],
+)
+def test_what_a_lost_site_hands_back_can_be_trained(schedule: str, share: int, batch: int, refused: bool) -> None:
+    """A part of the step is one microbatch of four: too few for a schedule that runs some each way, whose own share is enough."""
+    plan = {"pipeline": 2, "schedule": schedule, "zero": 1, "microbatch": 4, "chunks": 2 if schedule == "dualpipe" else 1}
+    each = [{"plan": plan, "share": share}, {"plan": plan if share == 1 else {"microbatch": 4}, "share": 1}]
+    run = at_site(
+        tiny_run(
+            sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}, train={"global_batch": batch}, model={"layers": 4}
+        )
+    )
+    errors = [problem for problem in check(run, files=False) if problem.severity == "error"]
+    found = [problem for problem in errors if problem.key == "sites.each.0.plan.schedule"]
+    assert bool(found) is refused
+    if found:
+        assert "as little as 4 samples in a step, and microbatches = 1 is too few" in found[0].reason

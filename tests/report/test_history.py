@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from megalith import events
 from megalith.report.history import gather, history
 from tests.report.run_folder import STEPS, holdings, start, step, write_run
@@ -36,6 +38,17 @@ def test_a_new_start_reopens_a_failed_run():
 def test_a_start_on_fewer_ranks_forgets_the_ranks_that_are_gone():
     run = told(start(), *holdings(), start(), *holdings()[:2])
     assert [h.rank for h in run.holdings] == [0, 1]
+
+
+def test_a_site_computes_the_microbatches_of_its_share():
+    def of(sites: dict | None) -> int | None:
+        return told(replace(start(), spec=start().spec | {"sites": sites})).microbatches
+
+    alone = of(None)
+    assert alone and of({"count": 2}) == alone // 2
+    each = [{"share": 3}, {"share": 1}]
+    assert [of({"count": 2, "site": site, "each": each}) for site in (None, 0, 1)] == [alone * 3 // 4, alone * 3 // 4, alone // 4]
+    assert of({"count": "many"}) is None, "a foreign log"
 
 
 def rate(step: events.Step) -> float:
