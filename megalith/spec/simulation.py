@@ -73,7 +73,8 @@ class SimulationSpec(Spec):
         default=None, description="seconds that a merge waits for a site; else the run's, or as long as all its inner_steps take"
     )
     patience: PositiveFloat | None = Field(
-        default=None, description="seconds that sites wait for a quorum; else the run's launch.timeout and fleet.wait_limit, or 4,200"
+        default=None,
+        description="seconds that sites wait for a quorum; else the run's launch.timeout and fleet.wait_limit, or 4,200",
     )
     decides: NonNegativeInt | None = Field(
         default=None, description="number of the site that always decides; else the run's, or one of those that are there"

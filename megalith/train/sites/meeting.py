@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 class Meeting:
-    """What the others have told site `site` about themselves since it last began to take part in a line."""
+    """The words of the others about themselves, since site `site` last began to take part in a line."""
 
     def __init__(self, spec: SitesSpec, site: int, roll: Roll) -> None:
         self._spec, self._site, self._roll = spec, site, roll
@@ -51,7 +51,9 @@ class Meeting:
         self._hellos.clear()
 
     def under_way(self) -> Line | None:
-        """Return a line that the site which decides it takes part in; None if there is none."""
+        """Return a line that the site which decides it takes part in; None if there is none that a site may join."""
+        if self._spec.exchanges_gradients:  # it would lack the optimizer's state
+            return None
         for hello in self._hellos.values():
             decider = self._hellos.get(hello.decides)
             if hello.line and hello.decides in self._roll and decider is not None and decider.line == hello.line:
