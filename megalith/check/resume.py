@@ -94,7 +94,18 @@ def check_resume(
         found += _altered_phases(saved, asked, samples, way_out)
     found += other_sets(saved, asked.plan, "plan")
     found += _other_moments(saved, asked)
+    found += _another_number(saved, asked, way_out)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
+    """Yield the change of the number of sites that exchange gradients: a new one would lack the optimizer's state."""
+    was, now = saved.sites, asked.sites
+    if was is not None and now is not None and now.exchanges_gradients and was.count != now.count:
+        reason = (
+            f'the run in this folder has {was.count}, and with sites.method = "data-parallel" all of them hold the same state'
+        )
+        yield error("sites.count", now.count, reason, way_out)
 
 
 def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:

@@ -1,14 +1,18 @@
 """Rules about sites that train apart and merge their weights."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
+from megalith.spec.model import MoeSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import EVERY_STEP, FULL
 
 
 def merges_fit_the_round(case: Case) -> Found:
@@ -55,6 +59,39 @@ def methods_are_whole(case: Case) -> Found:
     if sites.eager and sites.mixing is not None:
         reason = "is the share of a site's own weights in a mean with merged ones, and sites.eager keeps all that it trained"
         yield error("sites.mixing", sites.mixing, reason, "Leave out one of both.")
+
+
+def gradients_can_be_exchanged(case: Case) -> Found:
+    """Sites that exchange gradients make the same update of the whole model in every step."""
+    sites = case.spec.sites
+    if sites is None or not sites.exchanges_gradients:
+        return
+    plain = EVERY_STEP | {
+        "fragments": 1,
+        "overlap": 0,
+        "bits": FULL,
+        "mixing": None,
+        "top_k": None,
+        "eager": False,
+        "decides": None,
+    }
+    for key, value in plain.items():
+        if (given := getattr(sites, key)) != value:
+            reason = 'is about merges of weights, and sites.method = "data-parallel" exchanges whole gradients in every step of all sites'
+            yield error(f"sites.{key}", given, reason, 'Leave it out, or use method = "merge".')
+    for key, value, reason in made_apart(case.spec, experts=any(isinstance(block.mlp, MoeSpec) for block in case.blocks)):
+        reason = f'{reason}, and with sites.method = "data-parallel" all sites make the same update'
+        yield error(key, value, reason, 'Use method = "merge".')
+
+
+def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yield what would make the updates of sites with the same gradients differ: key, value and reason. `experts`: of the model."""
+    if experts:
+        yield "sites.method", "data-parallel", "is not for models with experts: their loads are counted within each site"
+    if spec.optimizer.qk_clip:
+        yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by what one site has seen"
+    if spec.sites is not None and len(set(spec.sites.plans)) > 1:
+        yield "sites.each", len(spec.sites.each), "give sites different plans, which round sums differently"
 
 
 def fragments_have_parts(case: Case) -> Found:

@@ -46,10 +46,14 @@ class Across:
     use: float
     shortest: int | None
     """The shortest of INTERVALS whose use is at least GOOD, with all else unchanged; None if there is none."""
+    gradients: bool = False
+    """True if gradients are exchanged."""
 
     @property
     def method(self) -> str:
         """The name by which the method is known."""
+        if self.gradients:
+            return "data parallelism"
         if self.fragments > 1 or self.overlap:
             return "Streaming DiLoCo"
         return "DiLoCo" if self.inner_steps > 1 else "a merge after each step"
@@ -72,7 +76,7 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     """
     if sites.link is None or sites.count == 1:
         return None
-    fitting = (n for n in INTERVALS if n >= sites.fragments and n > sites.overlap)
+    fitting = (n for n in INTERVALS if n >= sites.fragments and n > sites.overlap and not sites.exchanges_gradients)
     cut = fragments(shapes, sites)
     candidates = (sites.model_copy(update={"inner_steps": n}) for n in fitting)
     shortest = next((one.inner_steps for one in candidates if _use(cut, one, step) >= GOOD), None)
@@ -82,6 +86,7 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
         bytes=sum(_bytes(one, sites) for one in cut),
         instead=(sites.count - 1) * sites.inner_steps * sum(4 * piece.numel for one in cut for piece in one.pieces),
         waited=sites.inner_steps * step * (1 / use - 1), use=use, shortest=shortest,
+        gradients=sites.exchanges_gradients,
     )  # fmt: skip
 
 

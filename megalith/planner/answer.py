@@ -109,7 +109,7 @@ class Answer:
             "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
             "phases": [one.to_json() for one in self.phases],
-            **({"across": None, "proposed": None, "gain": None} if self.linked is None else self.linked.to_json()),
+            **(dict.fromkeys(("across", "proposed", "gain", "together")) if self.linked is None else self.linked.to_json()),
             "sites": [] if self.apart is None else self.apart.to_json(),
         }  # fmt: skip
 

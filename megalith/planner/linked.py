@@ -4,24 +4,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megalith.check.sites import made_apart
 from megalith.cost.across import CHOSEN, Across, across, choose
 from megalith.planner.asked import Asked
+from megalith.spec.model import MoeSpec
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import SitesSpec, outer_slots
+from megalith.spec.sites import FULL, SitesSpec, outer_slots
 from megalith.spec.sizes import model_parameters
 from megalith.spec.state import Slot
+
+KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
+"""Keys of `[sites]` that mean the same whether weights or gradients are exchanged."""
 
 
 @dataclass(frozen=True)
 class Linked:
     """Prediction for a run across sites. `said`: as the run file has it; `chosen`: its table with what it leaves out chosen for the link,
     and `proposed` the prediction with that, both None if it leaves nothing out. `gain`: tokens a second of all sites, as proposed or as
-    the file says, over those of one site that trains the whole batch; None if one alone cannot."""
+    the file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with gradients
+    that are exchanged; None if the run could not do that, or does."""
 
     said: Across
     chosen: SitesSpec | None
     proposed: Across | None
     gain: float | None
+    together: Across | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything by name."""
@@ -29,6 +36,7 @@ class Linked:
             "across": self.said.to_json(),
             "proposed": None if self.proposed is None else self.proposed.to_json(),
             "gain": self.gain,
+            "together": None if self.together is None else self.together.to_json(),
         }
 
 
@@ -43,10 +51,29 @@ def linked(asked: Asked, step: float, alone: Callable[[], float | None]) -> Link
         return None
     rounds_well, free = asked.run.optimizer.kind == "muon", _free(sites)
     chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well, longest=steps) if free else None
+    exact = _together(asked, sites)
+    if exact is not None and chosen is not None and sites.model_fields_set <= {*KEPT} and _is_every_step(chosen):
+        chosen = exact  # the same bytes, and no outer optimizer
     proposed = None if chosen is None else across(shapes, chosen, step, steps=steps)
     one = alone()
     gain = None if one is None else one * (proposed or said).use / step
-    return Linked(said, chosen, proposed, gain)
+    together = None if exact is None else across(shapes, exact, step, steps=steps)
+    return Linked(said, chosen, proposed, gain, together)
+
+
+def _together(asked: Asked, sites: SitesSpec) -> SitesSpec | None:
+    """The table of sites that exchange gradients; None if they do so already, or the run could not."""
+    run = asked.run.model_copy(update={"sites": sites})
+    experts = any(isinstance(block.mlp, MoeSpec) for block in asked.model.blocks)
+    if sites.exchanges_gradients or any(made_apart(run, experts=experts)):
+        return None
+    kept = {key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}
+    return SitesSpec(method="data-parallel", **kept)
+
+
+def _is_every_step(sites: SitesSpec) -> bool:
+    """True if sites send all of their weights after each step and wait for them."""
+    return (sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k) == (1, 1, 0, FULL, None)
 
 
 def whole_batch(asked: Asked) -> RunSpec:
@@ -64,6 +91,6 @@ def outer(sites: SitesSpec | None) -> tuple[Slot, ...]:
 
 def _free(sites: SitesSpec) -> tuple[str, ...]:
     """The keys that are chosen for the link: those that the run file leaves out."""
-    if sites.link is None or sites.count == 1:
+    if sites.link is None or sites.count == 1 or sites.exchanges_gradients:
         return ()
     return tuple(key for key in CHOSEN if key not in sites.model_fields_set)

@@ -211,6 +211,9 @@ def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: Cluster
     if cluster is not None and sites > cluster.nodes:
         reason = f"the cluster has {cluster.nodes} nodes to share out"
         yield _problem("sites", sites, reason, f"Use 1 to {cluster.nodes}.")
+    if sites > 1 and run is not None and run.spec.sites is not None and run.spec.sites.exchanges_gradients:
+        reason = "is one world to faults: each stops all sites, and merges with a quorum are what is simulated"
+        yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:
             reason = "is between sites, and there is one"

@@ -252,6 +252,8 @@ def across(found: Answer) -> str:
         lines.append(f"chosen for the link: {_waits(proposed)}")
         if proposed.use < GOOD:
             lines.append(f"The link is too slow for {GOOD:.0%} with any of the methods that were tried.")
+    if linked.together is not None and linked.together != proposed:
+        lines.append(f'with method = "data-parallel": {_waits(linked.together)}')
     if linked.gain is not None:
         much = f"{linked.gain:.2f} times the tokens a second of one that trains the whole batch"
         lines.append(f"{said.sites} sites train {much}." if linked.gain > 1 else f"More than one site does not pay: {much}.")
@@ -271,6 +273,9 @@ def sites(found: Apart) -> Table:
 
 def _waits(one: Across) -> str:
     """A method, and how long sites wait with it."""
+    if one.gradients:
+        sent = f"{one.bytes / 1e6:,.3g} MB in a step, waits {seconds(one.waited)} in it"
+        return f"{one.method}. Each sends {sent}, and computes {one.use:.1%} of the time."
     return (
         f"{one.method} (inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}). Each "
         f"sends {one.bytes / 1e6:,.3g} MB in a round, {one.instead / one.bytes:,.3g} times less than gradients, waits "

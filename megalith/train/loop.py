@@ -103,7 +103,7 @@ class Loop:
         self.validator = validator
         self.precision = PrecisionWatch.of(trainer, self.reader.read, log=log, beat=heartbeat.beat)
         self.guard, self.sites = guard, sites
-        self._watchers = [*watchers, *([guard] if guard else [])]
+        self._watchers = [*watchers, *(sites.watchers if sites else ()), *([guard] if guard else [])]
         healer = (
             Healer(trainer, self.reader.data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
             if self.spec.stability.watch
@@ -343,7 +343,7 @@ class Loop:
 
     def _noise_of(self, done: Stepped) -> dict[str, float]:
         """Return the gradient noise of a step for its event; empty if the plan does not show it."""
-        if done.noise is None:
+        if done.noise is None or (self.sites and self.sites.watchers):  # gradients of all sites beside those of this one's ranks
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
         self._noise = signal, noise

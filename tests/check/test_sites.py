@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.check import all_ranks, check
+from megalith.check.resume import check_resume
 from megalith.spec.sites import at_site
 from tests.specs import tiny_run
 
@@ -29,6 +30,14 @@ def test_a_run_with_sites_is_legal() -> None:
         ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1:29400",)}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1", "127.0.0.1:29400")}}),
+        ("sites.inner_steps", {"sites": {"method": "data-parallel", "inner_steps": 2}}),
+        ("sites.overlap", {"sites": {"method": "data-parallel", "overlap": 1}}),
+        ("sites.bits", {"sites": {"method": "data-parallel", "bits": 8}}),
+        ("sites.top_k", {"sites": {"method": "data-parallel", "top_k": 64}}),
+        ("sites.momentum", {"sites": {"method": "data-parallel", "momentum": 0.9}}),
+        ("sites.decides", {"sites": {"method": "data-parallel", "decides": 0}}),
+        ("sites.method", {"sites": {"method": "data-parallel"}, "model": {"preset": "deepseek-tiny"}}),
+        ("optimizer.qk_clip", {"sites": {"method": "data-parallel"}, "optimizer": {"qk_clip": 100.0}}),
         ("sites.site", {"sites": {"inner_steps": 2, "site": 2}}),
         ("sites.decides", {"sites": {"inner_steps": 2, "decides": 2}}),
         ("train.global_batch", {"sites": {"count": 3}}),
@@ -121,6 +130,20 @@ def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any
     each = ({"plan": {"data": 2}}, {"plan": plan})
     run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}))
     assert f"sites.each.1.{key}" in [problem.key for problem in check(run, files=False) if problem.severity == "error"]
+
+
+def test_gradients_may_be_exchanged() -> None:
+    assert _keys(sites={"method": "data-parallel"}, plan={"data": 2, "zero": 3}) == []
+    own = at_site(tiny_run(sites={"method": "data-parallel", "each": OWN}, checkpoint={"every": 2}, train={"global_batch": 12}))
+    assert "sites.each" in [problem.key for problem in check(own, files=False) if problem.severity == "error"]
+
+
+def test_sites_that_exchange_gradients_stay_as_many() -> None:
+    two, three = (tiny_run(sites={"method": "data-parallel", "count": count}, train={"global_batch": 12}) for count in (2, 3))
+    assert [problem.key for problem in check_resume(two, three)] == ["sites.count"]
+    assert check_resume(two, two) == []
+    merges = tiny_run(sites={"count": 2}, train={"global_batch": 12})
+    assert "sites.method" in [problem.key for problem in check_resume(merges, two)]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ def test_data_parallelism_over_such_a_link_is_hopeless() -> None:
     assert _predicted(inner_steps=1).use < 0.05
 
 
+def test_data_parallelism_sends_all_gradients_in_every_step() -> None:
+    """The bytes and waits of a merge after each step, under its own name; no other interval is proposed."""
+    found, merged = _predicted(method="data-parallel"), _predicted(inner_steps=1)
+    assert (found.bytes, found.waited, found.use) == (merged.bytes, merged.waited, merged.use)
+    assert (found.method, merged.method) == ("data parallelism", "a merge after each step")
+    quick = {"megabits": 1000, "milliseconds": 10}
+    assert _predicted(method="data-parallel", link=quick).shortest is None
+    assert _predicted(inner_steps=1, link=quick).shortest is not None
+
+
 def test_a_transfer_hides_behind_the_steps_of_its_overlap() -> None:
     streaming: dict[str, Any] = {"fragments": 5, "bits": 4}
     assert _predicted(inner_steps=30, overlap=5, **streaming).use == 1.0

@@ -297,10 +297,10 @@ assert "torch" not in sys.modules
 # --- sites ---
 
 
-def _across_sites(folder: Path, link: str, more: str = "") -> Answer:
+def _across_sites(folder: Path, link: str, more: str = "", lr: str = "lr = 0.8") -> Answer:
     path = folder / "sites.toml"
     path.write_text(
-        f'model.preset = "tiny"\ndata.path = "my/data"\ncluster = "h100:4"\n[sites]\ncount = 2\nlr = 0.8\n{more}\n[sites.link]\n{link}\n'
+        f'model.preset = "tiny"\ndata.path = "my/data"\ncluster = "h100:4"\n[sites]\ncount = 2\n{lr}\n{more}\n[sites.link]\n{link}\n'
         "[train]\nsteps = 50\nglobal_batch = 16\nseq_len = 128\n"
     )
     return answer(ask(Question(path=path)), top=1)
@@ -320,6 +320,21 @@ def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Pat
     assert not checked.errors and written.sites == linked.chosen and written.train.global_batch == 16
     said = plans.across(found)
     assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "as the run file says" in said
+
+
+def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Path) -> None:
+    """A file that names a key of merges keeps them, and the answer shows data parallelism beside them."""
+    fast = "megabits = 1e7\nmilliseconds = 0.001"
+    free = _across_sites(tmp_path, fast, lr="").linked
+    assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
+    found = _across_sites(tmp_path, fast)
+    assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
+    assert 'with method = "data-parallel": data parallelism. Each sends' in plans.across(found)
+    slow = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", lr="").linked
+    assert slow is not None and slow.chosen is not None and not slow.chosen.exchanges_gradients
+    assert slow.together is not None and slow.proposed is not None and slow.together.use < slow.proposed.use
+    asked = _across_sites(tmp_path, fast, 'method = "data-parallel"', lr="").linked
+    assert asked is not None and asked.chosen is None and asked.together is None and asked.said.method == "data parallelism"
 
 
 def _without_sites(folder: Path) -> Path:

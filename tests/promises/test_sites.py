@@ -14,7 +14,7 @@ from megalith.checkpoint.folder import find
 from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import at_site, folder_of
+from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes
 from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
@@ -87,6 +87,47 @@ def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path
     merged = _train(_spec(data, sites, optimizer=PLAIN_SGD), tmp_path / "sites")
     together = _train(_spec(data, None, plan={"data": 2}, optimizer=PLAIN_SGD), tmp_path / "data")
     _assert_close(_weights(merged), _weights(together), within=1e-6)
+
+
+TOGETHER: dict[str, Any] = {"method": "data-parallel", "count": 2}
+
+
+def _steps(folder: Path) -> list[tuple[int, float]]:
+    """The norm of each step's gradients."""
+    return [(one.step, one.grad_norm) for one in of_kind(read(folder), Step)]
+
+
+@pytest.mark.parametrize("plan", [{}, pytest.param({"data": 2, "zero": 3}, marks=FULL)])
+def test_gradients_that_are_exchanged_make_one_world(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    """With AdamW, and clipping by the norm of the whole gradient. All sites hold the same bits."""
+    spec = _spec(data, TOGETHER, plan=plan, optimizer={"clip": 0.5}, train={"steps": 8})
+    merged = _train(spec, tmp_path / "sites")
+    world = {"data": 2 * plan.get("data", 1)}
+    together = _train(_spec(data, None, plan=world, optimizer={"clip": 0.5}, train={"steps": 8}), tmp_path / "world")
+    apart = [float((tensor - _weights(together)[name]).abs().max()) for name, tensor in _weights(merged).items()]
+    assert max(apart) < 1e-6, "AdamW makes much of the last bits of gradients near zero"
+    assert_same_bits(_weights(final_state(folder_of(tmp_path / "sites", 1))), _weights(merged))
+    ours, theirs = _steps(tmp_path / "sites"), _steps(tmp_path / "world")
+    assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in theirs], rel=1e-5)
+    assert all(norm > 0.5 for _, norm in ours), "every step is clipped"
+    shapes = {name.removeprefix("weights."): tuple(tensor.shape) for name, tensor in _weights(merged).items()}
+    assert spec.sites is not None
+    (whole,) = fragments(shapes, spec.sites)
+    made = list(of_kind(read(tmp_path / "sites"), Merge))
+    assert [one.step for one in made] == list(range(1, 9))
+    assert {one.bytes_sent for one in made} == {wire_bytes(whole) + verdict_bytes()} and whole.bytes == 4 * sum(
+        tensor.numel() for tensor in _weights(merged).values()
+    )
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
+def test_sites_that_exchange_gradients_go_on_with_the_same_bits(victim: int, data: Path, tmp_path: Path) -> None:
+    spec = _spec(data, TOGETHER)
+    whole = _train(spec, tmp_path / "whole")
+    with when("step", 7, site=victim, act=lambda: die_once_saved(folder_of(tmp_path / "killed", victim), 6)):
+        assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "killed"), whole)
+    assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
 
 
 OWN_PLANS: list[dict[str, Any]] = [{"plan": {"data": 2, "zero": 3}}, {"plan": {}}]

@@ -23,6 +23,7 @@ from megalith.spec.sites.cut import (
 )
 from megalith.spec.sites.table import (
     CHUNK,
+    EVERY_STEP,
     FULL,
     SiteSpec,
     SitesSpec,
@@ -38,6 +39,7 @@ from megalith.spec.sites.table import (
 __all__ = [
     "BLOCK",
     "CHUNK",
+    "EVERY_STEP",
     "FRAME_BYTES",
     "FRAME_PAYLOAD",
     "FULL",

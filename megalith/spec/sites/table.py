@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from math import gcd, lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
 from megalith.spec.plan import Plan
@@ -17,6 +17,10 @@ FULL = 32
 """Bits of an element that is sent as it is."""
 CHUNK = 4096
 """Neighbouring elements of a tensor of which the largest are sent, where `top_k` says so (SparseLoCo, arXiv:2508.15706)."""
+
+
+EVERY_STEP: dict[str, Any] = {"inner_steps": 1, "lr": 1.0, "momentum": 0.0}
+"""Keys of `SitesSpec` that data parallelism has other values of than merges."""
 
 
 class LinkSpec(Spec):
@@ -50,6 +54,10 @@ class SiteSpec(Spec):
 class SitesSpec(Spec):
     """Groups of ranks that train apart and merge their weights every `inner_steps` steps."""
 
+    method: Literal["merge", "data-parallel"] = Field(
+        default="merge",
+        description="data-parallel: sites exchange gradients in every step, and all make the same update; merge: they exchange weights",
+    )
     count: PositiveInt = Field(default=2, le=64, description="sites; each runs the whole plan on ranks of its own")
     inner_steps: PositiveInt = Field(default=30, description="steps of a site between two merges of the same weights")
     fragments: PositiveInt = Field(
@@ -106,6 +114,17 @@ class SitesSpec(Spec):
     )
     tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _every_step(cls, given: Any) -> Any:
+        """Fill in what data parallelism says of merges, where the table leaves it out."""
+        return EVERY_STEP | given if isinstance(given, dict) and given.get("method") == "data-parallel" else given
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """True if sites exchange gradients in every step."""
+        return self.method == "data-parallel"
+
     @property
     def own_share(self) -> float:
         """The share of a site's own weights in those that it trains on after a merge."""
@@ -135,7 +154,10 @@ class SitesSpec(Spec):
         return self.error_feedback and (self.bits < FULL or self.top_k is not None)
 
     def quorum(self, sites: Collection[int]) -> bool:
-        """True if these sites may merge without the others: more than half of all, or those with the one that `decides` names."""
+        """True if these sites may merge without the others: more than half of all, or those with the one that `decides` names. Exchanged
+        gradients need all sites."""
+        if self.exchanges_gradients:
+            return len(set(sites)) == self.count
         return self.decides in sites if self.decides is not None else 2 * len(set(sites)) > self.count
 
     @property

@@ -19,6 +19,7 @@ from megalith.train.sites.merge import Progress, Sites
 from megalith.train.sites.messages import Cut
 from megalith.train.sites.record import Recorded, recorded
 from megalith.train.sites.state import OuterState
+from megalith.train.sites.together import All, Together
 from megalith.train.sites.whole import Wholes
 
 LOOPBACK = "127.0.0.1"
@@ -51,9 +52,11 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
-        kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else Council
+        usual = All if spec.exchanges_gradients else Council
+        kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
-    return Sites(run, cut, state, wholes, site=site, council=council, beat=beat)
+    kind_of_merge = Together if spec.exchanges_gradients else Sites
+    return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat)
 
 
 def _most_waiting(cut: Sequence[Fragment]) -> int:

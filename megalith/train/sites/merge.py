@@ -24,6 +24,7 @@ from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
+from megalith.train.step import Watcher
 
 T = TypeVar("T")
 WAIT_SECONDS = 10.0  # after which the ranks of a site that wait for others hear that they still do
@@ -105,6 +106,8 @@ class Sites:
         self._losses = deque[float](maxlen=self.spec.inner_steps)
         self._shares: dict[int, Share] = {}
         self._refused = 0
+        self.watchers: tuple[Watcher, ...] = ()
+        """Watchers of the trainer's steps that these merges need."""
 
     @property
     def leads(self) -> bool:
@@ -226,6 +229,10 @@ class Sites:
             self._say_ready()
         if self.progress.merges > merges:
             self._serve(step)
+        return self._outcome(made)
+
+    def _outcome(self, made: Sequence[Made]) -> Round:
+        """Return the outcome of merges."""
         stopping = any(verdict.stop for verdict, _ in made) or (self._stop and not self._trains)
         before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
@@ -265,11 +272,7 @@ class Sites:
         deal.counted[number] = deal.count_in(number)
         if self.site not in self.progress.deal.due(step):
             return
-        mine = [piece for piece in fragment.pieces if piece.name in state.anchors]
-        values = {
-            piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.left_out(piece.name))
-            for piece in mine
-        }
+        values = self._difference(fragment)
         whole = wholes.gather(fragment, values)
         message = torch.empty(fragment.bytes, dtype=torch.uint8)
         if self.leads:
@@ -290,6 +293,15 @@ class Sites:
                 state.flights[number].copy_(message)
             loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
             self._council.post(Difference(number, step, self._stop, loss, message))
+
+    def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
+        """Return this rank's shares of what the site has to send."""
+        state = self.state
+        return {
+            piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.left_out(piece.name))
+            for piece in fragment.pieces
+            if piece.name in state.anchors
+        }
 
     @torch.no_grad()
     def _merge(self, number: int, step: int) -> Made:
@@ -390,10 +402,9 @@ class Sites:
             outer.outer_step(anchor, None if velocity is None else velocity.clone(), own, self.spec)
         return anchor
 
-    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
-        """Merge this rank's share of one tensor. `theirs`: differences by site. `counted`: how much each site counts. `spread` [2]: squares
-        of the mean, and of the distance to it, are added there."""
-        state = self.state
+    def _mean(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> Tensor:
+        """Return this rank's share of the mean over sites of one tensor. `theirs`: differences by site. `counted`: how much each site
+        counts. `spread` [2]: squares of the mean, and of the distance to it, are added there."""
         shares = [counted[site] for site in theirs]
         gradient = outer.mean([*theirs.values()], shares)
         if name in self._wholes.owned:
@@ -402,7 +413,12 @@ class Sites:
                 share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs.values(), strict=True)
             ]
             spread[1] += sum(apart) / sum(shares)
-        gradient = gradient.to(state.anchors[name].device)
+        return gradient.to(self.state.anchors[name].device)
+
+    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
+        """Merge this rank's share of one tensor. Arguments are those of `_mean`."""
+        state = self.state
+        gradient = self._mean(name, theirs, counted, spread)
         trained = state.is_trained(name)
         early = self._eager(name, theirs.get(self.site), counted) if self.spec.eager and trained else None
         if trained:

@@ -24,7 +24,9 @@ class OuterState:
         self.weights = {name.removeprefix(_WEIGHTS): share for name, share in inner.shares(MASTER.category).items()}
         """The live weights and buffers of the site, which training changes."""
         pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in self.weights}
-        self.anchors = {name: self.weights[name].clone() for name in pieces}
+        self._alike = sites.exchanges_gradients
+        self.anchors = {name: self.weights[name] if self._alike else self.weights[name].clone() for name in pieces}
+        """The merged weights; where sites exchange gradients, the weights themselves."""
         self.velocities = {
             name: torch.zeros_like(self.weights[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
@@ -54,7 +56,8 @@ class OuterState:
     def laid(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, as tensors of whole shapes that know how they are cut."""
         own = "site."
-        found = {f"{own}{key}": tensor for key, tensor in self._inner.tensors().items()}
+        inner = self._inner.tensors()
+        found = {f"{own}{key}": tensor for key, tensor in inner.items() if not (self._alike and key.startswith(_WEIGHTS))}
         found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
         found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
         found |= {f"{own}outer.feedback.{name}": tensor for name, tensor in self.cut(self.feedback).items()}
@@ -78,11 +81,13 @@ class OuterState:
 
     def bytes(self) -> int:
         """Bytes of all shares on this rank."""
-        kept = (self.anchors, self.velocities, self.feedback, self.flights)
+        kept = ({} if self._alike else self.anchors, self.velocities, self.feedback, self.flights)
         return sum(share.numel() * share.element_size() for each in kept for share in each.values())
 
     def swap(self) -> None:
         """Exchange live weights and anchors: once to look at the merged weights, once more to train on."""
+        if self._alike:
+            return
         for name, anchor in self.anchors.items():
             weight = self.weights[name]
             before = weight.clone()

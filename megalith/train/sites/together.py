@@ -1,0 +1,107 @@
+"""Data parallelism between sites: in every step they exchange gradients in place of weights, so that all make the same update.
+
+The ranks of a site reduce their gradients as without sites. The rank that leads it gathers the whole tensors and sends them, and each rank
+takes the mean over all sites for its share: before the norm is known, which is that of the mean. Sites have the same weights and moments
+after each step, and none can miss one. So a merge needs all of them, and after a fault all begin from the same checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.fleet.secure.peers import PeerGone
+from megalith.parallel.data import local
+from megalith.spec.sites import Fragment
+from megalith.train.assemble import Trainer
+from megalith.train.sites.council import Council
+from megalith.train.sites.meeting import Beginning
+from megalith.train.sites.merge import Made, Round, Sites
+from megalith.train.sites.messages import Start, Verdict
+from megalith.train.sites.pending import Pending, are
+from megalith.train.step import Watcher
+
+
+class Together(Sites):
+    """One rank's part in the exchange of gradients."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        """Arguments are those of `Sites`."""
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self._gradients: Mapping[str, Tensor] = {}
+        self._made: list[Made] = []
+        self.watchers = (_Exchange(self),)
+
+    def exchange(self, gradients: Mapping[str, Tensor], step: int) -> None:
+        """Replace this rank's gradients of the step that `step` steps were done before, in place, by their mean over all sites."""
+        self._gradients = gradients
+        self._send(0, step + 1)
+        self._made.append(self._merge(0, step + 1))
+        self._gradients = {}
+
+    def due(self, step: int) -> bool:
+        """False: what is exchanged is so within the step."""
+        return False
+
+    def after_step(self, step: int, *, stop: bool) -> Round:
+        """Return what the step has exchanged. `stop`: this site was asked to stop, and says so with its next gradients."""
+        self._stop |= stop
+        if self._council is not None:
+            self._council.listen()
+        made, self._made = self._made, []
+        return self._outcome(made)
+
+    def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
+        """Return this rank's gradients; zeros for a parameter that has none."""
+        weights, given = self.state.weights, self._gradients
+        mine = [piece.name for piece in fragment.pieces if piece.name in weights]
+        return {name: given[name] if name in given else torch.zeros_like(weights[name]) for name in mine}
+
+    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
+        """Take the mean of a gradient. Arguments are those of `Sites`."""
+        mean = self._mean(name, theirs, counted, spread)
+        if name in self._gradients:
+            self._gradients[name].copy_(mean)
+
+
+class _Exchange(Watcher):
+    """Exchanges a step's gradients once they are reduced within the site."""
+
+    def __init__(self, sites: Together) -> None:
+        self._sites = sites
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        given = {name: parameter.grad for name, parameter in trainer.parameters.items()}
+        self._sites.exchange({name: local(grad) for name, grad in given.items() if grad is not None}, step)
+
+
+class NoCheckpointError(RuntimeError):
+    """This site lacks the checkpoint that all must begin from."""
+
+
+class All(Council):
+    """A council each of whose merges needs all sites."""
+
+    def _begun(self, start: Start, decider: int) -> Beginning:
+        """Begin as `start` says. Raises NoCheckpointError."""
+        if start.cut is not None and start.cut not in self._cuts:
+            raise NoCheckpointError(
+                f"site {self.site} has no checkpoint of step {start.cut.step}, from which the others begin, and with data parallelism no "
+                "site trains without. Copy the checkpoints of another site's run folder to this site's: all hold the same"
+            )
+        return super()._begun(start, decider)
+
+    def _may_stand(self, merge: Pending) -> bool:
+        """False: a site that comes back needs a checkpoint of all, since it lacks the optimizer's state."""
+        return False
+
+    def _judged(self, merge: Pending) -> Verdict | None:
+        """Return the verdict once all differences have come."""
+        number, fragment, sent, step = merge[:4]
+        missing = merge.due - merge.got
+        if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:
+            raise PeerGone(f"{are(lost)} away, and data parallelism needs all sites: waited {merge.waited:.0f} s at step {step}")
+        if missing:
+            return None
+        stop = any(one.stop for one in self._there(fragment, sent).values())
+        return Verdict(number, fragment, sent, step, tuple(sorted(merge.got)), count=self.spec.count, stop=stop)
