@@ -46,7 +46,7 @@ def main() -> None:
         return
     sizes = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("state", "disk", "peak")}
     print(f"{found['parameters'] / 1e6:.0f}M parameters in bf16, AdamW, {given.steps} steps")
-    print(f"training state {sizes['state']}, of these {sizes['disk']} in two slots on disk")
+    print(f"training state {sizes['state']}, of these {sizes['disk']} in three files on disk")
     print(f"peak memory    {sizes['peak']}{'' if given.inside else f' of {given.limit:,} MiB, as the group counts'}")
 
 

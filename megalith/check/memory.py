@@ -15,7 +15,7 @@ from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sites import outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
-from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
+from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -189,7 +189,7 @@ def disk_takes_the_state(case: Case) -> Found:
     needed, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     if needed > free:
         has = f"{there} has {format_bytes(free)} free"
-        reason = f"needs at least {format_bytes(needed)} for two slots of each rank's state, but {has}"
+        reason = f"needs at least {format_bytes(needed)} for {DISK_SLOTS} slots of each rank's state, but {has}"
         yield error("plan.state.folder", state.folder, reason, "Make room there, or name a folder on another disk.")
 
 
@@ -226,13 +226,17 @@ def _elsewhere(case: Case) -> list[Slot]:
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of the size of a rank's file for the blocks' state: twice the state, because each chunk has two slots."""
+    """Lower bound of the size of a rank's files for the blocks' state: two slots, and a third for one that a checkpoint holds."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
     shares = numbers.dense / (plan.tensor * plan.shards) + numbers.experts / (
         plan.expert * plan.expert_tensor * max(1, mesh.experts[2])
     )
-    return int(2 * plan.state.away * bytes_each(_elsewhere(case)) * shares / places) if plan.state.optimizer == "disk" else 0
+    return (
+        int(DISK_SLOTS * plan.state.away * bytes_each(_elsewhere(case)) * shares / places)
+        if plan.state.optimizer == "disk"
+        else 0
+    )
 
 
 def total_state_bytes(case: Case, plan: Plan) -> int:

@@ -18,7 +18,7 @@ from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.load import Accept, Loaded, Wanted, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Held, Laid, Place, Share, at_hand, owners, shares
+from megalith.checkpoint.shares import Held, Laid, Place, Share, can_wait, frozen, owners, shares
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
 
@@ -113,15 +113,16 @@ class Checkpointer:
 
         Never raises because of the save: `poll` or `wait` return its outcome. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
-        Shares that are not in memory are not copied, so such a state is not saved asynchronously.
+        Shares on disk are not copied: they are kept as they are where they lie, and linked or copied from there. If the disk has no room
+        for files that take their place, the save is not asynchronous.
         `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it must not be
         saved. Then this step has no checkpoint, because a checkpoint needs the files of all ranks.
         """
         job = _Job(step, began=time.monotonic())
-        asynchronous = asynchronous and all(not isinstance(each, Laid) or at_hand(each.data) for each in state.values())
         self._join()
         try:
-            mine = self._claim(state)
+            mine = {key: frozen(share) for key, share in self._claim(state).items()}
+            asynchronous = asynchronous and all(can_wait(share.data) for share in mine.values())
             work = self._prepare(job, mine, meta, copy=asynchronous)
         except Exception as error:  # a save must not end the run, whatever went wrong in it
             job.written = self._failed(error)

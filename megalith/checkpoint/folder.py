@@ -4,6 +4,7 @@
         manifest.json             meta, and the size and sha256 of every other file; carries its own sha256
         index.json                every tensor's shape and dtype, and which file holds which part of it
         rank-00003.safetensors    the parts that rank 3 wrote
+        rank-00003.state-0.safetensors   a link to the file that kept rank 3's state on disk, if it had one
 
 A folder of this name is complete: it is written as `step-00000120.tmp-<random>` and renamed once everything is on the disk.
 """
@@ -19,15 +20,18 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith import epochs
+from megalith.checkpoint.digests import FileDigest
 from megalith.fleet.exit_codes import ExitCode
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT = "megalith-checkpoint-1"
+LINKED = "megalith-checkpoint-2"
+"""Format of a checkpoint with linked files, which earlier versions cannot read."""
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
@@ -44,21 +48,22 @@ class AwayError(OSError):
     exit_code = ExitCode.LOST
 
 
-@dataclass(frozen=True)
-class FileDigest:
-    """Size and sha256 of a file."""
+class Piece(NamedTuple):
+    """A tensor of bytes in a linked file, and how many of its bytes count."""
 
+    name: str
     bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it starts, its sizes, and the file that holds it (under the tensor's own name)."""
+    """A box of a tensor: where it starts, its sizes, and the file that holds it under the tensor's own name; in a linked file, in
+    pieces."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ def read_manifest(path: Path) -> Manifest:
         digest = fields.pop("sha256")
         if digest != _digest(_canonical(fields)):
             raise DamagedCheckpointError(f"{here} is altered: its sha256 is not the one it carries")
-        if fields["format"] != FORMAT:
-            raise DamagedCheckpointError(f"{here} has format {fields['format']!r}, this version reads {FORMAT!r}")
+        if fields["format"] not in (FORMAT, LINKED):
+            raise DamagedCheckpointError(f"{here} has format {fields['format']!r}, this version reads {FORMAT!r} and {LINKED!r}")
         files = {file: FileDigest(**digest) for file, digest in fields["files"].items()}
         if wrong := [file for file in files if Path(file).name != file]:
             raise DamagedCheckpointError(f"{here} names files outside its folder: {wrong}")
@@ -147,7 +152,10 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         key: Entry(
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
-            chunks=tuple(Chunk(tuple(c["offset"]), tuple(c["sizes"]), c["file"]) for c in entry["chunks"]),
+            chunks=tuple(
+                Chunk(tuple(c["offset"]), tuple(c["sizes"]), c["file"], tuple(Piece(*piece) for piece in c.get("pieces", ())))
+                for c in entry["chunks"]
+            ),
         )
         for key, entry in tensors.items()
     }
@@ -167,16 +175,14 @@ def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None
     if expected is None:
         return f"{here} is not in {MANIFEST}"
     try:
-        with (path / file).open("rb") as content:
+        with (path / file).open("rb", buffering=0) as content:
             size = os.fstat(content.fileno()).st_size
             if size != expected.bytes:
                 return f"{here} has {size} bytes instead of {expected.bytes}"
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            problem = expected.problem(content)
     except FileNotFoundError:
         return f"{here} is missing"
-    if found != expected.sha256:
-        return f"{here} is altered: sha256 {found[:12]}... instead of {expected.sha256[:12]}..."
-    return None
+    return f"{here} is altered: {problem}" if problem else None
 
 
 def verify(path: Path) -> list[str]:
@@ -346,7 +352,10 @@ def write_index(path: Path, index: Mapping[str, Entry]) -> FileDigest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into the folder `path`, down to the disk. Raises ValueError or TypeError if meta is not JSON."""
-    fields = json.loads(json.dumps({"format": FORMAT} | asdict(manifest), allow_nan=False))  # as it will be read back
+    form = LINKED if any(digest.words for digest in manifest.files.values()) else FORMAT
+    fields = json.loads(json.dumps({"format": form} | asdict(manifest), allow_nan=False))  # as it will be read back
+    for digest in fields["files"].values():
+        digest.pop("sha256" if digest["words"] else "words")
     text = json.dumps(fields | {"sha256": _digest(_canonical(fields))}, indent=1, allow_nan=False)
     _write(path / MANIFEST, text.encode())
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.tensors import TORCH_DTYPES
+from megalith.checkpoint.tensors import TORCH_DTYPES, read
 
 
 def read_full(path: Path, keys: Iterable[str] | None = None, *, check: bool = True) -> dict[str, Tensor]:
@@ -32,5 +32,5 @@ def read_full(path: Path, keys: Iterable[str] | None = None, *, check: bool = Tr
             with safe_open(path / file, framework="pt") as content:
                 for key, chunk in chunks:
                     slices = tuple(slice(start, start + size) for start, size in zip(chunk.offset, chunk.sizes, strict=True))
-                    whole[key][slices].copy_(content.get_tensor(key))
+                    whole[key][slices].copy_(read(content, key, chunk, index[key].dtype))
     return whole

@@ -4,12 +4,14 @@ terms."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megalith.checkpoint.folder import FileDigest, Piece
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
 
 Place = tuple[str, tuple[int, ...]]  # a tensor's name and where a box of it starts: what tells two boxes apart
@@ -31,6 +33,26 @@ class Held:
         return self.key, self.offset
 
 
+class Unchanging(Protocol):
+    """A safetensors file that nothing writes to from now on, so that a checkpoint may link it."""
+
+    @property
+    def payload(self) -> int:
+        """Its bytes that are state."""
+        ...
+
+    def link(self, path: Path) -> FileDigest:
+        """Give the file the name `path` too, down to the disk. Raises OSError if that cannot be: a link stays on its file system."""
+        ...
+
+
+class Extents(NamedTuple):
+    """The place of a share in a file: tensors of bytes, in order."""
+
+    file: Unchanging
+    pieces: tuple[Piece, ...]
+
+
 class Stored(Protocol):
     """A share that is not a tensor in memory: it is read and filled piece by piece."""
 
@@ -40,6 +62,15 @@ class Stored(Protocol):
     @property
     def in_memory(self) -> bool:
         """True if all of it is in memory, so that it can be copied at once."""
+        ...
+
+    @property
+    def extents(self) -> Extents | None:
+        """The file that holds the share, if no update changes it from now on; None: updates do."""
+        ...
+
+    def frozen(self) -> "Stored | None":
+        """Return the share as it is now, which any thread may read while updates go on; None if it cannot be kept so."""
         ...
 
     def numel(self) -> int:
@@ -84,6 +115,19 @@ class Share:
 
     held: Held
     data: Tensor | Stored
+
+
+def frozen(share: Share) -> Share:
+    """Return the share with values that no update changes, if it is on disk and can be kept there as it is; else the share itself."""
+    if isinstance(share.data, Tensor) or share.data.in_memory:
+        return share
+    kept = share.data.frozen()
+    return share if kept is None else Share(share.held, kept)
+
+
+def can_wait(data: Tensor | Stored) -> bool:
+    """True if a share can be written while training goes on: it is copied first, or does not change."""
+    return isinstance(data, Tensor) or data.in_memory or data.extents is not None
 
 
 def at_hand(data: Tensor | Stored) -> bool:

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
+from megalith.checkpoint.linked import Placed, link
 from megalith.checkpoint.shares import Held, Share
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
 from megalith.disk import Place
@@ -142,10 +143,13 @@ class FolderWriter(StorageWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
-        file = f"rank-{self.rank:05d}.safetensors"
+        folder = self.folder / plan.storage_data
         shares = {item.index.fqn: planner.resolve_data(item).data for item in plan.items}
-        digest = tensors.write(self.folder / plan.storage_data / file, shares)
-        return [WriteResult(item.index, 0, (plan.storage_data, file, digest)) for item in plan.items]
+        where = link(folder, self.rank, shares)
+        if rest := {key: data for key, data in shares.items() if key not in where}:
+            file = f"rank-{self.rank:05d}.safetensors"
+            where |= dict.fromkeys(rest, Placed(file, tensors.write(folder / file, rest)))
+        return [WriteResult(item.index, 0, (plan.storage_data, where[item.index.fqn])) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank: index, manifest, commit, pruning. The outcome travels to all ranks as `metadata.storage_data`."""
@@ -164,7 +168,7 @@ class FolderWriter(StorageWriter):
         index = _index(metadata, written)
         temporary = self.folder / written[0].storage_data[0]
         digests = {files.INDEX: files.write_index(temporary, index)}
-        digests |= {file: digest for _, file, digest in (item.storage_data for item in written)}
+        digests |= {place.file: place.digest for _, place in (item.storage_data for item in written)}
         manifest = files.Manifest(self.step, files.next_order(self.folder), dict(self.meta), dict(sorted(digests.items())))
         files.write_manifest(temporary, manifest)
         final = files.commit(temporary, self.step)
@@ -183,7 +187,9 @@ def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), (key, entry)
         chunks = tuple(
-            files.Chunk(tuple(chunk.offsets), tuple(chunk.sizes), where[key, tuple(chunk.offsets)]) for chunk in entry.chunks
+            files.Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.file, place.pieces)
+            for chunk in entry.chunks
+            for place in (where[key, tuple(chunk.offsets)],)
         )
         index[key] = files.Entry(tuple(entry.size), DTYPES[entry.properties.dtype], chunks)
     return index
@@ -233,7 +239,7 @@ class FolderReader(StorageReader):
 
     def __init__(self, path: Path, index: files.Index) -> None:
         self.path, self.index = path, index
-        self._files = {(key, chunk.offset): chunk.file for key, entry in index.items() for chunk in entry.chunks}
+        self._chunks = {(key, chunk.offset): chunk for key, entry in index.items() for chunk in entry.chunks}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a reader reads one checkpoint."""
@@ -266,14 +272,16 @@ class FolderReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy every item to its place; a file is opened once and only the parts asked for are read."""
-        wanted: dict[str, list[ReadItem]] = {}
+        wanted: dict[str, list[tuple[ReadItem, files.Chunk]]] = {}
         for item in plan.items:
-            index = item.storage_index
-            wanted.setdefault(self._files[index.fqn, tuple(index.offset or ())], []).append(item)
+            chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            wanted.setdefault(chunk.file, []).append((item, chunk))
         for file, items in sorted(wanted.items()):
             with safe_open(self.path / file, framework="pt") as content:
-                for item in items:
-                    source = box(content.get_tensor(item.storage_index.fqn), item.storage_offsets, item.lengths)
+                for item, chunk in items:
+                    key = item.storage_index.fqn
+                    whole = tensors.read(content, key, chunk, self.index[key].dtype)
+                    source = box(whole, item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item)
                     target.copy_(source)
                     planner.commit_tensor(item, target)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.folder import FileDigest
+from megalith.checkpoint.folder import Chunk, FileDigest
 
 if TYPE_CHECKING:
     from megalith.checkpoint.shares import Stored
@@ -66,6 +66,14 @@ def write(path: Path, tensors: "Mapping[str, Tensor | Stored]") -> FileDigest:
                     total, piece = total + written, piece[written:]
         os.fsync(file.fileno())
     return FileDigest(total, digest.hexdigest())
+
+
+def read(content: Any, name: str, chunk: Chunk, dtype: str) -> Tensor:
+    """Return the values of one chunk of the tensor `name` from its open file (`safetensors.safe_open`), which may be its own pages."""
+    if not chunk.pieces:
+        return content.get_tensor(name)
+    octets = [content.get_tensor(piece.name)[: piece.bytes] for piece in chunk.pieces]
+    return (octets[0] if len(octets) == 1 else torch.cat(octets)).view(TORCH_DTYPES[dtype]).view(chunk.sizes)
 
 
 def _bytes(tensor: "Tensor | Stored") -> Iterator[memoryview]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.cost import released
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.host import SLOTS, streamed
+from megalith.cost.host import streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
@@ -29,6 +29,7 @@ from megalith.spec.numbers import PRECISIONS, is_narrow, stays_wide, tile_of
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
+from megalith.spec.state import DISK_SLOTS
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Exchange of a profile -> the collective under which a dry run counts it. A ring is sends and receives."""
@@ -224,7 +225,7 @@ def _elsewhere(workload: Workload, traced: Parts, place: int) -> dict[str, float
         return {}
     here = shares(workload, traced).held[place]
     kept = updated(workload, numbers(workload, traced, here)) * workload.state_bytes + rest_bytes(workload, traced, here)
-    return {state.optimizer: state.away * kept * (SLOTS if state.optimizer == "disk" else 1)}
+    return {state.optimizer: state.away * kept * (DISK_SLOTS if state.optimizer == "disk" else 1)}
 
 
 def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:

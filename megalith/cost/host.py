@@ -29,8 +29,6 @@ at about 40 % of its 7 GB/s."""
 MIB = 1 << 20
 BUFFERS = 3
 """Chunks in memory at once."""
-SLOTS = 2
-"""Slots of each chunk of state on disk: the one in use and the one that is written."""
 
 
 def room(cluster: ClusterSpec) -> float:

@@ -18,7 +18,7 @@ from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.model import MoeSpec
-from megalith.spec.state import bytes_each
+from megalith.spec.state import DISK_SLOTS, bytes_each
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _rank(
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
         host=sum(s[3] for s in state) + (host.streamed(workload) if on_disk else rest * away),
-        disk=sum(s[4] for s in state) + (host.SLOTS * rest * away if on_disk else 0.0),
+        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0),
     )
 
 
@@ -366,5 +366,5 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
         )  # what is gathered, where whole master weights are not at hand
     near = workload.state_bytes * (own - away) + bytes_each(workload.outer) * own
     if state.optimizer == "disk":
-        return weights, gradients, near, 0.0, host.SLOTS * workload.state_bytes * away
+        return weights, gradients, near, 0.0, DISK_SLOTS * workload.state_bytes * away
     return weights, gradients, near, host.held(workload, away), 0.0

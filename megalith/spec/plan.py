@@ -29,7 +29,7 @@ class StateSpec(Spec):
         description="device | host | disk: where the optimizer's state and the master weights live and are updated",
     )
     share: PositiveFloat = Field(default=1.0, le=1.0, description="how much of them lives there; the rest stays on the device")
-    folder: str = Field(default="", description="disk: where each rank's file goes; empty: into the run folder")
+    folder: str = Field(default="", description="disk: where each rank's files go; empty: into the run folder")
     chunk: PositiveInt = Field(
         default=16, description="disk: MiB of one tensor that are read and written at once; three chunks are in memory"
     )

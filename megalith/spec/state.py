@@ -9,6 +9,9 @@ Category: TypeAlias = Literal["weights", "gradients", "optimizer"]
 CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer")
 Place: TypeAlias = Literal["device", "host", "disk"]
 Shape: TypeAlias = Literal["like", "row", "column"]
+DISK_SLOTS = 3
+"""Files on disk that each hold all of the state there: the one in use, the one that an update writes, and the one that takes the place of a
+file that a checkpoint holds."""
 
 
 class Slot(NamedTuple):

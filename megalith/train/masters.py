@@ -34,6 +34,13 @@ class Joined:
         """True if no half is on disk."""
         return isinstance(self.lower, Tensor) or self.lower.in_memory
 
+    @property
+    def extents(self) -> None:
+        """None: they are joined as they are read."""
+
+    def frozen(self) -> None:
+        """None: the half that computes is in memory, where updates change it."""
+
     def numel(self) -> int:
         """The number of elements."""
         return self.upper.numel()

@@ -16,7 +16,7 @@ from megalith.planner.beside import beside
 from megalith.prove.dryrun import count, single_documents
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
-from megalith.spec.state import away_names
+from megalith.spec.state import DISK_SLOTS, away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
 from tests.parallel.running import microbatches, trainer_of
@@ -192,7 +192,7 @@ def test_bytes_on_each_tier_are_those_of_the_slots(precision: str) -> None:
     moved = near["optimizer"] + (near["weights"] if precision == "bf16" else 0)
     assert host["host"] == moved and host["optimizer"] == disk["optimizer"] == 0
     assert host["weights"] == disk["weights"] == (0 if precision == "bf16" else near["weights"])
-    assert disk["disk"] == pytest.approx(2 * moved, rel=0.03)
+    assert disk["disk"] == pytest.approx(DISK_SLOTS * moved, rel=0.03)
 
 
 def test_a_real_run_holds_what_a_dry_one_counts() -> None:

@@ -18,7 +18,8 @@ from megalith.parallel.data import Weight, local
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.plan import StateSpec
 from megalith.spec.state import LOWER, MASTER, Slot, away_names
-from megalith.train.offload.slots import SlotFile, padded
+from megalith.train.offload.slot_file import padded
+from megalith.train.offload.slots import Slots
 from megalith.train.offload.stored import Stored
 from megalith.train.offload.stream import Stream
 from megalith.train.optimizers.rule import Part
@@ -119,7 +120,7 @@ class Host:
 
 
 class Disk:
-    """State in a file of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same numbers of all of a parameter's
+    """State in files of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same numbers of all of a parameter's
     tensors that are here."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int) -> None:
@@ -133,8 +134,8 @@ class Disk:
                 self.pieces.setdefault(name, []).append((len(chunks), first, last - first))
                 sizes = [_bytes(slot, _shape(slot, lot, last - first)) for slot in lot.slots]
                 chunks.append((f"{name}, numbers {first:,} to {last - 1:,}", sizes))
-        self.file = SlotFile(path, chunks, dry=any(isinstance(lot.share, FakeTensor) for lot in lots.values()))
-        self._stream = Stream(self.file)
+        self.slots = Slots(path, chunks, dry=any(isinstance(lot.share, FakeTensor) for lot in lots.values()))
+        self._stream = Stream(self.slots)
         weakref.finalize(self, self._stream.close)
         self.held = {
             (slot, name): self._stored(name, number) for name, lot in lots.items() for number, slot in enumerate(lot.slots)
@@ -184,21 +185,21 @@ class Disk:
 
     def settle(self) -> None:
         """Let an update count."""
-        self.file.settle()
+        self.slots.settle()
 
     def drop(self) -> None:
         """Forget an update that does not count yet: the weights that compute are made from the master weights before it."""
-        self.file.drop()
+        self.slots.drop()
         self.publish()
 
     def undo(self) -> None:
         """Go back to the state before the last update."""
-        self.file.undo()
+        self.slots.undo()
 
     @property
     def sum(self) -> int:
         """The sum of all words on the disk, as digests of states add them up."""
-        return self.file.sum
+        return self.slots.sum
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -208,7 +209,7 @@ class Disk:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes by tier."""
-        return {"disk": self.file.bytes}
+        return {"disk": self.slots.bytes}
 
 
 def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, rank: int) -> Host | Disk | None:

@@ -1,84 +1,51 @@
-"""Chunks of bytes in a file, each with two slots: a write goes to the unused slot, and becomes valid once everything is synced.
+"""Chunks of bytes on disk, each in two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
-So an update that stops halfway, or turns out to be wrong, has its state from before whole in the other slots. The file belongs to one
-process, and has no name once it is open: it disappears when the process ends for any reason. What starts next starts from a
-checkpoint.
+So an update that stops halfway, or turns out to be wrong, has its state from before whole in the other slots. A slot of all chunks is one
+file. It belongs to one process, and has no name: it disappears when the process ends for any reason, unless a checkpoint has given
+it one. A file that a checkpoint holds is never written again: a new file takes its place.
 """
 
-import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from megalith.fleet.exit_codes import ExitCode
+from megalith.checkpoint.digests import WORDS
+from megalith.spec.state import DISK_SLOTS
+from megalith.train.offload.slot_file import Layout, SlotFile, StateFileError
 
-PAGE = 4096
-"""Bytes to whose multiples direct I/O is aligned: a disk's sector, and more than most need."""
-WORDS = 1 << 64
 FREE = "Make room there, or name a folder on another disk by plan.state.folder"
-BACK = "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.state.folder"
 
 
-class StateFileError(OSError):
-    """The file with a rank's state cannot be read or written, or does not hold what was written. The newest checkpoint is intact."""
-
-    exit_code = ExitCode.LOST
-
-
-def padded(size: int) -> int:
-    """The size with what fills up its last page."""
-    return -(-size // PAGE) * PAGE
-
-
-def memory_of(size: int) -> Tensor:
-    """Get memory for a chunk: uint8 [size], its first byte on a page's border."""
-    whole = torch.empty(size + PAGE, dtype=torch.uint8)
-    start = -whole.data_ptr() % PAGE if _is_real(whole) else 0
-    return whole[start : start + size]
-
-
-class SlotFile:
+class Slots:
     """One rank's chunks. A chunk is a row of segments, each read by itself or all at once.
 
-    Raises StateFileError where there is no room for all slots: they are reserved now, so that no step finds the disk full.
+    Raises StateFileError where there is no room for two slots: they are reserved now, so that no step finds the disk full.
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
         """`chunks`: what each is of, and the bytes of its segments. `dry`: nothing is written or read."""
-        self.path, self.names = path, [name for name, _ in chunks]
-        self.segments = [tuple(sizes) for _, sizes in chunks]
-        self.rooms = [sum(map(padded, sizes)) for sizes in self.segments]
-        self._starts = [2 * sum(self.rooms[:number]) for number in range(len(chunks))]
-        self._used: dict[int, int] = {}  # slot in use, of each chunk that was ever written
-        self._fresh: dict[int, int] = {}  # slots written since: they count once they are settled
-        self._before: dict[int, int] = {}
-        self._sums: dict[tuple[int, int], tuple[int, ...]] = {}  # of each segment, by chunk and slot
-        self.dry = dry
-        self._file = None if dry else self._open()
+        self.path, self.dry, self.layout = path, dry, Layout(chunks)
+        self._pair: list[SlotFile] = [] if dry else [self._make(), self._make()]  # the files that may be written
+        self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
+        self._fresh: dict[int, SlotFile] = {}  # written since: they count once they are settled
+        self._before: dict[int, SlotFile] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the file: both slots of all chunks."""
-        return 2 * sum(self.rooms)
+        """The most bytes that files of this process take: two slots, and one for what takes the place of a slot that a checkpoint holds."""
+        return DISK_SLOTS * self.layout.bytes
 
-    def _open(self) -> int:
+    def _make(self) -> SlotFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = _direct(self.path)
-            self.path.unlink()
-            if self.bytes:
-                os.posix_fallocate(file, 0, self.bytes)
+            return SlotFile(self.path, self.layout)
         except OSError as error:
             free = _free(self.path.parent)
-            needs = f"plan.state: the optimizer's state needs {self.bytes:,} bytes in {self.path.parent}"
+            needs = f"plan.state: the optimizer's state needs {self.bytes:,} bytes in {self.path.parent}, in {DISK_SLOTS} files"
             text = f"{needs} ({error.strerror}; {free:,} are free). {FREE}"
             raise StateFileError(error.errno, text) from error
-        return file
 
     # --- what an update does ---
 
@@ -87,51 +54,26 @@ class SlotFile:
 
         Raises StateFileError if the content differs from what was written.
         """
-        if self._file is None:
-            return
-        slot = self._fresh.get(chunk, self._used.get(chunk))
-        if slot is None:
-            into.zero_()
-            return
-        spans = self._spans(chunk)
-        first, last = (0, len(spans)) if segment is None else (segment, segment + 1)
-        start = spans[first].start
-        octets = into.numpy()
-        self._move(os.preadv, octets[: spans[last - 1].stop - start], chunk, self._at(chunk, slot) + start)
-        for number in range(first, last):
-            span = spans[number]
-            found, known = _sum(octets[span.start - start : span.stop - start]), self._sums[chunk, slot][number]
-            if found != known:
-                text = f"{self._said(chunk)} has the sum {found:016x}, and {known:016x} was written: the disk altered it"
-                raise StateFileError(errno.EIO, f"{text}. {BACK}")
+        if not self.dry:
+            self._fresh.get(chunk, self._used[chunk]).read(chunk, into, segment)
 
     def write(self, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        """Write a chunk into the slot that is not in use. `counts`: into the one in use, as is right where nothing can be undone."""
-        used = self._used.get(chunk, 1)
-        slot = used if counts and chunk in self._used else self._fresh.get(chunk, 1 - used)
-        if self._file is None:
+        """Write a chunk into the slot that is not in use. `counts`: it counts at once, as is right where nothing can be undone."""
+        if self.dry:
             return
-        octets = body.numpy()[: self.rooms[chunk]]
-        sums = []
-        for span, size in zip(self._spans(chunk), self.segments[chunk], strict=True):
-            octets[span.start + size : span.stop] = 0
-            sums.append(_sum(octets[span]))
-        self._move(os.pwritev, octets, chunk, self._at(chunk, slot))
-        self._sums[chunk, slot] = tuple(sums)
-        (self._used if counts else self._fresh)[chunk] = slot
+        used = self._used[chunk]
+        other = next(file for file in self._pair if file is not used)
+        if not counts:
+            self._fresh[chunk] = self._fresh.get(chunk, other).write(chunk, body)
+            return
+        self._used[chunk] = (used if used in self._pair else other).write(chunk, body)
+        self._before.pop(chunk, None)  # it may have been in the file that is written now
 
     def settle(self) -> None:
         """Sync to disk, then make the written slots valid."""
-        if self._file is None:
-            return
-        try:
-            os.fdatasync(self._file)
-            os.posix_fadvise(
-                self._file, 0, 0, os.POSIX_FADV_DONTNEED
-            )  # without direct I/O the cache would grow to the file's size
-        except OSError as error:
-            raise self._failed(error, f"{self.path} cannot be synced") from error
-        self._before = {chunk: self._used.get(chunk, -1) for chunk in self._fresh}
+        for file in {*self._fresh.values()}:
+            file.sync()
+        self._before = {chunk: self._used[chunk] for chunk in self._fresh}
         self._used |= self._fresh
         self._fresh = {}
 
@@ -141,79 +83,37 @@ class SlotFile:
 
     def undo(self) -> None:
         """Go back to what counted before the last `settle`."""
-        self._used = {chunk: slot for chunk, slot in (self._used | self._before).items() if slot >= 0}
+        self._used |= self._before
         self._before, self._fresh = {}, {}
 
     @property
     def sum(self) -> int:
         """The sum of all 64-bit words that count, modulo 2^64."""
-        return sum(sum(self._sums[chunk, slot]) for chunk, slot in self._used.items()) % WORDS
+        return sum(file.sum_of(chunk) for chunk, file in self._used.items()) % WORDS
+
+    # --- what a checkpoint does ---
+
+    def hold(self) -> SlotFile | None:
+        """Return the file that has all that counts, which no `undo` leaves any more. From now on it is never written: the room for a new
+        one is reserved now, so that no step finds the disk full.
+
+        None if there is no room, or in the midst of an update.
+        """
+        files = {*self._used.values()}
+        if self._fresh or len(files) != 1:
+            return None
+        (held,) = files
+        self._before = {}  # the file before it may be an older checkpoint's, which nothing else needs
+        if held in self._pair:  # else it is held already, and nothing was written since
+            try:
+                self._pair = [*(file for file in self._pair if file is not held), self._make()]
+            except StateFileError:
+                return None
+        return held
 
     def close(self) -> None:
-        """Close the file, which deletes it."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    # --- bytes ---
-
-    def _at(self, chunk: int, slot: int) -> int:
-        return self._starts[chunk] + slot * self.rooms[chunk]
-
-    def _spans(self, chunk: int) -> list[slice]:
-        """Return the bytes of its chunk that each segment takes."""
-        ends, end = [], 0
-        for size in self.segments[chunk]:
-            ends.append(slice(end, end + padded(size)))
-            end += padded(size)
-        return ends
-
-    def _said(self, chunk: int) -> str:
-        return f"plan.state: chunk {chunk} of {self.path} ({self.names[chunk]})"
-
-    def _move(self, call: Any, octets: "np.ndarray[Any, Any]", chunk: int, start: int) -> None:
-        """Read or write all of `octets`; a call may take less than it is given."""
-        assert self._file is not None
-        memory, done = octets.data, 0
-        while done < len(memory):
-            try:
-                moved = call(self._file, [memory[done:]], start + done)
-            except OSError as error:
-                raise self._failed(error, self._said(chunk)) from error
-            if not moved:
-                raise StateFileError(
-                    errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
-                )
-            done += moved
-
-    def _failed(self, error: OSError, what: str) -> StateFileError:
-        text = f"{what}: {error.strerror}. {BACK}"
-        return StateFileError(error.errno, text)
-
-
-def _sum(octets: "np.ndarray[Any, Any]") -> int:
-    """The sum of the 64-bit words modulo 2^64, by numpy: it starts no threads, and lets others run."""
-    return int(octets.view(np.uint64).sum(dtype=np.uint64))
-
-
-def _direct(path: Path) -> int:
-    """Open a file past the page cache, or through it where its file system knows no other way."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    page = memory_of(PAGE).zero_().numpy()
-    try:
-        file = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o600)
-    try:
-        os.pwrite(file, page.data, 0)
-    except OSError as error:
-        os.close(file)
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o600)
-    return file
+        """Let go of the files. One without a name disappears once nothing reads it any more."""
+        self._pair, self._used, self._fresh, self._before, self.dry = [], {}, {}, {}, True
 
 
 def _free(folder: Path) -> int:
@@ -222,8 +122,3 @@ def _free(folder: Path) -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
-
-
-def _is_real(tensor: Tensor) -> bool:
-    """False for a fake tensor, which has no memory."""
-    return type(tensor) is Tensor

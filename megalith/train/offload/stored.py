@@ -1,4 +1,4 @@
-"""One tensor's share in a file of chunks, as checkpoints read and fill it: never more than a few pieces of it in memory."""
+"""One tensor's share in files of chunks, as checkpoints read and fill it: never more than a few pieces of it in memory."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -6,27 +6,22 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.folder import Piece
+from megalith.checkpoint.shares import Extents
+from megalith.train.offload.slot_file import SlotFile, memory_of, padded, tensor_name
 from megalith.train.offload.stream import Stream
 
 
-class Stored:
+class Segment:
     """The share of one slot of one parameter. It is the same segment of each of its chunks."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        segment: int,
-        pieces: Sequence[tuple[int, int, int]],
-        starts: Sequence[int],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
-        """`pieces`: chunk, first number, how many. `starts`: where the segment begins in each of these chunks, in bytes."""
-        self._stream, self._segment, self._pieces, self._starts = stream, segment, tuple(pieces), tuple(starts)
-        self.shape, self.dtype = tuple(shape), dtype
-        if len(self._pieces) == 1:  # of a slot of another shape than the parameter's, too
-            ((chunk, _, _),) = self._pieces
-            self._pieces = ((chunk, 0, prod(self.shape)),)
+    def __init__(self, segment: int, pieces: Sequence[tuple[int, int, int]], shape: Sequence[int], dtype: torch.dtype) -> None:
+        """`pieces`: chunk, first number, how many."""
+        self.number, self.shape, self.dtype = segment, tuple(shape), dtype
+        self.cut = tuple(pieces)
+        if len(self.cut) == 1:  # of a slot of another shape than the parameter's, too
+            ((chunk, _, _),) = self.cut
+            self.cut = ((chunk, 0, prod(self.shape)),)
 
     @property
     def in_memory(self) -> bool:
@@ -41,11 +36,41 @@ class Stored:
         """Bytes of one element."""
         return self.dtype.itemsize
 
+    def values(self, body: Tensor, start: int, count: int) -> Tensor:
+        """Return the numbers that begin at a byte of memory."""
+        return body[start : start + count * self.element_size()].view(self.dtype)
+
+
+class Stored(Segment):
+    """A share that updates change, wherever its chunks count."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        segment: int,
+        pieces: Sequence[tuple[int, int, int]],
+        starts: Sequence[int],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        """`starts`: where the segment begins in each chunk, in bytes."""
+        super().__init__(segment, pieces, shape, dtype)
+        self._stream, self._starts = stream, tuple(starts)
+
+    @property
+    def extents(self) -> None:
+        """None: updates change it."""
+
+    def frozen(self) -> "Frozen | None":
+        """Return the share as it is now; None if its file cannot be held."""
+        file = self._stream.slots.hold()
+        return None if file is None else Frozen(file, self)
+
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and valid until the next."""
-        bodies = self._stream.over([chunk for chunk, _, _ in self._pieces], counts=None)
-        for (_, first, count), start, (_, body) in zip(self._pieces, self._starts, bodies, strict=True):
-            yield first, self._values(body, start, count)
+        bodies = self._stream.over([chunk for chunk, _, _ in self.cut], counts=None)
+        for (_, first, count), start, (_, body) in zip(self.cut, self._starts, bodies, strict=True):
+            yield first, self.values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
         """Write the box of the share that begins at `offset`. It counts at once."""
@@ -56,9 +81,37 @@ class Stored:
             box.copy_(values)
             values = whole
         flat = values.reshape(-1)
-        bodies = self._stream.over([chunk for chunk, _, _ in self._pieces], counts=True)
-        for (_, first, count), start, (_, body) in zip(self._pieces, self._starts, bodies, strict=True):
-            self._values(body, start, count).copy_(flat[first : first + count])
+        bodies = self._stream.over([chunk for chunk, _, _ in self.cut], counts=True)
+        for (_, first, count), start, (_, body) in zip(self.cut, self._starts, bodies, strict=True):
+            self.values(body, start, count).copy_(flat[first : first + count])
 
-    def _values(self, body: Tensor, start: int, count: int) -> Tensor:
-        return body[start : start + count * self.element_size()].view(self.dtype)
+
+class Frozen(Segment):
+    """A share as it was when a checkpoint took hold of its file. Any thread may read it."""
+
+    def __init__(self, file: SlotFile, share: Segment) -> None:
+        super().__init__(share.number, share.cut, share.shape, share.dtype)
+        self._file = file
+
+    @property
+    def extents(self) -> Extents:
+        """The pieces of the share in its file."""
+        pieces = (Piece(tensor_name(chunk, self.number), count * self.element_size()) for chunk, _, count in self.cut)
+        return Extents(self._file, tuple(pieces))
+
+    def frozen(self) -> "Frozen":
+        """Return the share itself."""
+        return self
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat."""
+        for chunk, first, count in self.cut:
+            body = memory_of(padded(count * self.element_size()))
+            self._file.read(chunk, body, self.number)
+            yield first, self.values(body, 0, count)
+
+    def fill(self, offset: Sequence[int], values: Tensor) -> None:
+        """Refuse to: a checkpoint has these values."""
+        raise ValueError(
+            f"{self._file.path} is held by a checkpoint, so it cannot be filled at {tuple(offset)}. Fill the live share"
+        )

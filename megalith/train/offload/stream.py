@@ -1,4 +1,4 @@
-"""Chunks of a file through few buffers: the next ones are read, and those that were changed are written, while one is worked on."""
+"""Chunks on disk through few buffers: the next ones are read, and those that were changed are written, while one is worked on."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalith.train.offload.slots import SlotFile, memory_of
+from megalith.train.offload.slot_file import memory_of
+from megalith.train.offload.slots import Slots
 
 BUFFERS = 3
 """One that is read, one that is worked on, one that is written."""
 
 
 class _Moving(NamedTuple):
-    """A chunk on its way between its buffer and the file."""
+    """A chunk on its way between its buffer and its file."""
 
     chunk: int
     buffer: Tensor
@@ -22,18 +23,19 @@ class _Moving(NamedTuple):
 
 
 class Stream:
-    """Takes the chunks of a file through memory in the order that is asked for."""
+    """Takes chunks on disk through memory in the order that is asked for."""
 
-    def __init__(self, file: SlotFile) -> None:
-        self.file = file
-        size = max(file.rooms, default=0)
-        self.buffers = [memory_of(size) for _ in range(min(BUFFERS, len(file.rooms)))]
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        rooms = slots.layout.rooms
+        size = max(rooms, default=0)
+        self.buffers = [memory_of(size) for _ in range(min(BUFFERS, len(rooms)))]
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=f"state-{what}") for what in ("read", "write"))
 
     def over(self, chunks: Sequence[int], *, counts: bool | None = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield each chunk with its bytes, which are written back once the next one is asked for. `counts`: see `SlotFile.write`; None:
+        """Yield each chunk with its bytes, which are written back once the next one is asked for. `counts`: see `Slots.write`; None:
         nothing is written. Raises StateFileError."""
-        if self.file.dry:
+        if self.slots.dry:
             yield from ((chunk, self.buffers[0]) for chunk in chunks)
             return
         free, reading, writing = list(self.buffers), deque[_Moving](), deque[_Moving]()
@@ -44,13 +46,13 @@ class Stream:
                     if not free:
                         free.append(_finished(writing.popleft()))
                     chunk, buffer = left.popleft(), free.pop()
-                    reading.append(_Moving(chunk, buffer, self._reader.submit(self.file.read, chunk, self._room(chunk, buffer))))
+                    reading.append(_Moving(chunk, buffer, self._reader.submit(self.slots.read, chunk, self._room(chunk, buffer))))
                 chunk, buffer = reading[0].chunk, _finished(reading.popleft())
                 yield chunk, buffer
                 if counts is None:
                     free.append(buffer)
                 else:
-                    done = self._writer.submit(self.file.write, chunk, self._room(chunk, buffer), counts=counts)
+                    done = self._writer.submit(self.slots.write, chunk, self._room(chunk, buffer), counts=counts)
                     writing.append(_Moving(chunk, buffer, done))
             while writing:
                 _finished(writing.popleft())
@@ -59,13 +61,13 @@ class Stream:
                 each.done.exception()
 
     def _room(self, chunk: int, buffer: Tensor) -> Tensor:
-        return buffer[: self.file.rooms[chunk]]
+        return buffer[: self.slots.layout.rooms[chunk]]
 
     def close(self) -> None:
-        """End the threads and close the file."""
+        """End the threads and let go of the files."""
         self._reader.shutdown()
         self._writer.shutdown()
-        self.file.close()
+        self.slots.close()
 
 
 def _finished(moving: _Moving) -> Tensor:

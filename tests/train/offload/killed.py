@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megalith.spec.run import RunSpec
 from megalith.train.offload.home import Disk
-from megalith.train.offload.slots import PAGE, SlotFile
+from megalith.train.offload.slot_file import PAGE
+from megalith.train.offload.slots import Slots
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.runs import finish, start, train
@@ -39,7 +40,7 @@ def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
     number = run_ranks(chunks, 2, spec)[1]
     for _ in range(times):
         with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
-            patch.setattr(SlotFile, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
+            patch.setattr(Slots, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
             codes = finish(start(spec, folder))
         assert codes[1] == -signal.SIGKILL
     train(spec, folder)
@@ -49,18 +50,18 @@ def chunks(rank: int, spec: RunSpec) -> int:
     """Return the chunks of a rank's file."""
     home = trainer_of(spec).state.home
     assert isinstance(home, Disk)
-    return len(home.file.rooms)
+    return len(home.slots.layout.rooms)
 
 
 def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `SlotFile.write` that is the rank's end when it comes the `at`-th time."""
-    write, calls = SlotFile.write, count_up()
+    """A `Slots.write` that is the rank's end when it comes the `at`-th time."""
+    write, calls = Slots.write, count_up()
 
-    def written(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+    def written(self: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:
         if os.environ.get("RANK") == str(rank) and next(calls) == at:
-            assert self._file is not None
-            slot = 1 - self._used[chunk]
-            os.pwrite(self._file, body.numpy()[: self.rooms[chunk] // 2 // PAGE * PAGE].data, self._at(chunk, slot))
+            other, layout = next(file for file in self._pair if file is not self._used[chunk]), self.layout
+            half = layout.rooms[chunk] // 2 // PAGE * PAGE
+            os.pwrite(other.descriptor, body.numpy()[:half].data, layout.starts[chunk])
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, chunk, body, counts=counts)
 

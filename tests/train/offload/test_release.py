@@ -20,7 +20,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
 from megalith.train.offload.release import MOST, WINDOW, Pace
-from megalith.train.offload.slots import SlotFile
+from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import Stepped
 from tests.parallel.running import microbatches, trainer_of
@@ -142,15 +142,15 @@ def test_a_pause_ends_once_few_of_the_last_updates_were_clipped() -> None:
 
 def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
     """The number of chunks, and how many each step writes."""
-    trainer, written, write = trainer_of(spec), list[int](), SlotFile.write
+    trainer, written, write = trainer_of(spec), list[int](), Slots.write
 
-    def counted(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+    def counted(self: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:
         written.append(chunk)
         write(self, chunk, body, counts=counts)
 
     found = [chunks(rank, spec)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotFile, "write", counted)
+        patch.setattr(Slots, "write", counted)
         for step in range(steps):
             written.clear()
             train_step(trainer, microbatches(trainer, step), step=step)

@@ -1,0 +1,208 @@
+"""A file with one slot of each chunk: a safetensors file past the page cache, without a name until a checkpoint links it."""
+
+import errno
+import json
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.digests import FileDigest, text, words_of
+from megalith.fleet.exit_codes import ExitCode
+
+PAGE = 4096
+"""Bytes to whose multiples direct I/O is aligned: a disk's sector, and more than most need."""
+BACK = "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.state.folder"
+NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
+"""Errors of file systems and kernels without O_TMPFILE."""
+
+
+class StateFileError(OSError):
+    """The file with a rank's state cannot be read or written, or does not hold what was written. The newest checkpoint is intact."""
+
+    exit_code = ExitCode.LOST
+
+
+def padded(size: int) -> int:
+    """The size with what fills up its last page."""
+    return -(-size // PAGE) * PAGE
+
+
+def memory_of(size: int) -> Tensor:
+    """Get memory for a chunk: uint8 [size], its first byte on a page's border."""
+    whole = torch.empty(size + PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE if type(whole) is Tensor else 0  # a fake tensor has no memory
+    return whole[start : start + size]
+
+
+def tensor_name(chunk: int, segment: int) -> str:
+    """Return the name of a segment in the file's header."""
+    return f"{chunk}.{segment}"
+
+
+class Layout:
+    """Places of chunks in a file. Each segment fills whole pages, and is a tensor of bytes in the file's header."""
+
+    def __init__(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """`chunks`: what each is of, and the bytes of its segments."""
+        self.names = [name for name, _ in chunks]
+        self.segments = [tuple(sizes) for _, sizes in chunks]
+        self.rooms = [sum(map(padded, sizes)) for sizes in self.segments]
+        self.header = self._header()
+        self.starts = [*accumulate(self.rooms, initial=len(self.header))][:-1]
+        self.payload = sum(map(sum, self.segments))
+        """Bytes of all segments, without what fills up their last pages."""
+        self.bytes = len(self.header) + sum(self.rooms)
+        """Bytes of a file."""
+
+    def spans(self, chunk: int) -> list[slice]:
+        """Return the bytes of its chunk that each segment takes."""
+        ends = [*accumulate(map(padded, self.segments[chunk]), initial=0)]
+        return [slice(start, end) for start, end in pairwise(ends)]
+
+    def _header(self) -> bytes:
+        """The header of a safetensors file, with as many spaces behind it as the first chunk needs to begin on a page's border."""
+        fields, end = dict[str, Any](), 0
+        for chunk, sizes in enumerate(self.segments):
+            for segment, size in enumerate(sizes):
+                begin, end = end, end + padded(size)
+                fields[tensor_name(chunk, segment)] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        described = json.dumps(fields, separators=(",", ":")).encode()
+        room = padded(8 + len(described)) - 8
+        return room.to_bytes(8, "little") + described.ljust(room)
+
+
+class SlotFile:
+    """One slot of all chunks. Raises OSError where there is no room for them."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        """`path`: names the file in messages; there is no file of this name."""
+        self.path, self.layout = path, layout
+        self._sums: dict[int, tuple[int, ...]] = {}  # of the segments of each chunk that was written
+        self.descriptor = _new(path, layout.header)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.posix_fallocate(self.descriptor, 0, layout.bytes)
+
+    def read(self, chunk: int, into: Tensor, segment: int | None = None) -> None:
+        """Read a chunk, or one of its segments, into memory of its padded size. What was never written is zeros.
+
+        Raises StateFileError if the content differs from what was written.
+        """
+        if chunk not in self._sums:
+            into.zero_()
+            return
+        spans = self.layout.spans(chunk)
+        first, last = (0, len(spans)) if segment is None else (segment, segment + 1)
+        start, octets = spans[first].start, into.numpy()
+        self._move(os.preadv, octets[: spans[last - 1].stop - start], chunk, start)
+        for number in range(first, last):
+            span = spans[number]
+            found, known = words_of(octets[span.start - start : span.stop - start]), self._sums[chunk][number]
+            if found != known:
+                words = f"{self._said(chunk)} has the sum {text(found)}, and {text(known)} was written: the disk altered it"
+                raise StateFileError(errno.EIO, f"{words}. {BACK}")
+
+    def write(self, chunk: int, body: Tensor) -> "SlotFile":
+        """Write a chunk. Returns this file."""
+        octets, sums = body.numpy()[: self.layout.rooms[chunk]], []
+        for span, size in zip(self.layout.spans(chunk), self.layout.segments[chunk], strict=True):
+            octets[span.start + size : span.stop] = 0
+            sums.append(words_of(octets[span]))
+        self._move(os.pwritev, octets, chunk, 0)
+        self._sums[chunk] = tuple(sums)
+        return self
+
+    def sum_of(self, chunk: int) -> int:
+        """The sum of a chunk's 64-bit words; the caller takes it modulo 2^64."""
+        return sum(self._sums.get(chunk, ()))
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut."""
+        try:
+            os.fdatasync(self.descriptor)
+            # without direct I/O the cache would grow to the file's size
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._failed(error, f"{self.path} cannot be synced") from error
+
+    # --- as a checkpoint has it ---
+
+    @property
+    def payload(self) -> int:
+        """Bytes of all segments."""
+        return self.layout.payload
+
+    def link(self, path: Path) -> FileDigest:
+        """Give the file the name `path` too. Raises OSError on another file system, and where files without names cannot get one."""
+        os.fsync(self.descriptor)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:  # with a folder to start from, or Python would link the link in /proc rather than what it leads to
+            os.link(f"/proc/self/fd/{self.descriptor}", path.name, dst_dir_fd=folder)
+        finally:
+            os.close(folder)
+        total = words_of(np.frombuffer(self.layout.header, dtype=np.uint8)) + sum(map(self.sum_of, self._sums))
+        return FileDigest(self.layout.bytes, words=text(total))
+
+    # --- bytes ---
+
+    def _said(self, chunk: int) -> str:
+        return f"plan.state: chunk {chunk} of {self.path} ({self.layout.names[chunk]})"
+
+    def _move(self, call: Callable[..., int], octets: "np.ndarray[Any, Any]", chunk: int, start: int) -> None:
+        """Read or write all of `octets` at `start` of a chunk; a call may take less than it is given."""
+        memory, done = octets.data, 0
+        while done < len(memory):
+            try:
+                moved = call(self.descriptor, [memory[done:]], self.layout.starts[chunk] + start + done)
+            except OSError as error:
+                raise self._failed(error, self._said(chunk)) from error
+            if not moved:
+                raise StateFileError(
+                    errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
+                )
+            done += moved
+
+    def _failed(self, error: OSError, what: str) -> StateFileError:
+        words = f"{what}: {error.strerror}. {BACK}"
+        return StateFileError(error.errno, words)
+
+
+def _new(path: Path, header: bytes) -> int:
+    """Open a new file and write its header, past the page cache if the file system can."""
+    page = memory_of(len(header)).numpy()
+    page[:] = np.frombuffer(header, dtype=np.uint8)
+    try:
+        return _opened(path, os.O_DIRECT, page)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return _opened(path, 0, page)
+
+
+def _opened(path: Path, flags: int, page: "np.ndarray[Any, Any]") -> int:
+    file = _nameless(path, os.O_RDWR | flags)
+    try:
+        if os.pwrite(file, page.data, 0) < len(page):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _nameless(path: Path, flags: int) -> int:
+    """Open a file that can be given a name later; where that is unknown, one whose name is removed, which a checkpoint copies."""
+    try:
+        return os.open(path.parent, flags | os.O_TMPFILE, 0o666)
+    except OSError as error:
+        if error.errno not in NO_NAMELESS:
+            raise
+    file = os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o600)
+    path.unlink()
+    return file
