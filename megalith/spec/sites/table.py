@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from math import gcd, lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -114,11 +114,15 @@ class SitesSpec(Spec):
     )
     tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _every_step(cls, given: Any) -> Any:
-        """Fill in what data parallelism says of merges, where the table leaves it out."""
-        return EVERY_STEP | given if isinstance(given, dict) and given.get("method") == "data-parallel" else given
+    @model_validator(mode="after")
+    def _every_step(self) -> Self:
+        """Fill in what data parallelism says of merges, where the table leaves it out. Before validation it cannot be: lists would no longer
+        pass for tuples."""
+        for key, value in EVERY_STEP.items() if self.exchanges_gradients else ():
+            if key not in self.model_fields_set:
+                self.__dict__[key] = value
+                self.model_fields_set.add(key)
+        return self
 
     @property
     def exchanges_gradients(self) -> bool:
