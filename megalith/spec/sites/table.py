@@ -116,8 +116,8 @@ class SitesSpec(Spec):
 
     @model_validator(mode="after")
     def _every_step(self) -> Self:
-        """Fill in what data parallelism says of merges, where the table leaves it out. Before validation it cannot be: lists would no longer
-        pass for tuples."""
+        """Fill in what data parallelism says of merges, where the table leaves it out. A validator that runs before would make pydantic
+        refuse lists in place of tuples."""
         for key, value in EVERY_STEP.items() if self.exchanges_gradients else ():
             if key not in self.model_fields_set:
                 self.__dict__[key] = value
