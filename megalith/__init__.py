@@ -10,7 +10,7 @@ __all__ = ["Run", "TrainingError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what Python code uses once it is asked for: `import megalith` stays quick."""
+    """Import a public name when it is first used, so that `import megalith` stays quick."""
     if name in ("Run", "TrainingError"):
         from megalith import api
 

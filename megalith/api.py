@@ -112,7 +112,8 @@ class Run:
         """Train the run, or resume it from its newest checkpoint, and return a summary.
 
         Starts the ranks of this machine and waits for them; under torchrun or srun this process is one of the ranks. `on_event` gets each
-        event soon after it is logged, in this process. What it raises does not end the training: it is raised once that has ended. `show`:
+        event soon after it is logged, in this process. An exception in it does not end the training: it is raised after the end.
+        `show`:
         print progress. `profile` = "A:B" traces steps A to B - 1. Call it from the main thread, which takes SIGINT and SIGTERM.
 
         Raises SpecErrors before anything starts, InUseError if another process owns the folder, TrainingError if the run did not finish.
@@ -129,7 +130,7 @@ class Run:
         return self.in_folder(trained.run_dir).summary()
 
     def resume(self, on_event: "Callable[[Event], None] | None" = None, *, show: bool = False) -> "Summary":
-        """Go on with the run from its newest checkpoint. Raises FileNotFoundError if there is no checkpoint, and the errors of
+        """Continue the run from its newest checkpoint. Raises FileNotFoundError if there is no checkpoint, and the errors of
         `train`."""
         from megalith.checkpoint.folder import committed, nothing_text, of_run
 
@@ -180,7 +181,8 @@ class Run:
     def evaluate(
         self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None, own: Sequence[str] = ()
     ) -> "Score":
-        """Return the trained model's loss on a text, or on several that are documents of their own. `own`: as for `generate`."""
+        """Return the trained model's loss on a text, or on several texts, each a document of its own. `own`: as for
+        `generate`."""
         from megalith.commands.shared.arguments import admit_parts
         from megalith.train.evaluate import evaluate
 

@@ -79,8 +79,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 """Command as typed -> a function with typer's annotations. Its docstring is the help, its result the exit status (None: 0)."""
 
 GROUPS = {
-    "advise": "Measure on a run's own state what its description should be.",
-    "data": "Prepare text for training, and look at what was prepared.",
+    "advise": "Measure which settings suit a run, on its own state.",
+    "data": "Prepare text for training, and inspect prepared data.",
     "tokenizer": "Make tokenizers.",
 }
 """A first word that several commands share -> its help."""
@@ -117,21 +117,21 @@ VERBS = {
     "estimate": "plan",
     "dry-run": "dryrun",
 }
-"""Words that other programs have for a command -> the command here."""
+"""Names of commands in other programs -> the command here."""
 
 
 class Group(TyperGroup):
-    """The commands. A word for a command that another program has is answered with the command here."""
+    """The commands. For a command's name in another program, the error names the command here."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0] if args else ""
         if word in VERBS and word not in self.commands:
-            ctx.fail(f"No such command {word!r}. Here it is `megalith {VERBS[word]}`.")
+            ctx.fail(f"No such command {word!r}. Use `megalith {VERBS[word]}`.")
         return super().resolve_command(ctx, args)
 
 
 class Command(TyperCommand):
-    """A command. An option that is a key of a run file is answered with the setting."""
+    """A command. For an option that is a key of a run file, the error shows the setting."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -146,7 +146,8 @@ class Command(TyperCommand):
 
 
 def _setting(option: str, *, clusters: bool) -> str | None:
-    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None for a word of no key. `clusters`: the
+    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None if it stands for no key.
+    `clusters`: the
     command takes a cluster, whose name holds the number of devices."""
     from megalith.spec.foreign_names import RANKS, meaning  # specifications take 0.2 s to import
     from megalith.spec.validate import keys_named

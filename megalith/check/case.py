@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def model(self) -> ModelSpec | None:
-        """The model as parts; None when its sizes do not make one (rules about its sizes say why), or one of them is faulty."""
+        """The model as parts; None if its sizes do not make a model (rules about sizes say why), or if one of them is faulty."""
         try:
             return self.spec.model.build()
         except (ValidationError, AbsentError):

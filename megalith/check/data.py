@@ -37,8 +37,8 @@ def data_is_prepared(case: Case) -> Found:
 
 
 def data_is_whole(case: Case) -> Found:
-    """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; a copy is of the
-    same data."""
+    """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; every copy
+    has the same data."""
     if not case.files:
         return
     path, copies, manifest = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies], case.manifest
@@ -56,7 +56,9 @@ def data_is_whole(case: Case) -> Found:
             for reason, way_out in fault.parts[:NAMED]:
                 yield error(name, value, reason, way_out)
             if len(fault.parts) > NAMED:
-                yield error(name, value, f"so it is with {len(fault.parts) - NAMED} more of its files", "Mend them likewise.")
+                yield error(
+                    name, value, f"{len(fault.parts) - NAMED} more of its files are damaged too", "Repair them in the same way."
+                )
 
 
 def vocabulary_covers_the_tokens(case: Case) -> Found:

@@ -29,14 +29,15 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
 
 
 def experts_stay_on_fast_links(case: Case) -> Found:
-    """Every layer of experts sends each token there and back: inside a domain that is fast, and over the network it sets the pace."""
+    """Every layer of experts sends each token there and back. Inside a fast domain that is quick; over the network it sets the
+    pace."""
     if case.cluster is None:
         return
     device, plan = case.cluster.accelerator, case.plan
     line = plan.expert * plan.expert_tensor
     if line > device.scale_up_domain and plan.expert > 1:
         ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
-        reason = f"takes tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
+        reason = f"sends tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
         way_out = f"Use expert <= {most} if that many experts fit a rank; else hide the messages, for example with dualpipe or dualpipev."
         yield advice("plan.expert", plan.expert, reason, way_out)

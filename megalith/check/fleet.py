@@ -28,8 +28,10 @@ def verification_has_a_replica(case: Case) -> Found:
     """If a rank recomputes its own gradients, only transient errors show."""
     plan, fleet = case.plan, case.spec.fleet
     if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
-        reason = f"finds no gradient that is wrong alike each time: with plan.data = {plan.data} ranks can but repeat their own"
-        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" nothing that training uses'
+        reason = (
+            f"misses gradients that are wrong alike each time: with plan.data = {plan.data}, ranks only repeat their own work"
+        )
+        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" they repeat nothing that training uses'
         way_out = 'Use more data ranks, or fleet.verify = "all" for errors that come once, or verify_every = 0.'
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
@@ -45,24 +47,27 @@ def verification_repeats_bits(case: Case) -> Found:
 
 
 def updates_can_be_repeated(case: Case) -> Found:
-    """The rank that keeps a copy of a state can repeat its update only where each element's depends on that element alone."""
+    """The rank that keeps a copy of a state can repeat its update only if the update of each element depends on that element
+    alone."""
     fleet = case.spec.fleet
     kind = next((kind for kind in kinds(case.spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     if fleet.recover and fleet.verify_every and fleet.memory_every and kind is not None:
         whole = OPTIMIZERS[kind].unit
         reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, and a copy holds one rank's share"
-        yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.kind = "adamw" has its updates verified too.')
+        yield advice("fleet.verify_every", fleet.verify_every, reason, 'With optimizer.kind = "adamw", updates are verified too.')
     elif fleet.recover and fleet.verify_every and fleet.memory_every and case.spec.train.gradients != "fp32":
         reason = 'verifies gradients only: an update is repeated from gradients in fp32, and train.gradients = "bf16"'
-        yield advice("fleet.verify_every", fleet.verify_every, reason, 'train.gradients = "fp32" has updates verified too.')
+        yield advice("fleet.verify_every", fleet.verify_every, reason, 'With train.gradients = "fp32", updates are verified too.')
     elif fleet.recover and fleet.verify_every and fleet.memory_every and (master := case.spec.optimizer.master) != "fp32":
-        reason = f'verifies gradients only: with optimizer.master = "{master}" a copy holds halves, and not how its share lies'
-        yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.master = "fp32" has updates verified too.')
-    elif fleet.recover and fleet.verify_every and fleet.memory_every and (moments := case.spec.optimizer.moments) != "fp32":
-        reason = (
-            f"verifies gradients only: rounding moments to {moments} depends on where a share lies, and a copy does not know it"
+        reason = f'verifies gradients only: with optimizer.master = "{master}" a copy holds halves of weights, not their place in a tensor'
+        yield advice(
+            "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.master = "fp32", updates are verified too.'
         )
-        yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.moments = "fp32" has updates verified too.')
+    elif fleet.recover and fleet.verify_every and fleet.memory_every and (moments := case.spec.optimizer.moments) != "fp32":
+        reason = f"verifies gradients only: rounding moments to {moments} depends on a share's place in a tensor, which no copy records"
+        yield advice(
+            "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.moments = "fp32", updates are verified too.'
+        )
 
 
 def disk_takes_copies(case: Case) -> Found:

@@ -38,7 +38,8 @@ class Here:
 
 
 def all_ranks(spec: RunSpec) -> int:
-    """Return the number of ranks that `megalith train` starts on a machine by itself: those of all sites, unless it is told one."""
+    """Return the number of ranks that `megalith train` starts on a machine by itself: those of all sites, unless `sites.site`
+    names one."""
     if spec.sites is None or spec.sites.site is not None:
         return spec.ranks
     return sum(plan.ranks for plan in spec.sites.plans) or spec.sites.count * spec.ranks
@@ -128,8 +129,8 @@ def figures_are_of_this_machine(here: Here) -> Found:
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
     elif here.ranks != found.ranks:
         reason = (
-            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: they share the processor "
-            "otherwise, so predictions do not hold for them"
+            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: each has another "
+            "share of the processor then, so the predictions do not apply"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 

@@ -45,7 +45,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
             yield error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is not part of a block', way_out)
     if plan.recompute == "selective" and not plan.recompute_parts:
         way_out = 'Use ["attention.core"], or recompute = "none".'
-        yield error("plan.recompute_parts", (), 'names nothing, with recompute = "selective"', way_out)
+        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs one', way_out)
     nested = [(part, outer) for part in plan.recompute_parts for outer in PARTS.get(part, ()) if outer in plan.recompute_parts]
     if plan.recompute == "selective" and nested:
         reason = "{} is computed a third time, inside {}".format(*nested[0])
@@ -124,8 +124,8 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if state.optimizer != "disk" or state.share < 1:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the norm is known, and undoes updates that turn out wrong: on disk from the other slot, elsewhere from "
-            f"copies that would take {taken:g} bytes a parameter and save {saved:g}"
+            "updates before the norm is known, so it must be able to undo an update. Outside of the disk, that takes copies of "
+            f"{taken:g} bytes a parameter, to save {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
     if spec.microbatches > 1:

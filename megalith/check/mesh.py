@@ -54,7 +54,7 @@ def tensor_divides_the_model(case: Case) -> Found:
 
 
 def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
-    """Tensor ranks share out the heads of keys and values, or each has the one that its queries need."""
+    """Tensor ranks divide the heads of keys and values, or each has the head that its queries need."""
     tensor = case.plan.tensor
     for block, name in case.blocks.items():
         attention = block.attention
@@ -135,7 +135,7 @@ def batch_divides(case: Case) -> Found:
         factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
-            factors, smaller = f"{count} shares of the sites x {unit_of(case.spec)} samples that each site's plan divides", None
+            factors, smaller = f"{count} shares of the sites x {unit_of(case.spec)} samples, the unit of all plans", None
         reason = f"is not a multiple of {factors} = {unit}"
         also = f", or plan.microbatch = {smaller}" if smaller else ""
         yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")

@@ -36,7 +36,7 @@ def heads_share_keys_evenly(case: Case) -> Found:
 
 
 def sequences_fit_the_context(case: Case) -> Found:
-    """Positions beyond the model's context were never meant; learned ones are not there."""
+    """The model is not meant for positions beyond its context, and has no learned ones for them."""
     length, context = case.spec.train.seq_len, case.spec.model.context
     learned = case.model.embedding.positions if case.model else None
     if learned is not None and length > learned:

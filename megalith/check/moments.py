@@ -33,7 +33,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
-    """Yield the parameters that have moments in blocks, and in which a block would lie across two ranks."""
+    """Yield the parameters with moments in blocks, one of which would lie across two ranks."""
     if optimizer.moments != "fp8":
         return
     shards = max(1, Mesh.of(plan).experts[2])
@@ -55,7 +55,7 @@ def _cut(parameter: Parameter, plan: Plan, shards: int) -> tuple[str, int]:
 
 
 def blocks_lie_inside_shards(case: Case) -> Found:
-    """A rank keeps its share of a moment in the bytes of the whole one only where no block lies across the border."""
+    """A rank's share of a moment has the bytes of the whole moment only if no block lies across the border of shares."""
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     block, seen = case.spec.optimizer.moment_block, set[tuple[str, int]]()
@@ -92,9 +92,7 @@ def halves_can_be_had(case: Case) -> Found:
         and case.plan.shards > 1
         and spec.optimizer.master == "split16"
     ):
-        reason = (
-            f"saves nothing over {case.plan.shards} shards: a rank keeps 2 + 2 bytes of each weight of its share, as of fp32 4"
-        )
+        reason = f"saves nothing over {case.plan.shards} shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"
         yield advice("optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3.')
 
 

@@ -18,14 +18,14 @@ class Cut(NamedTuple):
 
     axis: str
     layers: tuple[str, ...]
-    """The layers, within a block, that have them as inputs or outputs."""
+    """The layers, within a block, that have these channels as inputs or outputs."""
     channels: int
     share: int
     """The channels that one rank multiplies."""
 
 
 def tiles_lie_inside_shards(case: Case) -> Found:
-    """A rank rounds its share of a tensor to the numbers of the whole one only where no tile lies across the border."""
+    """A rank rounds its share of a tensor to the numbers of the whole tensor only if no tile lies across the border of shares."""
     tile, choices = tile_of(case.spec.precision, case.spec.train.precision), case.spec.precision
     if not tile or case.model is None:
         return
@@ -78,7 +78,7 @@ def maxima_can_be_shared(case: Case) -> Found:
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
-        reason = f"cuts {cut}, whose weights have a scale for each {share}: ranks that cut experts share none"
+        reason = f"cuts {cut}, whose weights have a scale for each {share}: ranks that split an expert share no scale"
         yield error(
             "plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {_other(precision)}, or {_NO_EXPERTS}."
         )
@@ -132,7 +132,7 @@ def scales_are_the_formats(case: Case) -> Found:
 
 
 def histories_follow_tensors(case: Case) -> Found:
-    """Delayed scaling is that of whole tensors, and every rank that holds a layer has the same history."""
+    """Delayed scaling applies to whole tensors, and every rank that holds a layer has the same history."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if not choices.history or not is_narrow(precision):
         return
@@ -140,14 +140,14 @@ def histories_follow_tensors(case: Case) -> Found:
         reason = f'with precision.granularity = "{choices.granularity}": only scales of whole tensors follow earlier steps'
         yield error("precision.history", choices.history, reason, 'Use granularity = "tensor", or history = 0.')
     if case.spec.sites is not None:
-        reason = "with sites: each would have scales of its own"
+        reason = "with sites: each site would have scales of its own"
         yield error("precision.history", choices.history, reason, "Use history = 0.")
     for before, phase in pairwise(Phases.of(case.spec).all):
         was, now = (each.global_batch * each.seq_len for each in (before, phase))
         if was != now:
             late = f"{choices.history} steps" if now > was else "one step"
             reason = (
-                f"lets scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
+                f"takes scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
                 f"gradients become {was / now:.3g} times as large, and their scales {late} later"
             )
             yield advice("precision.history", choices.history, reason, "Use history = 0, or the same tokens in every step.")
@@ -163,7 +163,7 @@ def blocks_become_wide(case: Case) -> Found:
         reason = "with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
         yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, say, or auto = 0.")
     if case.spec.sites is not None:
-        reason = "with sites: each would make blocks of its own wide"
+        reason = "with sites: each site would make other blocks wide"
         yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
 
 
@@ -176,7 +176,7 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
         reason = f'with train.precision = "{precision}", whose experts round tokens to another format'
         yield error("precision.dispatch", choices.dispatch, reason, 'Use dispatch = "wide", or train.precision = "fp8".')
     elif choices.scale != "up":
-        reason = f'with precision.scale = "{choices.scale}": only scales of "up" leave what experts compute as it is'
+        reason = f'with precision.scale = "{choices.scale}": only scale = "up" leaves the results of experts unchanged'
         yield error("precision.dispatch", choices.dispatch, reason, 'Use scale = "up", or dispatch = "wide".')
     elif case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
@@ -224,7 +224,7 @@ def something_is_narrow(case: Case) -> Found:
 
 
 def _idle(case: Case) -> Iterator[str]:
-    """Choices that the format of the run leaves no room for."""
+    """Choices that have no effect in the format of the run."""
     factors, asked = PRECISIONS[case.spec.train.precision].factors, case.spec.precision.model_dump(exclude_defaults=True)
     if factors.bits == 4 and "gradients" in asked:
         yield "gradients"
@@ -233,10 +233,10 @@ def _idle(case: Case) -> Iterator[str]:
 
 
 def narrow_is_emulated(case: Case) -> Found:
-    """The trainer has the numbers of a narrow format, and not its speed."""
+    """The trainer computes the numbers of a narrow format, without its speed."""
     precision = case.spec.train.precision
     if precision not in FAST:
-        reason = "has exactly the format's numbers, and is slower than bf16 on every device: each product is a wide one of rounded factors"
+        reason = "gives exactly the format's numbers, but is slower than bf16 on every device: only factors are rounded, products are wide"
         yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
     if precision not in FAST and case.plan.compile:
         reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'

@@ -108,6 +108,7 @@ def _whole(case: Case) -> Iterator[Parameter]:
 
 
 def _bytes(parameter: Parameter, width: float) -> float:
-    """Return the bytes of a matrix that is orthogonalised: as it came, before and after a step; and its product with itself, twice."""
+    """Return the bytes to orthogonalise a matrix: its original, its values before and after a step, and two products with
+    itself."""
     *_, rows, columns = parameter.shape
     return width * (3 * rows * columns + 2 * min(rows, columns) ** 2)

@@ -73,8 +73,8 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
         way_out += f', or "{row.instead}", which keeps half of that.' if row.instead else "."
         yield advice("plan.schedule", plan.schedule, reason, way_out)
     if plan.compile and row.splits_backward:
-        reason = "compiles blocks whole, so that no weight gradient can be put off"
-        yield advice("plan.compile", True, f'{reason}, which schedule = "{plan.schedule}" counts on', "Use one or the other.")
+        reason = "compiles blocks whole, so no weight gradient can be put off"
+        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" relies on that', "Use one or the other.")
 
 
 def second_copies_are_worth_it(case: Case) -> Found:
@@ -96,7 +96,7 @@ def second_copies_are_worth_it(case: Case) -> Found:
 
 
 def bubble_is_small(case: Case) -> Found:
-    """Many more microbatches than stages, or ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
+    """Without many more microbatches than stages, ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
     plan, microbatches, row = case.plan, case.spec.microbatches, kind(case.plan.schedule)
     if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or row.splits_backward:
         return

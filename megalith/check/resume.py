@@ -127,7 +127,7 @@ def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
 
 
 def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out: str) -> Found:
-    """Yield the first phase that has begun and would be another one."""
+    """Yield the first phase that has begun and would be changed."""
     consumed = sys.maxsize if samples is None else samples
     before, now = Phases.of(saved).begun(consumed), Phases.of(asked).begun(consumed)
     for old, new in zip_longest(before, now):
@@ -164,7 +164,7 @@ def check_checkpoint(
 def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
     """Return the reasons why the run `asked` cannot branch from the run whose checkpoint has this `meta`; empty if it can.
 
-    A branch keeps all that its state and its data depend on. How its weights are updated from there on is its own."""
+    A branch keeps all that its state and its data depend on. A branch may change how its weights are updated from there on."""
     branch = asked.branch
     assert branch is not None
     found = meta.get("position", {})
@@ -193,7 +193,8 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
 
 
 def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
-    """Why a run could not go on under another plan, called `name`: its balance loss would be over other sets of tokens."""
+    """Yield why a run could not continue under another plan, called `name`: its balance loss would be over other sets of
+    tokens."""
     before, now = run.plan.set_sequences, plan.set_sequences
     if before != now and run.model.build().balances_microbatches:
         field = "data" if plan.data != run.plan.data else "microbatch"

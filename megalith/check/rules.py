@@ -159,8 +159,8 @@ def each_site_can_train(case: Case) -> Found:
 
 
 def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
-    """Yield what is wrong with a run under another plan and not under its own. `changes`: that plan, which the run file calls `name`, and
-    what goes with it."""
+    """Yield what is wrong with a run under another plan and not under its own. `changes`: that plan, which the run file calls
+    `name`, and the values that belong to it."""
     for problem in check(run.model_copy(update=changes), files=False):
         if problem.severity == "error" and problem.key.partition(".")[0] == "plan":
             yield replace(problem, key=f"{name}{problem.key.removeprefix('plan')}")

@@ -27,7 +27,7 @@ def merges_fit_the_round(case: Case) -> Found:
         reason = f"cannot be spread over sites.inner_steps = {sites.inner_steps} steps"
         yield error("sites.fragments", sites.fragments, reason, f"Use fragments = {sites.inner_steps} at most.")
     if sites.inner_steps > steps:
-        reason = f"is longer than the run of {steps} steps: sites would merge at its end alone"
+        reason = f"is longer than the run of {steps} steps: sites would merge only at its end"
         yield advice("sites.inner_steps", sites.inner_steps, reason, f"Use inner_steps = {max(1, steps // 10)}, say.")
 
 
@@ -40,15 +40,15 @@ def methods_are_whole(case: Case) -> Found:
         reason = f"with sites.top_k = {sites.top_k} loses what is not among the largest elements"
         yield error("sites.error_feedback", False, reason, "Leave it out, or sites.top_k.")
     if sites.top_k is not None and sites.momentum:
-        reason = (
-            f"with sites.top_k = {sites.top_k} is momentum twice: what is left out and fed back acts as momentum (SparseLoCo)"
-        )
+        reason = f"with sites.top_k = {sites.top_k} applies momentum twice: what is left out and fed back acts as momentum (SparseLoCo)"
         yield advice("sites.momentum", sites.momentum, reason, "Use momentum = 0.0, lr = 1.0 and feedback_decay = 0.95.")
     if sites.feedback_decay < 1.0 and not sites.feeds_back:
-        reason = "forgets a part of what was left out, and nothing is left out of differences or fed back"
+        reason = "forgets a part of what was left out, but nothing is left out of differences or fed back"
         yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Leave it out, or use sites.top_k or fewer bits.")
     if sites.eager and not sites.overlap:
-        reason = "applies a site's own difference while the others' are under way, and with sites.overlap = 0 nobody waits"
+        reason = (
+            "applies a site's own difference while the others' are under way, but with sites.overlap = 0 no step runs meanwhile"
+        )
         most = sites.inner_steps - 1
         way_out = (
             f"Use overlap = 1{f' to {most}' * (most > 1)}, or leave sites.eager out."
@@ -57,8 +57,8 @@ def methods_are_whole(case: Case) -> Found:
         )
         yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
-        reason = "is the share of a site's own weights in a mean with merged ones, and sites.eager keeps all that it trained"
-        yield error("sites.mixing", sites.mixing, reason, "Leave out one of both.")
+        reason = "is the share of a site's own weights in a mean with merged ones, but sites.eager keeps all that a site trained"
+        yield error("sites.mixing", sites.mixing, reason, "Leave out one of the two.")
 
 
 def gradients_can_be_exchanged(case: Case) -> Found:
@@ -106,17 +106,20 @@ def fragments_have_parts(case: Case) -> Found:
 
 
 def sites_stay_together(case: Case) -> Found:
-    """All sites make an update in every step, and know of each merge at the same step. What one site alone might do is refused."""
+    """All sites make an update in every step, and learn of each merge at the same step. Options that one site alone might act on
+    are refused."""
     spec = case.spec
     if spec.sites is None:
         return
-    apart = "lets a site leave out or undo updates that the others make, and with sites all count the same steps"
+    apart = "lets a site leave out or undo updates that the others make, but all sites must count the same steps"
     if spec.stability.answers:
-        yield error("stability.answers", list(spec.stability.answers), apart, "Leave it out: sites warn of spikes.")
+        yield error(
+            "stability.answers", list(spec.stability.answers), apart, "Leave it out: a run with sites only warns of spikes."
+        )
     if spec.stability.not_finite == "skip":
         yield error("stability.not_finite", "skip", apart, 'Use not_finite = "stop".')
     if PRECISIONS[spec.train.precision].scaled:
-        reason = "leaves out updates whose gradients overflow, and with sites all count the same steps"
+        reason = "leaves out updates whose gradients overflow, but all sites must count the same steps"
         yield error("train.precision", spec.train.precision, reason, 'Use precision = "bf16".')
     if case.plan.post_validation:
         reason = "may undo the update of a step after its weights have been sent to the other sites"
@@ -125,7 +128,7 @@ def sites_stay_together(case: Case) -> Found:
         reason = "would give one site fewer ranks, but every site needs the plan's ranks"
         yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
     if spec.branch is not None:
-        reason = "begins with the state of a run, and the state of one with sites is several runs'"
+        reason = "begins with the state of one run, but a run with sites has the state of several"
         yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which takes merged weights.")
 
 
@@ -151,7 +154,9 @@ def sites_are_numbered(case: Case) -> Found:
         return
     for key, number in (("sites.site", sites.site), ("sites.decides", sites.decides)):
         if number is not None and number >= sites.count:
-            yield error(key, number, f"is none of the sites 0 to {sites.count - 1}", "Name one of these, or raise sites.count.")
+            yield error(
+                key, number, f"is not one of the sites 0 to {sites.count - 1}", "Name one of these, or raise sites.count."
+            )
     if case.world is not None:
         yield from launched_alone(case.spec)
 
@@ -208,7 +213,7 @@ def launched_alone(spec: RunSpec) -> Found:
     """A launcher starts the ranks of one site."""
     sites = spec.sites
     if sites is not None and sites.count > 1 and sites.site is None:
-        reason = "is not set, and a launcher starts the ranks of one site alone"
+        reason = "is not set, and a launcher starts the ranks of only one site"
         yield error("sites.site", None, reason, "Launch each site with --set sites.site=0, 1 and so on, and its own run folder.")
 
 
@@ -225,6 +230,6 @@ def faults_go_back_to_checkpoints(case: Case) -> Found:
     spec = case.spec
     if spec.sites is not None and spec.fleet.recover and not spec.checkpoint.every:
         reason = (
-            "saves nothing before the end: with sites there are no copies in memory, so a fault of too many sites loses the run"
+            "saves nothing before the end: with sites there are no copies in memory, so the run is lost if too many sites fail"
         )
         yield advice("checkpoint.every", 0, reason, f"Use checkpoint.every = {spec.sites.inner_steps}, say.")

@@ -30,7 +30,7 @@ def torch_has_the_kernels(case: Case) -> Found:
         return
     reason = (
         f"names {device.name}, compute capability {VOLTA}, and PyTorch {version('torch')} here is built for CUDA "
-        f"{'.'.join(map(str, cuda))}, without kernels for it: from 2.11 on, builds for CUDA 12.6 alone have them"
+        f"{'.'.join(map(str, cuda))}, without kernels for it: from 2.11 on, only builds for CUDA 12.6 have them"
     )
     way_out = "Where it trains, install that build: pip install torch --index-url https://download.pytorch.org/whl/cu126."
     yield advice("cluster", case.spec.cluster, reason, way_out)
@@ -64,9 +64,7 @@ def compiler_keeps_collectives(case: Case) -> Found:
         return
     installed = version("torch")  # read from disk
     if tuple(map(int, installed.split(".")[:2])) < COMPILES_COLLECTIVES:
-        reason = (
-            f"with plan.{split} = {getattr(plan, split)} on torch {installed}, seen to compile such blocks to wrong gradients"
-        )
+        reason = f"with plan.{split} = {getattr(plan, split)} on torch {installed}, a version that compiles such blocks to wrong gradients"
         yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES_COLLECTIVES))}, or compile = false.")
 
 

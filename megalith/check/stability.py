@@ -9,7 +9,7 @@ def answers_are_a_ladder(case: Case) -> Found:
     stability = case.spec.stability
     ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
     if stability.answers != ladder:
-        reason = "lists answers in another order than they are given in, from the mildest to the hardest, each once"
+        reason = "must list each answer once, from the mildest to the hardest"
         yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
     if stability.answers and not stability.watch:
         reason = "has responses to spikes, and stability.watch = false detects none"

@@ -19,7 +19,7 @@ def warmup_and_decay_fit(case: Case) -> Found:
         way_out = f"Use decay <= {most}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
     if optimizer.decay > 1 and optimizer.decay % 1:
-        reason = "above 1 is a number of updates, and no whole one"
+        reason = "is above 1, so it counts updates, but is no whole number"
         yield error(
             "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
         )

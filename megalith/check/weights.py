@@ -130,7 +130,11 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
     """Return how the run would name these differences, to be added to a way out; empty if there are none."""
-    return f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if that is meant" if names else ""
+    return (
+        f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if the difference is intended"
+        if names
+        else ""
+    )
 
 
 def _by_key(theirs: families.Model, ours: families.Model, found: Collection[Difference]) -> dict[str, tuple[Any, Any]]:
@@ -155,7 +159,7 @@ def _text(value: Any) -> str:
 
 
 def _wrong_tensors(index: Index, model: ModelSpec, changes: Collection[Change]) -> list[str]:
-    """Return the parameters of `model` that the checkpoint has not, or not in a shape that can be loaded."""
+    """Return the parameters of `model` that the checkpoint lacks, or has in a shape that cannot be loaded."""
     wrong: list[str] = []
     free = other_rows(changes)
     for name, parameter in model_parameters(model).items():

@@ -1,4 +1,4 @@
-"""`megalith advise`: measure on a run's own state what its description should be."""
+"""`megalith advise`: measure, on a run's own state, which settings suit it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def batch(
     step: AtStep = None,
     factors: Annotated[str, typer.Option(help="Batches to try, as factors of the run's at that step.")] = "0.5,1,2,4",
     steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps of the run's batch.")] = 64,
-    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch size; each starts further on in the data.")] = 3,
+    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch size; each reads later data.")] = 3,
     scale: Annotated[str, typer.Option(help="Scaling of the learning rate with the batch: root, linear or none.")] = "root",
     tolerance: Annotated[float, typer.Option(min=0.0, help="Relative loss increase that a larger batch may have.")] = 0.005,
     out: Annotated[Path | None, typer.Option(help="Folder of the branches' run folders. Default: RUN_DIR/advise-batch.")] = None,
@@ -135,7 +135,7 @@ def _noise_scale(run_dir: Path, step: int) -> float | None:
 
 
 def _trainer(console: Console) -> Train:
-    """Return what trains a trial on this machine, as `megalith train` does."""
+    """Return the function that trains a trial on this machine, as `megalith train` does."""
 
     def run(trial: "Trial", folder: Path) -> int:
         from megalith.commands.shared.arguments import RunRequest

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Faultload:
-    """The faults of a campaign: how many of Llama 3's mix, the seed that draws them, and how often besides the supervisor, or the agent
-    of a node, is killed. With agent kills each node has an agent of its own, as on many machines."""
+    """The faults of a campaign: how many of Llama 3's mix, the seed that draws them, and how often the supervisor, or the agent
+    of a node, is killed as well. With agent kills each node has an agent of its own, as on many machines."""
 
     count: int = 24
     seed: int = 0
@@ -137,8 +137,8 @@ def campaign(
 
 
 def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path) -> "Ran":
-    """Do the second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first run. Its nodes have agents if some
-    are to be killed."""
+    """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed,
+    each node has one."""
     from megalith.commands.shared import ranks
     from megalith.fleet import local
     from megalith.fleet.seat import node_folder
@@ -172,9 +172,10 @@ def _training(resolved: "Resolved", spec: "RunSpec", run_dir: Path, verb: str = 
 def _end_state(folder: Path) -> dict[str, Any] | None:
     """Return all that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
 
-    Of these there is no state that a step takes over from the one before: the order of data and the first weights are functions of the
+    No random state passes from one step to the next: the order of data and the first weights are functions of the
     seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
-    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: another if a step was seeded, or drew, otherwise.
+    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: it differs if a step was seeded, or drew, in
+    another way.
     """
     from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest
 
@@ -186,12 +187,12 @@ def _end_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _table_of_faults(found: "Judgement") -> Table:
-    """Return a table of what became of each kind of fault."""
+    """Return a table of the outcome of each kind of fault."""
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1),
         pad_edge=False,
-        caption="In seconds: found after, on again after that, and the most of these.",
+        caption="Seconds: from fault to detection, from detection until training resumed, and the longest of the latter.",
     )
     table.add_column("fault", max_width=22)
     table.add_column("handled", no_wrap=True)
@@ -220,15 +221,15 @@ def sentences(found: "Judgement") -> Iterator[str]:
     )
     if found.supervisor_restarts:
         each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
-        yield f"supervisor killed and started again by the same command, until its first step (not a recovery of the run's own): {each}"
+        yield f"restarts of a killed supervisor, until the first step (not counted as recoveries): {each}"
     yield from _false_alarms(found)
     for kind, why in found.aimed.items():
-        yield f"aimed: {kind} comes only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
+        yield f"chosen steps: {kind} comes only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
     for kind, why in found.left_out.items():
         yield f"left out: {kind} ({why})"
     for one in found.asked:
         value = "nothing to measure" if one.found is None else f"{one.found:.2f}{one.unit}"
-        yield f"asked: {one.title} {one.most:g}{one.unit} at most: {value}"
+        yield f"limit: {one.title} {one.most:g}{one.unit}; found: {value}"
     for problem in found.problems:
         yield f"not met: {problem}"
     if found.hidden:

@@ -101,7 +101,7 @@ def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
 
 
 def _show_treated(spec: "RunSpec") -> None:
-    """Print which parameters are updated in which way, if not all are by one rule."""
+    """Print which parameters are updated in which way, unless one rule updates all."""
     from megalith.spec.optimizers import OPTIMIZERS
     from megalith.spec.treatment import summary
 

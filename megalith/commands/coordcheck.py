@@ -80,7 +80,7 @@ def _sizes(axis: str, text: str) -> list[int]:
 
 
 def _kinds(spec: "RunSpec", axis: "Axis") -> list[Any]:
-    """The standard parametrization, and the run's own or the one made for the axis."""
+    """Return the standard parametrization, and the run's own or the one made for the axis."""
     own = spec.model.parametrization
     scaled = own if own == "completep" or (own == "mup" and axis == "width") else {"width": "mup", "depth": "completep"}[axis]
     return ["standard", scaled]

@@ -69,8 +69,8 @@ def command(
 def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> Dried:
     """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
 
-    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan with problems and for a rank
-    that the plan has not.
+    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan with problems and for a
+    rank that is not in the plan.
     """
     from megalith.commands.shared import runs
     from megalith.spec import cluster
@@ -109,7 +109,7 @@ def _drawn(dried: Dried, name: str, out: Path) -> str:
 
 
 def _show(dried: Dried) -> None:
-    """Print memory, messages and work of a dry run beside what is predicted of it."""
+    """Print memory, messages and work of a dry run beside their predictions."""
     from megalith.report import dried as tables  # drawing
     from megalith.report import units
 
@@ -120,4 +120,4 @@ def _show(dried: Dried) -> None:
     lines = {line.name: line for line in dried.lines}
     console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
     console.print(f"Other operations move {units.memory(counted.work.moved)}.")
-    console.print(f"found out in {units.duration(run.seconds)} with {units.memory(run.resident)} of memory")
+    console.print(f"computed in {units.duration(run.seconds)} with {units.memory(run.resident)} of memory")

@@ -1,4 +1,4 @@
-"""`megalith eval`: the loss of a trained model on text of one's own."""
+"""`megalith eval`: the loss of a trained model on the user's own text."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -127,7 +127,7 @@ def _for_cluster(wish: Wish) -> dict[str, Any]:
 
 
 def _for_this_machine(wish: Wish, model: "Model") -> dict[str, Any]:
-    """Return the values of a run on this machine: a rank for each GPU where the batch can be dealt out so, else one."""
+    """Return the values of a run on this machine: a rank for each GPU if the batch can be divided among them, else one rank."""
     from megalith.machine import capacity
     from megalith.machine.describe import describe
     from megalith.spec.sizes import count_model

@@ -96,8 +96,8 @@ class Launched:
 def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | None = None) -> "tuple[Artefact, list[Problem]]":
     """Return what an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
 
-    Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is not here may be there:
-    that is advice.
+    Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is missing here may
+    exist on the machines, so that is only advice.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import engines
@@ -138,14 +138,14 @@ def _variables(settings: list[str] | None) -> dict[str, str] | None:
 
 
 def _placed(artefact: "Artefact", out: str | None) -> Launched:
-    """Return an artefact as it is written to `out`, a file or a folder: its text and its command name the file where it lies."""
+    """Return an artefact as it is written to `out`, a file or a folder. Its text and its command name the file in that place."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return Launched(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)
 
 
 def _show(launched: Launched, advice: "Sequence[Problem]", *, text: bool, submit: bool) -> None:
-    """Print a launch: its text if asked, or if it is written nowhere, advice, and how to start it."""
+    """Print a launch: its text (if asked, or if it is not written to a file), advice, and how to start it."""
     if text or not launched.path:
         print(launched.text, end="")
     if advice:

@@ -78,7 +78,7 @@ Software = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Whose steps to predict: megalith, or, to compare, megatron-te, megatron-core, torchtitan, pytorch, megatron-2021.",
+        help="Software to predict: megalith, or, for comparison, megatron-te, megatron-core, torchtitan, pytorch, megatron-2021.",
     ),
 ]
 Measured = Annotated[
@@ -98,7 +98,8 @@ Atlas = Annotated[
 Guide = Annotated[
     bool,
     typer.Option(
-        "--guide", help="Walk from what you have to a plan: fit, batch, throughput, one technique at a time. Asks on a terminal."
+        "--guide",
+        help="Lead step by step to a plan: fit, batch, throughput, one technique at a time. Asks questions on a terminal.",
     ),
 ]
 Out = Annotated[
@@ -129,7 +130,7 @@ def command(
         bool,
         typer.Option(
             "--explain",
-            help="Show what each neighbour of the best layout would cost; of a finished run, which term is slower than predicted.",
+            help="Show what each neighbour of the best layout would cost; for a finished run, which term is slower than predicted.",
         ),
     ] = False,
     pareto: Pareto = False,
@@ -196,14 +197,14 @@ def command(
 
 @contextmanager
 def _searching() -> Iterator[Callable[[int, int], None]]:
-    """Give a function that shows a search on a bar: it takes how many new parts are traced, and of how many."""
+    """Yield a function that shows a search on a bar. It takes the number of new parts that are traced, and of all new parts."""
     with progress() as bar:
         task = bar.add_task("searching", total=None, counts="")
         bar.refresh()
 
         def tick(done: int, total: int) -> None:
             if done < total:
-                bar.update(task, completed=done, total=total, counts="parts", description="tracing what is new", refresh=True)
+                bar.update(task, completed=done, total=total, counts="parts", description="tracing new parts", refresh=True)
             else:
                 bar.update(task, completed=0, total=None, counts="", description="searching", refresh=True)
 

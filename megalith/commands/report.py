@@ -27,7 +27,8 @@ def command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page's file. Default: report.html in the run folder (a temporary one if that is read-only); compare.html here."
+            help="The page's file. Default: report.html in the run folder (a temporary one if that is read-only); with several runs, "
+            "compare.html in the current directory."
         ),
     ] = None,
     as_json: Json = False,
@@ -42,7 +43,7 @@ def command(
     """
     if len(run_dirs) > 1:
         if trace:
-            raise typer.BadParameter("--trace is of one run. Name one run folder, or leave --trace out.")
+            raise typer.BadParameter("--trace shows one run. Name one run folder, or leave --trace out.")
         _compare(run_dirs, out or Path(COMPARISON), as_json=as_json)
         return
     (run_dir,) = run_dirs

@@ -1,4 +1,4 @@
-"""`megalith simulate`: a long run on a large cluster with its faults, played through."""
+"""`megalith simulate`: a simulated long run on a large cluster with its faults."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ ScenarioSettings = Annotated[
     ),
 ]
 Cluster = Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)]
-Campaign = Annotated[Path | None, typer.Option(help="Replay the faults of a campaign instead; its folder.", show_default=False)]
+Campaign = Annotated[Path | None, typer.Option(help="Folder of a campaign: replay its faults instead.", show_default=False)]
 Latencies = Annotated[
     Path | None,
     typer.Option(
@@ -112,7 +112,7 @@ def command(
         _replay(campaign, latencies, as_json=as_json)
         return
     if run is None and cluster is None:
-        raise typer.BadParameter("Give --cluster, a RUN.toml that names one, or --campaign to play one again.")
+        raise typer.BadParameter("Give --cluster, a RUN.toml that names one, or --campaign to replay one.")
     if sweep is not None:
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
@@ -130,7 +130,7 @@ def _option(key: str) -> str:
 def _only_campaign(others: Sequence[str]) -> None:
     """Raise a usage error if there are other options beside --campaign."""
     if others:
-        raise typer.BadParameter(f"--campaign plays a campaign as it was. Leave out {', '.join(others)}, or --campaign.")
+        raise typer.BadParameter(f"--campaign replays a campaign unchanged. Leave out {', '.join(others)}, or --campaign.")
 
 
 def _play(prepared: "Prepared", over: str | None, *, seeds: int, out: Path | None, as_json: bool) -> None:
@@ -271,7 +271,7 @@ def _picture(found: "Simulated | Swept") -> str:
 
 
 def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
-    """Return what was played, in one line; `besides` is the setting that a sweep tries."""
+    """Describe the simulated setting in one line; `besides` is the setting that a sweep tries."""
     sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
     spares = "" if besides == "spares" else f" and {counted(plan.fleet.spares, 'spare')}"
     store = "" if besides == "intervals" else f", a checkpoint every {plan.store_every / 60:.3g} minutes"
@@ -304,7 +304,7 @@ def _show_simulated(found: "Simulated") -> None:
             found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
         )
         print(
-            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites started anew {anew:,.1f} times, with none left at a merge"
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, with none left at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")
@@ -322,7 +322,7 @@ def _sum(what: str, parts: Mapping[str, float]) -> str:
 
 
 def _show_swept(found: Swept, seeds: int) -> None:
-    """Print a sweep; the best stands out."""
+    """Print a sweep; the best value is highlighted."""
     plan, (unit, heading) = found.plan, found.scale
     print(_setting(plan, seeds, besides=found.what))
     table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
@@ -356,7 +356,7 @@ def _show_formulas(found: Swept) -> None:
 
 
 def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
-    """Play a campaign's list of faults again, with the latencies of its own log or of the campaign `like`, and print both."""
+    """Replay a campaign's list of faults, with the latencies of its own log or of the campaign `like`, and print both."""
     from megalith.rehearse import replay
 
     found = replay.replay(folder, like=like)

@@ -33,7 +33,7 @@ class Trained:
 
     `report` is None if none could be written. Ranks other than the first have no report and no message. `unshown`: sentences
     about output that failed without ending the run. `left`: sentences about copies of the state that stay on this machine.
-    `raised`: what the function that was given each event raised first.
+    `raised`: the first exception of the function that gets each event.
     """
 
     run_dir: Path
@@ -230,7 +230,7 @@ def followed(
 
 
 def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
-    """Return how a training ended whose progress `follow` has shown, once its report is written."""
+    """Write the report, and return how the training that `follow` has shown ended."""
     from megalith.commands import clean, report
     from megalith.fleet.exit_codes import ORDERLY
 
@@ -252,7 +252,7 @@ def show(trained: Trained, *, as_json: bool) -> None:
 
 
 def _numbers(run_dir: Path) -> dict[str, Any]:
-    """Return what the run came to, in numbers; empty where its events cannot be read: its exit status is its own."""
+    """Return the run's results in numbers; empty if its events cannot be read, which does not change the exit status."""
     from megalith.report import summary  # drawing
 
     try:

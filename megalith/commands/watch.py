@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 NOTICED = 0.5
-"""Seconds until a signal is noticed at the latest. Any thread may take one from the system, and then the main thread sleeps on."""
+"""Seconds until a signal is noticed at the latest. Any thread may receive one from the system, and then the main thread keeps
+sleeping."""
 
 
 def command(
@@ -54,13 +55,14 @@ def command(
         typer.Option("--ask", metavar="KEY=VALUE", help="Parameter of the panel, such as row=memory. May be repeated."),
     ] = None,
 ) -> None:
-    """Show runs live on one page: whether they are well, what was predicted and what happens, every rank, and which one is to blame.
+    """Show runs live on one page: their health, predicted beside measured, every rank, and which rank is to blame.
 
-    Works on a run that trains, here or on another machine, and on one that has ended. Who has the printed address may look.
+    Works on a run that trains, here or on another machine, and on one that has ended. Whoever has the printed address can see the
+    page.
 
     Example:  megalith watch runs/first runs/second
 
-    With the loss that smaller runs foretell:  megalith watch runs/large --law runs/s --law runs/m --law runs/l
+    With the loss that smaller runs predict:  megalith watch runs/large --law runs/s --law runs/m --law runs/l
 
     For programs:  megalith watch runs/first --json rank-heatmap --ask row=memory
     """
@@ -105,7 +107,7 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
 
 
 def _law(runs: Sequence[Path]) -> "Law":
-    """Return the scaling law of runs. Raises ValueError where they do not suffice for one."""
+    """Return the scaling law of runs. Raises ValueError if they do not suffice for one."""
     from megalith.watch.law import of_runs
     from megalith.watch.source import Source
 
@@ -118,15 +120,13 @@ def _law(runs: Sequence[Path]) -> "Law":
 
 
 def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
-    """Write an order of a page into the run's folder. Raises ValueError for one that nobody would obey."""
+    """Write an order of a page into the run's folder. Raises ValueError for an order that nothing would carry out."""
     from megalith.control import orders
 
     if source.setting("fleet", "recover") is False:
-        raise ValueError(
-            "fleet.recover = false: no controller runs that would obey. Send SIGTERM to the command to save and stop."
-        )
+        raise ValueError("fleet.recover = false: so no controller takes orders. Send SIGTERM to the command to save and stop.")
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
-    return "Ordered. The run's controller reads the order within a second of a step, and logs it under incidents."
+    return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."
 
 
 def _rules(file: Path) -> "AlertsSpec":
@@ -167,8 +167,8 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     ):
         server.start()
         print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
-        print("Who has this address may look; on another machine, first: ssh -L "
-              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
+        print("Whoever has this address can see the page. From another machine, run first: ssh -L "
+              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, not the run.", flush=True)  # fmt: skip
         if act:
             print(f"anybody who has this link may also give orders: {server.acting_address}", flush=True)
         while True:

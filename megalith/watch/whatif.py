@@ -1,5 +1,5 @@
-"""A step with something as fast as the median: replayed by the simulator of its schedule, with each rank's measured own work (the what-if
-analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
+"""Analysis of a step in which slow ranks are as fast as the median: the simulator of the schedule replays the step with each
+rank's measured own work (the what-if analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from megalith.spec.plan import Plan
 
 REPLICAS = 6  # pipelines that are replayed: those with the most work; the slowest of them ends the step
 WEIGHTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""Work of a computation beside the others of its stage, where nothing was recorded."""
+"""Relative work of a computation among those of its stage, if no spans were recorded."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step as its ranks did it. `own`: each rank's own seconds of work. `pipeline`, `data`: its places on those axes; ranks that share
-    both (tensor and context ranks) wait for each other in every computation. `recorded`: spans that say how a stage's seconds are dealt
-    among its computations."""
+    """A measured step. `own`: each rank's own seconds of work. `pipeline`, `data`: its places on those axes; ranks that share
+    both (tensor and context ranks) wait for each other in every computation. `recorded`: spans that determine the shares of a
+    stage's computations in its seconds."""
 
     plan: Plan
     microbatches: int
@@ -41,7 +41,7 @@ class Replay:
 
     @cached_property
     def _dealt(self) -> list[dict[tuple[str, int], float]]:
-        """For each pipeline rank the share of its own work that each of its computations is, by (kind, stage)."""
+        """Return, for each pipeline rank, the share of each of its computations in its own work, by (kind, stage)."""
         means = mean_seconds(one.spans for one in self.recorded)
         found = []
         for row in self._program.rows:
@@ -54,13 +54,14 @@ class Replay:
         return found
 
     def seconds(self, own: NDArray[np.float64] | None = None) -> float:
-        """Seconds from the first computation to the end of the last, of the slowest pipeline. `own`: other work than was measured."""
+        """Seconds from the first computation to the end of the last, of the slowest pipeline. `own`: work to use in place of the
+        measured one."""
         work = self._places(self.own if own is None else own)
         heaviest = np.argsort(work.sum(axis=0) + work.shape[0] * work.max(axis=0))[::-1][:REPLICAS]
         return max(self._one(tuple(work[:, replica])) for replica in heaviest)
 
     def _places(self, own: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The work of each pipeline rank of each replica: that of the slowest of the ranks that share it."""
+        """Return the work of each pipeline rank of each replica: that of the slowest of its ranks."""
         work = np.zeros((self.plan.pipeline, int(self.data.max()) + 1))
         np.maximum.at(work, (self.pipeline, self.data), np.nan_to_num(own))
         return work
@@ -81,7 +82,7 @@ class Replay:
         return work[rank] * self._dealt[rank][action.kind, action.stage]
 
     def without(self, ranks: Iterable[int], usual: NDArray[np.float64]) -> float:
-        """The share of a step that would be saved if these ranks worked as long as `usual` says, where they take longer."""
+        """Return the share of a step that would be saved if these ranks worked no longer than in `usual`."""
         own = self.own.copy()
         at = np.fromiter(ranks, dtype=np.int64)
         own[at] = np.minimum(own[at], usual[at])
@@ -90,7 +91,7 @@ class Replay:
 
 
 def pipeline_seconds(program: Program, of: Callable[[Action], float]) -> float:
-    """Return the seconds from the first computation of a pipeline to the end of the last. `of`: those that a computation takes."""
+    """Return the seconds from the first computation of a pipeline to the end of the last. `of`: the seconds of a computation."""
 
     def cost(slot: Slot) -> float:
         return sum(of(action) for action in parts(slot) if isinstance(action, Action) and action.kind in WEIGHTS)
@@ -99,7 +100,8 @@ def pipeline_seconds(program: Program, of: Callable[[Action], float]) -> float:
 
 
 def medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median of each column without its NaN: `np.nanmedian(rows, axis=0)`, which takes many times as long for few long rows."""
+    """Return the median of each column without its NaN, like `np.nanmedian(rows, axis=0)`, but many times faster for few long
+    rows."""
     ordered = np.sort(rows, axis=0)  # NaN come last
     known = len(rows) - np.isnan(rows).sum(axis=0)
     middle = np.stack([np.maximum(known - 1, 0) // 2, np.minimum(known // 2, len(rows) - 1)])
@@ -107,7 +109,7 @@ def medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each rank the median of the others in its group, which have the same work; its own value where there are none."""
+    """Return for each rank the median of the others in its group, which have the same work; its own value if there are none."""
     found = own.copy()
     for group in np.unique(groups):
         at = np.flatnonzero(groups == group)

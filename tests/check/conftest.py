@@ -1,4 +1,4 @@
-"""Prepared data for runs that look at the disk."""
+"""Prepared data for runs whose checks read the disk."""
 
 from pathlib import Path
 

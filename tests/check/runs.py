@@ -19,7 +19,7 @@ def spec(*settings: str) -> RunSpec:
 
 
 def found(*settings: str, world: int | None = None) -> list[Problem]:
-    """Return the problems of such a run, without a look at the disk."""
+    """Return the problems of such a run, without reading the disk."""
     return check(spec(*settings), world=world, files=False)
 
 
@@ -34,12 +34,12 @@ def advice(*settings: str) -> list[str]:
 
 
 def keys(*settings: str, begun: bool = False) -> list[str]:
-    """Return the keys of its problems, those of files too."""
+    """Return the keys of its problems, including those of files."""
     return [problem.key for problem in check(spec(*settings), begun=begun)]
 
 
 def is_named(settings: list[str], key: str, said: str) -> None:
-    """Assert that an error about this key says this."""
+    """Assert that there is an error about this key with this text."""
     problems = errors(*settings)
     assert key in [problem.key for problem in problems]
     assert any(said in str(problem) for problem in problems if problem.key == key), [*map(str, problems)]

@@ -1,4 +1,4 @@
-"""Prepared data that is missing, damaged or too little."""
+"""Prepared data that is missing, damaged or insufficient."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Nodes, verification, copies on disk, and the plan to fall back on."""
+"""Nodes, verification, copies on disk, and the fallback plan."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def test_a_small_run_lacks_nothing():
     ],
 )
 def test_fewer_gpus_than_ranks_are_named(machine: Machine, settings: list[str], said: str):
-    """A5 and C8: with "auto" all ranks went to the CPU without a word; "cuda" was found out by ranks that failed."""
+    """A5 and C8: with "auto" all ranks used the CPU without a message; with "cuda" only the failing ranks found it."""
     (problem,) = short(machine, *settings)
     assert (problem.severity, problem.key) == ("error", "train.device")
     assert said in problem.reason
@@ -78,7 +78,7 @@ def test_a_state_that_memory_cannot_hold_is_named(machine: Machine, settings: li
     ],
 )
 def test_what_fits_as_far_as_the_state_goes_is_let_be(machine: Machine, settings: list[str]):
-    """Activations and copies come on top: whether these fit is for the planner and the dry run to say."""
+    """Activations and copies need more memory; the planner and the dry run check whether these fit."""
     assert short(machine, *settings) == []
 
 

@@ -28,7 +28,7 @@ RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.preci
             "plan.recompute",
             "the longest stage has 4. Use segments:auto, or segments:K with K <= 4.",
         ),
-        (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
+        (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names no part"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
         (
@@ -36,7 +36,7 @@ RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.preci
             "plan.state.optimizer",
             "would update by muon in host memory, but it needs each whole matrix, parts of which are on other GPUs",
         ),
-        (["plan.state.release=true"], "plan.state.release", "copies that would take 12 bytes a parameter and save 4"),
+        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, to save 4"),
         ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),
         ([*RELEASED, "train.global_batch=4"], "plan.state.release", "saves nothing with 4 microbatches a step"),
         ([*RELEASED, "train.precision=fp32"], "plan.state.release", "the master weights stay in memory"),
@@ -129,7 +129,7 @@ def test_state_that_fits_when_sharded_is_said_to():
 
 @pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])
 def test_what_undoing_an_update_takes_counts_as_state(late: str, each: int):
-    """Copies of weights and moments, and gradients, beside what is there anyway."""
+    """Copies of weights and moments, and gradients, in addition to the usual state."""
     blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     (problem,) = errors("cluster=h100", "model.preset=llama2-7b", f"plan.post_validation={late}", "plan.zero=0")
     assert f"at least {format_bytes(each * blocks)}" in problem.reason
@@ -167,7 +167,7 @@ def _said_of_the_folder(*settings: str) -> str:
 
 
 def test_state_elsewhere_leaves_its_room_on_the_device() -> None:
-    """8 billion parameters in bf16: 16 bytes of each are too many for 80 GiB, and 6 are not."""
+    """8 billion parameters in bf16: 16 bytes for each do not fit into 80 GiB, but 6 do."""
     run = ["cluster=h100", "model.preset=llama3-8b", "train.precision=bf16", "train.seq_len=8192"]
     assert "plan.zero" in [problem.key for problem in errors(*run)]
     assert not errors(*run, "plan.state.optimizer=host")

@@ -1,4 +1,4 @@
-"""Axes that do not divide what they split, and what is advised instead."""
+"""Axes that do not divide the sizes that they split, and the advice for them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sizes of a model that do not make one, and sequences longer than its context."""
+"""Impossible sizes of a model, and sequences longer than its context."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Moments in few bits: blocks inside shards, and choices that change something."""
+"""Moments in few bits: blocks inside shards, and choices with an effect."""
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_halves_need_weights_in_bf16_and_no_sites() -> None:
 
 def test_halves_that_save_nothing_are_told() -> None:
     said = [problem.reason for problem in found("optimizer.master=split16", "plan.data=2") if problem.key == "optimizer.master"]
-    assert said == ["saves nothing over 2 shards: a rank keeps 2 + 2 bytes of each weight of its share, as of fp32 4"]
+    assert said == ["saves nothing over 2 shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"]
     for settings in (("optimizer.master=split8", "plan.data=2"), ("optimizer.master=split16",)):
         assert "optimizer.master" not in advice(*settings)
     assert "optimizer.master" not in advice("optimizer.master=split16", "plan.data=2", "plan.zero=0")

@@ -1,4 +1,4 @@
-"""Narrow precisions: tiles inside shards, and choices that change something."""
+"""Narrow precisions: tiles inside shards, and choices with an effect."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_states_are_cut_by_groups() -> None:
 
 
 def test_scales_of_rows_and_tensors_lie_across_ranks() -> None:
-    """Any width goes, where ranks share their maxima."""
+    """Any width is allowed if ranks share their maxima."""
     for granularity in ("row", "tensor"):
         wide = (*FP8, f"precision.granularity={granularity}", "plan.tensor=8", "plan.context=4", "train.seq_len=4160")
         assert not errors(*wide)
@@ -155,7 +155,10 @@ def test_blocks_become_wide_by_comparisons_alone() -> None:
     asked = (*FP8, "precision.auto=0.1")
     assert "Use watch_every = 100, say, or auto = 0." in reasons(*asked)["precision.auto"]
     assert not errors(*asked, "precision.watch_every=100")
-    assert "blocks of its own" in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
+    assert (
+        "each site would make other blocks wide"
+        in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
+    )
     assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")
 
 

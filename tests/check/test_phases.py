@@ -1,4 +1,4 @@
-"""Rules look at every phase of a run, and a phase that has begun stays."""
+"""Rules check every phase of a run, and a phase that has begun cannot change."""
 
 import pytest
 

@@ -18,7 +18,7 @@ def test_a_resumed_run_may_change_where_and_how_long_but_not_what():
 
 
 def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
-    """Mixtral balances microbatch i of all data ranks: as many sequences in every plan that the run goes on under."""
+    """Mixtral balances microbatch i of all data ranks: later plans of the run must have the same number of sequences in it."""
     before = spec("model.preset=mixtral-8x7b", "plan.data=2", "plan.microbatch=2")
 
     def refused(*settings: str) -> list[tuple[str, object]]:

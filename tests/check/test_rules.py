@@ -70,7 +70,7 @@ def test_a_problem_knows_where_its_value_came_from():
 )
 @settings(deadline=None, max_examples=150)
 def test_a_plan_without_errors_can_be_carried_out(plan: Plan):
-    """Everything that is split comes out even, and the schedule can be built."""
+    """All splits are even, and the schedule can be built."""
     run = spec().model_copy(update={"plan": plan})
     if any(problem.severity == "error" for problem in check(run, files=False)):
         return

@@ -16,7 +16,8 @@ FIRST = "train.init_from=first"
 
 
 def first_weights(folder: str, *settings: str, tokenizer: str | None = DATA, without: str = "") -> Path:
-    """A checkpoint of the weights of such a run, but for their values. `tokenizer`: its fingerprint; None: an import, which says none."""
+    """Make a checkpoint of the weights of such a run, without their values. `tokenizer`: its fingerprint; None: an import, which
+    has none."""
     path = Path(folder, "checkpoints", checkpoints.name(0))
     path.mkdir(parents=True)
     model = spec(*settings).model
@@ -61,7 +62,7 @@ def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
     ],
 )
 def test_each_value_of_the_model_that_its_forward_depends_on_is_compared(data: Path, setting: str, there: str, here: str):
-    """A3: heads, theta and eps were not looked at where the numbers of parameters agreed."""
+    """A3: heads, theta and eps were not compared if the numbers of parameters were equal."""
     first_weights("first", "model.head_dim=32", "model.kv_heads=2", "model.tied=false")
     (problem,) = errors("model.head_dim=32", "model.kv_heads=2", "model.tied=false", setting)
     theirs, _, ours = problem.reason.partition(", and the run's has ")
@@ -98,7 +99,7 @@ def test_what_only_training_uses_may_differ_and_is_listed(data: Path):
 
 
 def test_weights_are_compared_tensor_by_tensor(data: Path):
-    """The description may be right, and a tensor be missing nevertheless."""
+    """A tensor may be missing although the description is right."""
     first_weights("first", without="blocks.2.mlp.up.weight")
     (problem,) = errors()
     assert "blocks.2.mlp.up.weight is missing" in problem.reason

@@ -1,4 +1,4 @@
-"""Calls of commands, as a person types them."""
+"""Calls of commands in the form that a person types."""
 
 from pathlib import Path
 

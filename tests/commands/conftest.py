@@ -1,4 +1,4 @@
-"""A folder with a run file and prepared data, which every command is called in, and launchers that start nothing."""
+"""The folder with a run file and prepared data in which every command is called, and launchers that start nothing."""
 
 import sys
 from pathlib import Path

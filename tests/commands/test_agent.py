@@ -1,4 +1,4 @@
-"""One machine of a run on many, as it is printed, and what the machine that directs the run starts besides."""
+"""Output of one machine of a run on many, and the other processes on the machine that directs the run."""
 
 import json
 import subprocess

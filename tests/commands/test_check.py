@@ -1,4 +1,4 @@
-"""The check of a run, as it is printed."""
+"""Output of the check of a run."""
 
 import json
 

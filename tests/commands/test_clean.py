@@ -1,4 +1,4 @@
-"""Leftovers of runs in memory and on disks are listed, and cleared if nobody uses them."""
+"""Leftovers of runs in memory and on disks are listed, and removed if no process uses them."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(run: Path, *, disk: Path | None = None) -> LocalNodes:
-    """A run that has copied its state after step 40."""
+    """Begin a run that has copied its state after step 40."""
     memory = roots.memory_root(run, "spec")
     nodes = LocalNodes(Job("nobody:calls", {}, ranks=1, run_dir=run), memory=memory, disk=disk)
     secret = key.of_run(run)

@@ -7,7 +7,7 @@ from tests.commands.calling import call
 
 
 def test_text_becomes_data_that_a_run_can_use():
-    """Tokenizer, data, inspection, verification and a check, as a newcomer types them."""
+    """Tokenizer, data, inspection, verification and a check, in the order of a new user."""
     Path("novels.txt").write_text("\n\n".join(f"It is a truth universally acknowledged, number {n}." for n in range(400)))
     assert "trained: tok" in call("tokenizer", "train", "novels.txt", "--vocab", "300", "--out", "tok").stdout
     prepare = ["novels.txt", "--tokenizer", "tok", "--out", "data/novels", "--split", "line", "--validation", "0.1"]

@@ -1,4 +1,4 @@
-"""Text from a trained model, as it is printed."""
+"""Output of text from a trained model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Input of engines, as it is written and printed."""
+"""Files and output for engines."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`megalith replay`: a run across sites, trained again as its log says."""
+"""`megalith replay`: a run across sites, trained again from its log."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def _answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
-    """Its merges make the same bits. With a merge that all logs have otherwise, nothing is trained."""
+    """Its merges make the same bits. If a merge differs from all logs, nothing is trained."""
     (tmp_path / "text").mkdir()
     data, folder = prepare_text(tmp_path / "text"), tmp_path / "runs" / "two"
     train = typed(tmp_path / "run.toml", data, steps=4, more=SITES)

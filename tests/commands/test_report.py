@@ -12,7 +12,7 @@ from tests.report.run_folder import write_run
 
 
 def _write(folder: Path) -> None:
-    """A run folder as `report` wants it."""
+    """Write a run folder with the files that `report` needs."""
     write_run(folder)
     (folder / "run.toml").write_text('name = "first"\n')
 

@@ -51,7 +51,7 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 @contextmanager
 def lossy_output() -> Iterator[None]:
     """Print to standard output and error as long as they take anything: output that a closed pipe or a full disk refuses is lost,
-    and does not end the command. How much that was is said at the end, on the other one."""
+    and does not end the command. At the end, the other stream reports how much was lost."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     outputs: dict[str, disk.Output] = {}
     for name, stream in before.items():
@@ -94,7 +94,7 @@ WAYS_OUT = {
     errno.EPERM: "Give this user the right to it, or name another place.",
     errno.EROFS: "Name a place that can be written, with --out or --run-dir.",
     errno.ENOTDIR: "A part of the path is a file. Name another place.",
-    errno.EISDIR: "A file is needed. Name one.",
+    errno.EISDIR: "This is a folder. Name a file.",
     errno.ENOSPC: "Free some space, or name another place.",
     errno.ENAMETOOLONG: "Give it a shorter name.",
 }
@@ -102,7 +102,8 @@ WAYS_OUT = {
 
 
 def _in_words(error: Exception) -> tuple[str, bool]:
-    """Return an error as text for a person, and True if that text is complete. A library's error needs the place where it was raised."""
+    """Return an error as text for a person, and True if that text is complete. A library's error is complete only with the place
+    where it was raised."""
     number = getattr(error, "errno", None) if isinstance(error, OSError) else None
     if number is not None:
         path = f"{error.filename}: " if error.filename else ""  # type: ignore[attr-defined]
@@ -116,8 +117,8 @@ def _in_words(error: Exception) -> tuple[str, bool]:
 
 
 def print_failure(text: str, *, kind: str, as_json: bool, complete: bool = False) -> None:
-    """Print why a command failed: to stderr, or as JSON with the error's `kind` to stdout. A text that is not `complete` is followed by how
-    to see where the error was raised."""
+    """Print why a command failed: to stderr, or as JSON with the error's `kind` to stdout. If the text is not `complete`, a line
+    says how to see where the error was raised."""
     if as_json:
         print_json({"ok": False, "error": text, "kind": kind})
         return
@@ -171,7 +172,8 @@ def problem_rows(problems: "Sequence[Problem]") -> list[dict[str, Any]]:
 
 
 def progress() -> "Progress":
-    """Return a progress bar on stderr, hidden unless that is a terminal: how much is done, counts, time left, what is done now.
+    """Return a progress bar on stderr, hidden unless that is a terminal: the share done, counts, time left, the current piece of
+    work.
 
     It is drawn only at each update: a thread that draws would be forked with the ranks.
     """

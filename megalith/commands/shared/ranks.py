@@ -118,7 +118,7 @@ def join(
 
 
 def _say_in_a_line(error: Exception, place: "Place") -> None:
-    """Print why this rank ends. It lost a peer or has reported a fault, so its stack would only bury the one that matters."""
+    """Print why this rank ends. It lost a peer or has reported a fault, so its stack would only hide the stack that matters."""
     if os.environ.get("MEGALITH_TRACEBACK"):
         traceback.print_exc()
     else:
@@ -162,7 +162,7 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
 
 
 def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
-    """Return the files that a run is computed from, as they are now, with their digests; what it reads once it has begun must be the same.
+    """Return the files that a run is computed from, as they are now, with their digests; later reads must find the same content.
 
     spec.json is what the command is about to write, or has written; the data's shards have digests in its manifest.
     """
@@ -175,8 +175,8 @@ def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
 
 
 def directed_elsewhere(job: Job) -> Job:
-    """Return the job of a node whose ranks another process directs. That one knows which description is right, and looks before each start:
-    a node that joins late may have been given a later run file."""
+    """Return the job of a node whose ranks another process directs. That process knows which description is right, and checks it
+    before each start: a node that joins late may have a later run file."""
     kept = {path: digest for path, digest in job.sealed.items() if Path(path).name != files.SPEC_FILE}
     return replace(job, sealed=kept, fallback=job.fallback and replace(job.fallback, sealed=kept))
 
@@ -190,7 +190,7 @@ def identity(spec: RunSpec) -> str:
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, without those of steps that it was sent back before. If no manifest can
+    """Return a run's checkpoints as copies of its state, without those of steps that a rewind has undone. If no manifest can
     be read, return all of them: the run must see that none is usable, and not begin anew."""
     steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
     newest = latest(of_run(folder))
@@ -199,7 +199,7 @@ def checkpoints(folder: Path) -> tuple[Copy, ...]:
 
 
 def store_of(owner: Owner) -> "Callable[[], tuple[Copy, ...]]":
-    """Return what lists a run's `checkpoints`, and writes those whose manifest cannot be used to the run's log, each once."""
+    """Return a function that lists a run's `checkpoints`. It logs each one with an unusable manifest, once."""
     told = set[Path]()
 
     def look() -> tuple[Copy, ...]:
@@ -224,7 +224,8 @@ def admit(spec: RunSpec, folder: Path) -> None:
 def end_with_torchrun(place: "Place | None") -> None:
     """Have this process end with the torchrun that started it.
 
-    torchrun ends its processes only when it ends in order. If it is killed, its ranks would live on and write to the run folder beside
+    torchrun ends its processes only when it ends normally. If it is killed, its ranks would live on and write to the run folder
+    beside
     those of the next start.
     """
     if place is not None and place.kind == "torchrun":

@@ -100,11 +100,11 @@ def _decided(resolved: Resolved) -> Resolved:
 
 
 OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
-"""Defaults that earlier versions had, and saved with a run. A run that began with one goes on with it unless its file says otherwise."""
+"""Defaults that earlier versions had, and saved with a run. A run that began with one keeps it unless its file says otherwise."""
 
 
 def _with_old_defaults(resolved: Resolved, folder: Path) -> Resolved:
-    """Return the run with the defaults that it began with, where they were others than today's."""
+    """Return the run with the defaults that it began with, if they differ from today's."""
     if not (folder / files.FILE).is_file():
         return resolved
     spec, provenance = resolved.spec, dict(resolved.provenance)
@@ -138,7 +138,8 @@ def tell(checked: Checked) -> None:
 
 
 def differences(resolved: Resolved, folder: Path) -> list[Problem]:
-    """Return why this run cannot resume the one in `folder`, or go on from a checkpoint there, which may be another run's. Without a
+    """Return why this run cannot resume the one in `folder`, or continue from a checkpoint there, which may be another run's.
+    Without a
     checkpoint there is nothing to resume, and any run may start."""
     checkpoints = committed(of_run(folder))
     if not checkpoints:

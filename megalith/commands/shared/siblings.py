@@ -1,4 +1,5 @@
-"""The other sites of a run all of whose sites are on this machine: each is trained by a command of its own, in a folder in the run's."""
+"""The other sites of a run whose sites are all on this machine. A command of its own trains each, in a folder inside the
+run's."""
 
 import contextlib
 import os
@@ -58,7 +59,7 @@ class Siblings:
 
     def finish(self, code: int, *, patience: float) -> list[str]:
         """Wait for the other sites, once the first has ended with this status: after status 0 they end by themselves within `patience`
-        seconds, else they are asked to stop. Returns a sentence for each that ended otherwise."""
+        seconds, else they are asked to stop. Returns a sentence for each site that ended in another way."""
         found = []
         for process, folder in zip(self._processes, self._folders, strict=True):
             if code or not _ends(process, patience):
@@ -101,7 +102,7 @@ def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) ->
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for a process for so long; True if it has ended."""
+    """Wait for a process for at most this time; True if it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None

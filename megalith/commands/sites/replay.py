@@ -1,4 +1,4 @@
-"""`megalith replay`: make the merges of a run across sites again, and compare the bits."""
+"""`megalith replay`: repeat the recorded merges of a run across sites, and compare the bits."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -31,14 +31,19 @@ def command(
     run_dir: RunFolder,
     others: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN_DIR ...]", help="Folders of sites that were launched by themselves.", show_default=False),
+        typer.Argument(
+            metavar="[RUN_DIR ...]",
+            help="Run folders of the other sites, if each site was launched separately.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder of the replay. Default: RUN_DIR-replay.")] = None,
     as_json: Json = False,
 ) -> int:
     """Train a run across sites again on this machine, with the merges that its log has recorded, and compare the merged weights.
 
-    The run's sites may have come and gone. Goes up to the run's newest checkpoint. Exit status 1 if any bit differs.
+    Sites may have left and joined during the run. The replay goes up to the run's newest checkpoint. Exit status 1 if any bit
+    differs.
 
     Example:  megalith replay runs/two --out runs/two-again
     """
@@ -53,7 +58,8 @@ def command(
 
 
 def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> Replayed:
-    """Make the merges again that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything starts,
+    """Repeat the merges that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything
+    starts,
     RecordError if there is something at `out`, if the merges are not all there or if the run file was changed on the way, and
     FileNotFoundError for a folder without a run."""
     from megalith.checkpoint.read import read_full  # torch takes seconds to import

@@ -1,4 +1,4 @@
-"""Values of options that are not known."""
+"""Unknown values of options."""
 
 from tests.commands.calling import call
 

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a run is found at once."""
+"""All problems of a run are found at once."""
 
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_every_command_that_reads_a_run_says_them_at_once(run: Path, look: Any):
 
 @pytest.mark.parametrize("settings", [["plan.dat=2"], ["plan.extent=2"], ['plan.data="2"']])
 def test_nothing_is_said_of_defaults_that_stand_for_what_is_faulty(run: Path, settings: list[str]):
-    """The plan's other ranks are on their way."""
+    """The plan's other ranks will join later."""
     run.write_text(RUN)
     with pytest.raises(SpecErrors) as caught:
         check(RunRequest(run, settings), world=2)
@@ -69,7 +69,7 @@ FAULTS = [
 
 
 def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
-    """Whatever value is faulty, only that is found wrong with a run that is right otherwise."""
+    """For any faulty value, it is the only problem of an otherwise correct run."""
     for fault in FAULTS:
         with pytest.raises(SpecErrors) as caught:
             check(RunRequest(run, [fault]))
