@@ -1,5 +1,5 @@
-"""Time that sites wait for each other at merges over a link: step by step, as the trainer sends and merges; and the method with which they
-wait little. Arithmetic only, no torch."""
+"""Time that sites wait for each other at merges over a link, step by step, as the trainer sends and merges; and the method that
+keeps waits short. Arithmetic only, no torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000
 GOOD = 0.99
 """Share of the time in which a site computes that is good enough."""
 HEADROOM = 0.8
-"""Share of a link's rate that a chosen method counts on: lost packets, and what else crosses it, take some."""
+"""Share of a link's rate that a chosen method counts on: lost packets and other traffic take some."""
 CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
 """Keys of `[sites]` that are chosen where a run file leaves them out."""
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values that are tried. Weights that arrive more than ten steps late are not."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
-"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP sends at first before it waits for an answer,
-also after a pause that is so many seconds longer than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least time-out)."""
+"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP first sends before it waits for an
+answer, also after a pause of this many seconds more than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least
+time-out)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of every tensor that is merged, by its name in the whole model."""
@@ -71,7 +72,8 @@ class Across:
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
     """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link.
 
-    `steps`: of the whole run, whose last merges all of the model, which counts if it has at most LONG rounds; None: more. `packet`: bytes
+    `steps`: of the whole run. Its last step merges the whole model, which counts if the run has at most LONG rounds; None: more.
+    `packet`: bytes
     of the link's packets.
     """
     if sites.link is None or sites.count == 1:
@@ -96,8 +98,9 @@ def choose(
     """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds.
 
     The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
-    the least overlap, then the fewest fragments. Where none has that use, the one with the most use is taken. `rounds_well`: differences
-    are little hurt by 2 bits, as those of Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: steps of the run, which no interval
+    the least overlap, then the fewest fragments. If no interval has that use, the one with the most use is taken. `rounds_well`:
+    2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: steps of the run, which no
+    interval
     exceeds.
     """
     assert sites.link is not None
@@ -132,8 +135,8 @@ def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
 
 
 def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:
-    """Follow ROUNDS rounds, or all `steps`. What is sent queues for the link; a merge needs it and the verdict, which follows it back: a
-    round trip."""
+    """Follow ROUNDS rounds, or all `steps`. Differences queue for the link; a merge needs them and the verdict, which comes back
+    after them: a round trip."""
     assert sites.link is not None
     line = _Line(1e6 * sites.link.megabits / 8 * (packet - HEADERS) / packet, 1e-3 * sites.link.milliseconds, WINDOW * packet)
     sizes = [_bytes(fragment, sites) for fragment in cut]
@@ -172,7 +175,7 @@ class _Line:
     delay: float
     window: float
     free: float = 0.0
-    """When what was sent before has left."""
+    """Time at which the link is free again."""
 
     def send(self, size: int, now: float) -> float:
         """Send, and return when the answer to it is back."""

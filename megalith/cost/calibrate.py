@@ -24,7 +24,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Between which values a figure may lie, and how far it is expected to be from its start: a factor of e^`doubt`, usually."""
+    """Limits of a figure, and its expected distance from its start: usually within a factor of e^`doubt`."""
 
     low: float
     high: float
@@ -63,7 +63,8 @@ BOUNDS: Mapping[str, Bounds] = {
 
 
 TIED = {f"fused.{name}": f"packaged.{name}" for name in ("host", "launch", "routing")}
-"""Figures that are one: an operation of Megatron-Core's takes the host as long in a tuned run, until graphs start it."""
+"""Figures with one common value: the host takes as long for an operation of Megatron-Core in a tuned run, until graphs start
+it."""
 
 
 def choose(choices: Sequence[tuple[Workload, Parts]], figures: Calibration) -> tuple[Workload, Estimate]:
@@ -98,7 +99,8 @@ def fit(
     """The calibration with the least loss on the observations.
 
     The loss is the mean over groups of the mean absolute log error, capped at 0.7 so that a run that went wrong does not pull, plus
-    `prior` times each figure's squared distance from its start in units of its doubt: figures the data does not tell apart stay put.
+    `prior` times each figure's squared distance from its start in units of its doubt: figures that the data cannot separate keep
+    their starting values.
     """
     first = start.flat()
     figures, values = start, dict(first)
@@ -144,7 +146,7 @@ def _bounds(name: str) -> Bounds | None:
 
 
 def _users(observations: Sequence[Observation], figures: Calibration) -> dict[str, list[int]]:
-    """Device or software generation -> the observations its figures matter to."""
+    """Map each device or software generation to the observations that its figures affect."""
     found: dict[str, list[int]] = defaultdict(list)
     for i, one in enumerate(observations):
         workload = one.choices[0][0]

@@ -29,21 +29,21 @@ class Device:
     ramp: float
     """Inner size at which a product reaches half its speed: filling and draining the pipeline of a tile."""
     attention_forward: float
-    """Share of bf16's peak fused attention reaches,"""
+    """Share of bf16's peak that the forward of fused attention reaches."""
     attention_backward: float
-    """and its backward."""
+    """Share of bf16's peak that the backward of fused attention reaches."""
     memory: float
     """Share of the memory bandwidth that element-wise kernels reach."""
     fast: float
-    """Share of the fast links' bandwidth a large collective reaches,"""
+    """Share of the fast links' bandwidth that a large collective reaches."""
     slow: float
-    """and of the network's."""
+    """Share of the network's bandwidth that a large collective reaches."""
     latency: float
-    """Seconds a collective takes to start,"""
+    """Seconds that a collective takes to start."""
     hop: float
-    """and a ring for each domain of fast links it passes through."""
+    """Seconds that a ring takes for each domain of fast links that it passes through."""
     gap: float
-    """Least seconds of a kernel on the device."""
+    """Minimum seconds of a kernel on the device."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Generation:
     host: float
     """Seconds an x86 host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
     launch: float
-    """Seconds it takes for a kernel alone: for each further one where an operation starts several."""
+    """Seconds that the host takes for each further kernel, if an operation starts several."""
     routing: float
     """Seconds a layer of experts waits in each direction for the host to learn where tokens go."""
     passes: float
     """Element-wise bytes moved, as a share of those of the traced modules: below 1 where kernels are fused further."""
     tensor_exposed: float
-    """Share of the tensor axis's collectives that is not hidden behind products,"""
+    """Share of the tensor axis's collectives that is not hidden behind products."""
     expert_exposed: float
-    """of the experts' all-to-all,"""
+    """Share of the experts' all-to-all that is not hidden."""
     data_exposed: float
-    """and of the data axis's that computation could hide."""
+    """Share that is not hidden of the data axis's collectives that computation could hide."""
     contention: float
     """Share by which collectives slow down the computation they hide behind."""
     step: float
@@ -133,7 +133,7 @@ class Calibration:
         return self.hosts[self.beside[accelerator.name]].slower if accelerator.name in self.beside else 1.0
 
     def changed(self, values: dict[str, float]) -> "Calibration":
-        """With some figures replaced: {"hopper.wide": 0.7}."""
+        """Return a calibration with some figures replaced: {"hopper.wide": 0.7}."""
         tables: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in ("devices", "generations", "hosts")}
         for name, value in values.items():
             owner, _, key = name.partition(".")

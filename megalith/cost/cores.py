@@ -98,8 +98,8 @@ class _Recurrence(torch.autograd.Function):
 
 
 class FusedMamba(nn.Module):
-    """Mamba-2 between its projections, as mamba_ssm's `mamba_split_conv1d_scan_combined` computes it: kept are what the projections give
-    and what the state does; convolution and states are computed again in backward."""
+    """Mamba-2 between its projections, as mamba_ssm's `mamba_split_conv1d_scan_combined` computes it: the outputs of the
+    projections and of the state are kept; convolution and states are computed again in backward."""
 
     def __init__(self, core: nn.Module, note: NoteRecurrence) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
 """The errors of predictions, and how a few measured rows reduce them. No torch.
 
-A *stack* is software on machines, as one source measured it. Its rows are off by a factor that is theirs together, and each by another:
+A *stack* is software on machines, as one source measured it. Its rows are off by a common factor, and each row by a factor of its
+own:
 
     log(measured / predicted) = bias + a stack's own (of deviation `between`) + a row's own (of deviation `within`)
 
-The deviations come from published rows, each judged by a fit that its stack had no part in. An interval of 80 % reaches so many
-deviations to either side as hold 80 % of such rows, every stack weighing alike (split conformal prediction over groups; Vovk et al. 2005;
+The deviations come from published rows, each judged by a fit without its stack. An interval of 80 % reaches as many deviations to
+either side as hold 80 % of such rows, every stack weighing alike (split conformal prediction over groups; Vovk et al. 2005;
 Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, in proportion to how far they
 can be trusted (the normal model's posterior; Gelman et al. 2013, section 5.4).
 """
@@ -32,7 +33,7 @@ WRONG = log(1.3)
 """A row whose deviation is smaller than this is never called wrong."""
 
 FAR = 3.0
-"""Deviations from what the other rows and all stacks say from which a row is called wrong."""
+"""Number of deviations from the estimate of the other rows and all stacks at which a row is called wrong."""
 
 
 class Residual(NamedTuple):
@@ -60,8 +61,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Learnt:
-    """Knowledge of a stack after some rows: where its factor's logarithm lies, how sure that is, how far rows scatter, and which
-    rows were not followed, by their place."""
+    """Knowledge of a stack after some rows: the logarithm of its factor, how certain that is, how far rows scatter, and the
+    places of the rows that were ignored."""
 
     mean: float
     deviation: float
@@ -81,7 +82,7 @@ class Spread:
     reach_known: float
     """The same for a stack with some known rows."""
     groups: int
-    """Stacks it rests on."""
+    """Number of stacks behind it."""
     rows: int
 
     def learn(self, logs: Sequence[float]) -> Learnt:
@@ -98,7 +99,7 @@ class Spread:
         return self._posterior(list(left.values()), tuple(sorted(wrong)))
 
     def _gap(self, place: int, rows: Mapping[int, float]) -> float:
-        """How far a row is from what the others say, over the distance from which it is called wrong."""
+        """Distance of a row from the estimate of the others, over the distance at which it is called wrong."""
         others = self._posterior([value for other, value in rows.items() if other != place])
         return abs(rows[place] - others.mean) / max(WRONG, FAR * sqrt(others.deviation**2 + others.within**2))
 
@@ -122,7 +123,7 @@ PRIOR = 4
 
 
 def estimated(residuals: Sequence[Residual]) -> dict[str, Spread]:
-    """Return the spread of each kind, from rows judged by fits that their groups had no part in."""
+    """Return the spread of each kind, from rows judged by fits without their groups."""
     return {kind: spread(by_group(residuals, kind)) for kind in KINDS}
 
 
@@ -154,7 +155,7 @@ def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return bias and deviations without a reach, every group weighing alike, in medians: no group that went wrong sets them alone."""
+    """Return bias and deviations without a reach, every group weighing alike, in medians: no single bad group determines them."""
     middles = [median(logs) for logs in groups.values()]
     scatters = [NORMAL * median(abs(v - median(logs)) for v in logs) for logs in groups.values() if len(logs) > 2]
     bias = median(middles)

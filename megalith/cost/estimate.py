@@ -286,8 +286,8 @@ def _buckets(numbers: float, ranks: int) -> float:
 
 
 def _beside(moving: float, computing: float, setting: Setting) -> float:
-    """Seconds that `moving` adds to `computing`: all of it, or, where it is overlapped, what is longer, the part that never hides (the
-    first gather, the last reduction), and the slowing down of what it hides behind."""
+    """Exposed communication, in seconds added to `computing`: all of `moving`; or, if they overlap, the part longer than
+    `computing`, the part that cannot overlap (the first gather, the last reduction), and the slowdown of the computation."""
     if not setting.workload.practice.overlap_data:
         return moving
     generation = setting.generation
@@ -297,7 +297,7 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
 
 
 def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held) -> float:
-    """The update of what a rank keeps, from its memory, and of what its host keeps for it, which follows."""
+    """Seconds of the update: first of the state in the rank's memory, then of the state that its host keeps."""
     if workload.frozen:
         return 0.0
     own = updated(workload, numbers(workload, traced, here))

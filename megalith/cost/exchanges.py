@@ -45,8 +45,8 @@ class _Resize(torch.autograd.Function):
 
 
 def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.layout`); `recorder` hears what
-    would travel."""
+    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.layout`); `recorder` gets
+    what would be sent."""
     for module in part.modules():
         if isinstance(module, Moe):
             share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
@@ -138,7 +138,7 @@ class _Shared(torch.autograd.Function):
 
 
 class Border(torch.autograd.Function):
-    """From one region of a block into another; crossed the other way in backward."""
+    """Border between two regions of a block; backward crosses it the other way."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, recorder: Recorder, before: Region, after: Region) -> Tensor:

@@ -187,15 +187,15 @@ def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:
-    """The head's profiles: with tokens further ahead, a block and the output once more for each."""
+    """The head's profiles; with multi-token prediction, also a block and the output for each further token."""
     if traced.ahead is None:
         return (traced.head,)
     return traced.head, *(traced.ahead, traced.head) * traced.depth
 
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
-    """State as `cost.memory` has it, by the categories of a dry run: the optimizer's own copy of the weights counts as weights. Gradients
-    and activations as the program makes and frees them, at the moment when both together are most."""
+    """Return the state as in `cost.memory`, by the categories of a dry run: the optimizer's own copy of the weights counts as
+    weights. Gradients and activations are those of the program at the moment when their sum is largest."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     mine = updated(workload, numbers(workload, traced, shares(workload, traced).held[place]))
@@ -229,7 +229,7 @@ def _elsewhere(workload: Workload, traced: Parts, place: int) -> dict[str, float
 
 
 def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
-    """Bytes of gradients and of activations in the midst of each computation, and after the last.
+    """Yield bytes of gradients and of activations during each computation, and after the last.
 
     A stage's gradients are added up from its first backward until they are reduced; then the rank keeps its share. From ZeRO 2 on they
     leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
@@ -254,8 +254,8 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
 
 
 def _released_moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
-    """Bytes of gradients and of activations where gradients are released: in the midst of each computation, and of a backward also while
-    the head's is under way, whose logits are gone before the blocks' begin."""
+    """Yield bytes of gradients and of activations where gradients are released, during each computation. For a backward, also
+    during that of the head, whose logits are freed before the blocks' backwards begin."""
     ends = [
         any(profile is part for profiles in here.stages.values() for profile in profiles)
         for part in (traced.embedding, traced.head)
@@ -323,7 +323,7 @@ def _inside(traced: Parts, here: _Here, stage: int) -> float:
 
 
 def _travelling(workload: Workload, here: _Here) -> float:
-    """Bytes that weights and gradients of the largest part travel in while a backward runs: below ZeRO 2 none do."""
+    """Bytes of the buffers that send weights and gradients of the largest part while a backward runs: none below ZeRO 2."""
     plan = workload.plan
     if plan.state.release:
         gathered = workload.width if plan.zero == 3 and plan.shards > 1 else 0
@@ -334,7 +334,7 @@ def _travelling(workload: Workload, here: _Here) -> float:
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
-    """Everything sent but single numbers: the norm, the loss, and requests to stop."""
+    """Yield everything that is sent except single numbers: the norm, the loss, and requests to stop."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, traced, here)):

@@ -23,7 +23,8 @@ BANDWIDTH = 614e9 / 8
 """Bytes/s of host memory for each device, while the seven beside it use theirs: two sockets of eight channels DDR5-4800."""
 
 DISK = 2.5e9
-"""Bytes/s that a device's share of its host's disks reads, and writes at once: one NVMe drive over four lanes of PCIe 4 for each device,
+"""Bytes/s that a device's share of its host's disks reads, and writes at the same time: one NVMe drive over four lanes of PCIe 4
+for each device,
 at about 40 % of its 7 GB/s."""
 
 MIB = 1 << 20
@@ -65,7 +66,8 @@ def streamed(workload: Workload) -> float:
 
 
 def seconds(workload: Workload, numbers: float) -> float:
-    """To update so many parameters there: gradients cross the link, are written and read; the state is read and written; weights are
+    """Seconds to update this many parameters there: gradients cross the link, are written and read; the state is read and
+    written; weights are
     written, read, and cross the link."""
     carried, host, devices = _carried(workload), workload.cluster.host, _devices(workload.cluster)
     rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)

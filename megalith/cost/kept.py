@@ -29,7 +29,7 @@ def folder() -> Path | None:
 
 
 def file(kind: str, subject: Any) -> Path | None:
-    """The file of one kind for what `subject`, as JSON, says; None: nothing is kept."""
+    """Return the file of one kind for `subject`, a JSON value; None: nothing is kept."""
     where = folder()
     if where is None:
         return None
@@ -66,8 +66,8 @@ def code(*patterns: str) -> str:
 
 
 def kept(*patterns: str, when: Callable[..., bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Keep what a function gives for plain values, numbers or tuples of them: in memory, and on disk `when` that is true of the values,
-    until a module changes that matches one of the patterns."""
+    """Cache a function's results for plain values, numbers or tuples of them: in memory, and on disk if `when` is true for the
+    values, until a module that matches one of the patterns changes."""
 
     def keeping(function: Callable[P, T]) -> Callable[P, T]:
         @cache

@@ -38,7 +38,7 @@ class Memory:
     rank: int
     """The pipeline rank that this is for."""
     host: float = 0.0
-    """Bytes in the memory of its host, which are not in `total`: state, or the buffers of what is on disk."""
+    """Bytes in the memory of its host, not counted in `total`: state, or buffers for state on disk."""
     disk: float = 0.0
     """Bytes in a file on its host's disk."""
 
@@ -93,8 +93,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a schedule shares the model out: for each pipeline rank what it has, and the microbatches it holds of each of its chunks when
-    it holds the most."""
+    """How a schedule divides the model: for each pipeline rank its parts, and for each of its chunks the largest number of
+    microbatches in flight."""
 
     held: tuple[Held, ...]
     flying: PerChunk
@@ -134,7 +134,7 @@ def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], .
 
 @kept("schedule/*.py", "cost/memory.py", when=lambda name, *_: name in SCHEDULES)
 def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk]:
-    """Stages of each rank, and what it holds of each of them when it holds the most."""
+    """Return the stages of each rank, and the most microbatches of each that it holds."""
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = tuple(schedule.stages_of(rank) for rank in range(ranks))
     return stages, tuple(map(_fullest, schedule.rows, stages))
@@ -213,7 +213,7 @@ def _rank(
 
 
 def _released(workload: Workload, parts: Parts, here: Held) -> float:
-    """Bytes of gradients that are released part by part, with what they travel in."""
+    """Bytes of gradients that are released part by part, with the buffers that send them."""
     embedding = float(parts.embedding.weights)
     ends = (embedding if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0)
     largest = max(_own(parts, here).largest, *ends)
@@ -314,7 +314,8 @@ def _recorded(parts: Parts, here: Held, flying: tuple[int, ...], graphed: frozen
 
 
 def _apart(workload: Workload, parts: Parts, here: Held, graphed: frozenset[int]) -> float:
-    """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, that nothing else may use."""
+    """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, which nothing else may
+    use."""
     if not graphed:
         return 0.0
     mixers = [
@@ -324,8 +325,8 @@ def _apart(workload: Workload, parts: Parts, here: Held, graphed: frozenset[int]
 
 
 def non_torch(workload: Workload) -> float:
-    """Bytes of a rank that its allocator never sees: context, a communicator for each axis, buffers of the experts' exchange. Known
-    of NCCL alone."""
+    """Bytes of a rank that its allocator never sees: context, a communicator for each axis, buffers of the experts' exchange.
+    Known only for NCCL."""
     plan, practice = workload.plan, workload.practice
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
@@ -351,8 +352,8 @@ def _whole(workload: Workload, largest: float, shards: int) -> float:
 
 
 def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
-    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019), what their host has in memory, and
-    what on its disk."""
+    """Bytes of weights, gradients and optimizer for this many parameters, as in ZeRO (Rajbhandari et al. 2019), of host memory,
+    and of the host's disk."""
     zero, practice, state = workload.plan.zero, workload.practice, workload.plan.state
     weights = workload.width * numbers / (shards if zero == 3 else 1)
     if workload.frozen:

@@ -78,8 +78,9 @@ def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 
 
 def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
-    """Each rank deals `size` bytes out evenly. With `copies` > 1, `size` holds every token that many times, for different experts: it
-    goes to each rank once, and crosses the network once to each domain (DeepEP), of which the router lets it go to `reach`."""
+    """Each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` holds every token that many times, for
+    different experts: it goes to each rank once, and crosses the network once for each domain (DeepEP). The router limits it to
+    `reach` domains."""
     if line.size == 1 or size == 0:
         return 0.0
     domains = line.size / line.inside(wires.domain)
@@ -92,7 +93,7 @@ def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach:
 
 
 def _others(places: float, copies: int) -> float:
-    """Other places a token is wanted in, on average, where its copies fall anywhere."""
+    """Mean number of other places that a token goes to, if its copies are spread at random."""
     return (places - 1) * (1 - (1 - 1 / places) ** copies)
 
 

@@ -130,8 +130,8 @@ def _joining(model: ModelSpec) -> int:
 
 
 def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Trace whatever parts of these workloads are not known yet, many of them in several processes. `tick` hears how many are done, of
-    how many."""
+    """Trace whatever parts of these workloads are not known yet, many of them in several processes. `tick` gets the number of
+    parts done, and of all."""
     keys = (key for workload in workloads for key in _every_key(workload))
     unknown = [key for key in dict.fromkeys(keys) if _read(key) is None]
     traced_for = ((on.one, on.other) if (on := _line(key)) else (key,) for key in unknown)
@@ -198,7 +198,8 @@ def _bare(model: ModelSpec) -> ModelSpec:
 
 
 def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
-    """The layout without what a part (None: embedding or head) never sees of it, so that it is traced once for all others."""
+    """The layout without the values that do not affect a part (None: embedding or head), so that one trace serves all such
+    layouts."""
     unseen: dict[str, Any] = {}
     if block is None or not isinstance(block.mlp, MoeSpec):
         unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0}
@@ -227,7 +228,7 @@ def _followed(key: Key) -> Profile | None:
 
 
 class _Line(NamedTuple):
-    """Two traces on a line: a part's figures lie as far beyond the first one's as the second one's do, `times` over."""
+    """Two traces that define a line: a part's figures are those of the first plus `times` the difference between both."""
 
     one: Key
     other: Key
@@ -235,7 +236,8 @@ class _Line(NamedTuple):
 
 
 def _line(key: Key) -> _Line | None:
-    """The two smaller traces that a part's figures follow from; None where it is traced itself. Sequences of a microbatch are computed
+    """The two smaller traces from which a part's figures follow; None if the part itself is traced. Sequences of a microbatch are
+    computed
     alike, and so are the chunks of a head's loss."""
     layout = key.layout
     if key.kind == "head" and layout.loss == "chunked":
@@ -295,7 +297,7 @@ MANY = 24
 
 
 def _traced(keys: list[Key]) -> Generator[Profile, None, None]:
-    """The profile of each, in order; by several processes, if that pays and they can be had."""
+    """The profile of each, in order; by several processes, if that is faster and possible."""
     done, processes = 0, min(8, _cores())
     if len(keys) >= MANY and processes > 1:
         from concurrent.futures import ProcessPoolExecutor  # few searches need other processes
@@ -326,7 +328,7 @@ def _cores() -> int:
 
 
 def _helper(parent: int) -> None:
-    """Begin a process that traces: it ends with the one that asked, leaves interrupts to it, and computes in one thread, as forked
+    """Set up a process that traces: it ends with its parent, leaves interrupts to it, and computes in one thread, as forked
     processes must."""
     import torch
 
@@ -337,7 +339,7 @@ def _helper(parent: int) -> None:
 
 @cache
 def _torch() -> str:
-    """The installed PyTorch, whose operations are what a trace counts. Read from disk: importing it takes seconds."""
+    """The installed PyTorch, whose operations a trace counts. Read from disk: importing it takes seconds."""
     return version("torch")
 
 

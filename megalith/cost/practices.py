@@ -52,7 +52,7 @@ def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
-    """Queries, keys and values are not kept for attention's backward: what made them runs again."""
+    """Queries, keys and values are not kept for attention's backward: the computation that made them runs again."""
     once = core.forward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

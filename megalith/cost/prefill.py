@@ -15,8 +15,8 @@ from megalith.spec.numbers import PRECISIONS
 def prefill(
     workload: Workload, figures: Calibration | None = None, traced: Parts | None = None, spent: PartTimes | None = None
 ) -> Estimate:
-    """Predict the forward of all sequences, until the last one's keys and values are there; of the logits the last token's alone are
-    wanted, and cost nothing. `flops` leave out what the causal mask hides: in long prompts it is half of everything."""
+    """Predict the forward of all sequences, until the last one's keys and values exist. Only the last token's logits are needed;
+    their cost is ignored. `flops` leave out what the causal mask hides: in long prompts it is half of everything."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -53,9 +53,9 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: flo
 
 
 def _cache(workload: Workload, number: int, profile: Profile) -> float:
-    """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps what it expands them from, Mamba-2 its
-    state in fp32, whatever the length, and the few tokens that its convolution sees. Nothing is known of a user's own attention without
-    a core."""
+    """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps the latents, Mamba-2 its state in
+    fp32 (for any length) and the few tokens that its convolution sees. For a user's own attention without a core this is
+    unknown."""
     block, plan = workload.model.blocks[number], workload.plan
     attention, mamba = block.attention, block.mamba
     tokens = plan.microbatch * workload.seq_len / plan.context

@@ -11,7 +11,8 @@ PHASES: tuple[Phase, ...] = ("F", "I", "W")
 Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
 
 DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.dense", "mlp.experts.activation", "attention.up"
-"""Parts that Megatron-Core recomputes alone (`mlp`, `moe_act`, `mla_up_proj`), and this project's trainer does not: the feed-forward
+"""Parts that Megatron-Core recomputes separately (`mlp`, `moe_act`, `mla_up_proj`), unlike this project's trainer: the
+feed-forward
 half of blocks without experts; what lies between the experts' products; latent attention's queries, keys and values, none of which is
 kept."""
 
@@ -29,7 +30,7 @@ class Product:
     weight: bool = True
     expert: bool = False
     times: int = 1
-    """How often this very kernel runs."""
+    """How often this kernel runs."""
 
     @property
     def flops(self) -> float:
@@ -125,8 +126,8 @@ class Profile:
         return cls(**{**value, **lists})
 
     def further(self, other: "Profile", times: int) -> "Profile | None":
-        """The profile as far beyond this one as `other` is, so many times: sequences of a microbatch are computed alike, so figures of
-        larger ones lie on a line. None where the two do not do the same operations."""
+        """Extrapolate: this profile plus `times` the difference to `other`. Sequences of a microbatch are computed alike, so
+        figures of larger microbatches lie on a line. None if the two profiles do not have the same operations."""
         try:
             return _further(self, other, times)
         except _UnlikeError:
@@ -134,7 +135,7 @@ class Profile:
 
 
 def twice(profile: Profile) -> Profile:
-    """Return the profile of a part whose forward runs once more before its backward than it does in `profile`."""
+    """Return the profile of a part whose forward runs once more before its backward than in `profile`."""
 
     def more(counts: dict[Phase, Any]) -> dict[Phase, Any]:
         return {phase: count + (counts["F"] if phase == "I" else 0) for phase, count in counts.items()}
@@ -199,15 +200,15 @@ class Layout:
     fused: bool = True
     """Activation and gate are one kernel; an expert's products of one input are one product."""
     rotary: bool = True
-    """And a rotation is one kernel there."""
+    """In software that is `fused`, a rotation is one kernel."""
     permute: bool = True
     """Rows are put in the order of their experts by one kernel, in software that is `fused`."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
     """How the logits become a loss: `workload.Practice.loss`."""
     width: int = 2
-    """Bytes of an activation,"""
+    """Bytes of an activation's number."""
     kept: float = 2
-    """and of one that a product of a weight keeps for the weight's gradient: fewer where it computes in a narrow format."""
+    """Bytes of a number that a product keeps for its weight's gradient: fewer if it computes in a narrow format."""
     dispatched: int = 0
     """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
     sparing: bool = False

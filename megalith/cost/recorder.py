@@ -130,7 +130,8 @@ class Recorder(TorchDispatchMode):
         self.routed[self.phase] += self.region == "router"
 
     def _accumulated(self, name: str, inputs: list[Tensor]) -> bool:
-        """Is this the sum of two products' results, in software that computes all products of one input as one, or adds in them?"""
+        """True for the sum of two products' results, in software that computes all products of one input as one, or adds inside
+        them."""
         if not self.merged or name != "add" or len(inputs) != 2 or self.phase != "I":
             return False
         return all(tensor.untyped_storage()._cdata in self._results for tensor in inputs)
@@ -178,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
     def forget(self, tensor: Tensor) -> int:
         """Count a result as freed although it is still alive, and return its bytes; 0 if it is not a result, or was already
-        counted so."""
+        counted as freed."""
         freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
         self.alive -= freed
         return freed

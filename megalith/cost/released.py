@@ -1,4 +1,5 @@
-"""Bytes of gradients that are released inside the backward (`plan.state.release`): those of one part, and what travels. No torch."""
+"""Bytes of gradients that are released inside the backward (`plan.state.release`): those of one part, and those being sent. No
+torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.numbers import PRECISIONS
@@ -8,7 +9,7 @@ from megalith.spec.state import MASTER
 SHARES = 3
 """Reduced shares of a part in memory at once: of the part that is reduced, and of the two before it, each in its own half."""
 TOGETHER = 2
-"""Gradients of a part put together for a reduction, at once."""
+"""Number of buffers of a part's gradients, joined for a reduction, that exist at once."""
 
 
 def can_be(workload: Workload) -> bool:
@@ -20,18 +21,19 @@ def can_be(workload: Workload) -> bool:
 
 
 def held(workload: Workload, largest: float) -> float:
-    """Return the bytes of gradients while the largest part, of so many numbers, is reduced and updated."""
+    """Return the bytes of gradients while the largest part, of `largest` numbers, is reduced and updated."""
     part = workload.gradient_bytes * largest
     return part * (1 + SHARES / workload.shards[0]) if workload.plan.holders > 1 else part
 
 
 def travelling(workload: Workload, largest: float) -> float:
-    """Return the bytes that gradients of parts of so many numbers travel in."""
+    """Return the bytes of the buffers that send gradients of parts of `largest` numbers."""
     return TOGETHER * workload.gradient_bytes * largest if workload.plan.holders > 1 else 0.0
 
 
 def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:
-    """Return the bytes of a tied embedding's gradient, of so many numbers, that waits from the head's backward on for its other part: as
+    """Return the bytes of a tied embedding's gradient, of `embedding` numbers, that waits from the head's backward on for its
+    other part: as
     it was computed if both ends are on this rank, else as a reduced share."""
     if not workload.model.head.tied or not last:
         return 0.0

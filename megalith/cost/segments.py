@@ -14,7 +14,7 @@ def decided(workload: Workload) -> Workload:
 
     A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section 4.3). So the
     best K depends on the bytes of an input and of a block, which are traced, and on the microbatches in flight, which the schedule says.
-    Of equals the smallest is taken.
+    Of equal choices the smallest is taken.
     """
     plan = workload.plan
     if plan.recompute != AUTO:

@@ -20,16 +20,18 @@ FLASH = {1: 0.5, 2: 1.0}
 """Efficiency of each generation of fused attention, relative to the second."""
 
 CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
-"""Bytes moved to convert one number of a factor, by what shares a scale. A tensor is read twice, for its largest value and to be converted;
+"""Bytes moved to convert one number of a factor, by the unit that shares a scale. A tensor is read twice, for its largest value
+and to be converted;
 blocks are read once. Both are written twice, along both directions."""
 
 UNFUSED = 72 - 31
-"""Kernels a router has less where its arithmetic is fused (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, 2.1.4)."""
+"""Number of kernels that fusing a router's arithmetic saves (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization,
+2.1.4)."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one phase, by use. The collectives' are what computation does not hide."""
+    """Seconds of one phase, by use. For collectives: the seconds that computation does not hide."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -97,8 +99,8 @@ class Setting:
 def product_seconds(product: Product, setting: Setting, format: str) -> float:
     """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer.
 
-    The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes its time
-    in seconds, so that a faster format needs a longer one.
+    The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes a
+    fixed time in seconds, so a faster format needs a longer inner dimension.
     """
     device, accelerator = setting.device, setting.accelerator
     factors = PRECISIONS[format].factors if product.weight else BF16
@@ -118,8 +120,8 @@ def product_seconds(product: Product, setting: Setting, format: str) -> float:
 
 
 def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple[Product, int]]:
-    """Factors brought into a narrow format, as products that read them, and how often: one conversion of an activation serves all
-    products of it, in forward and for the weights' gradients; every gradient is another."""
+    """Return the conversions to a narrow format, as products that read the factor, and how often. One conversion of an activation
+    serves all its products, in forward and for the weights' gradients; every gradient needs its own."""
     if PRECISIONS[format].factors.scale == "none" or phase == "W":
         return []
     weighted = [product for product in products if product.weight]
@@ -182,12 +184,12 @@ def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | 
 
 
 def _way(exchange: Exchange) -> str:
-    """The line it goes along: of context ranks, those that deal their parts out by heads are Ulysses'."""
+    """Return the axis of an exchange: an all-to-all of context ranks is that of Ulysses."""
     return "ulysses" if exchange.axis == "context" and exchange.kind == "all_to_all" else exchange.axis
 
 
 def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
-    """How often a token travels."""
+    """Arguments of `all_to_all`: how many copies of a token are sent, and how many domains they may reach."""
     if router is None or not setting.workload.practice.deduplicated:
         return {}
     return {"copies": router.active, "reach": router.active_groups if router.groups > 1 else None}
@@ -294,8 +296,8 @@ class _Starts:
 
 
 def _unfused(profile: Profile, phase: Phase) -> int:
-    """Kernels by which a router of torch's own operations has more than a fused one: 72 for 31 in forward; in backward as the traced
-    router has (`UNFUSED`)."""
+    """Number of additional kernels of a router made of torch's operations, compared with a fused one: 72 against 31 in forward;
+    in backward as many as the traced router has (`UNFUSED`)."""
     return round(UNFUSED * profile.routed[phase] / profile.routed["F"]) if profile.routed["F"] else 0
 
 

@@ -29,7 +29,8 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
 def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
     """The products of section 6 of Mamba-2's paper, and the bytes that pass between its kernels: the convolution's, those of the states
-    on their way from chunk to chunk, and the norm's. Backward computes the chunks' scores and states again, and twice what forward has.
+    on their way from chunk to chunk, and the norm's. Backward computes the chunks' scores and states again, and twice the
+    products of forward.
     """
     channels, state, chunk = mamba.head_dim, mamba.state, mamba.chunk
 
@@ -153,7 +154,7 @@ def _run(
     stage: Stage, module: nn.Module, recorder: Recorder, layout: Layout, model: ModelSpec,
     *, inputs: tuple[int, int, int] | None, block: BlockSpec | None,
 ) -> Profile:  # fmt: skip
-    """Forward, backward of the input, weight gradients; then what was written down, as a profile."""
+    """Run forward, backward of the input, and weight gradients; return the recorded operations as a profile."""
     tokens = torch.empty(layout.microbatch, layout.seq_len // layout.context, dtype=torch.long)
     x = tokens if inputs is None else torch.empty(*inputs, requires_grad=True)
     batch = stage.prepare(Batch(tokens, targets=tokens))

@@ -33,7 +33,8 @@ class Practice:
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
     """Logits of all tokens exist at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
-    16 bits with their gradient in their place (`fused`); or of a few rows at a time (`chunked`: this project's own trainer)."""
+    16 bits with their gradient written over them (`fused`); or logits of a few rows at a time (`chunked`: this project's own
+    trainer)."""
     gathers: Literal["block", "module", "rank"] = "block"
     """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: before
     the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
@@ -55,8 +56,8 @@ class Practice:
     router: Literal["fused", "plain"] = "fused"
     """A router's arithmetic is fused into few kernels, or each step of it is one of torch's operations (`plain`)."""
     scattered: int = 0
-    """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to put them into the order
-    that the products want."""
+    """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to reorder them for
+    the products."""
     graphs: Literal["none", "router", "parts", "whole"] = "none"
     """Kernels launched from recorded CUDA graphs: those of the whole step, all but the experts' (`parts`), or the router's."""
     waits: bool = True
@@ -78,9 +79,9 @@ class Dispatch(NamedTuple):
     """Tokens that are sent to experts in 8 bits (`precision.dispatch`)."""
 
     blocks: frozenset[int]
-    """The blocks whose experts are sent such tokens, by their numbers"""
+    """Numbers of the blocks whose experts are sent such tokens."""
     tile: int
-    """Numbers that share a scale in fp32"""
+    """How many numbers share a scale in fp32."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Workload:
     dispatch: Dispatch | None = None
     """Blocks whose tokens are sent to experts in 8 bits; None: no block's are."""
     watched: bool = False
-    """Gradients are compared with those of wide products at times (`precision.watch_every`): there are two copies of them then."""
+    """Gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the gradients
+    exist."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
     outer: tuple[Slot, ...] = ()
@@ -141,7 +143,8 @@ class Workload:
 
     @cached_property
     def master_bytes(self) -> float:
-        """Bytes of the optimizer's own copy of a parameter: of its lower half alone where the weight that computes is the upper one."""
+        """Bytes of the optimizer's own copy of a parameter: only of its lower half if the weight that computes is the upper
+        half."""
         return bytes_each([LOWER[self.master]]) if self.halved else self.practice.master_bytes
 
     @property

@@ -1,4 +1,5 @@
-"""The best plans for what was asked, as a value: for a table, for programs, and for a run file. No torch unless a part must be traced."""
+"""The best plans for a request, as a value: for a table, for programs, and for a run file. No torch unless a part must be
+traced."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,8 @@ OFF = "see docs/planner.md for how far off predictions are"
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search. `own` is the run file's plan, predicted alike; `trainings` belong to `found.choices`, if a length is known."""
+    """Result of a search. `own` is the run file's plan, predicted in the same way; `trainings` belong to `found.choices`, if a
+    length is known."""
 
     asked: Asked
     found: Found
@@ -76,7 +78,7 @@ class Answer:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything by name, with each plan also in short."""
+        """Return everything by name, with each plan also in short form."""
         asked, cluster = self.asked, self.asked.cluster
         found, best = self.found.to_json(), self.found.runnable
         found["runnable"] = None if best is None else best.to_json() | self._said(best)
@@ -114,7 +116,7 @@ class Answer:
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:
-        """A choice in short, and whether the trainer could not run it."""
+        """Return a choice in short form, and whether the trainer cannot run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
         only = self.asked.format not in FAST or self.asked.forward_only or not self.asked.ours
@@ -132,8 +134,8 @@ def answer(
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Search; with `why` also compute the cost of each neighbour of the best plan; with `pareto` also search fewer devices; and
-    find the best plan for each of `what_ifs` (words, the changed question). `tick` hears how many new parts the search has
-    traced, of how many. `measured` are rows of the asker's own. Raises SpecErrors where nothing fits."""
+    find the best plan for each of `what_ifs` (words, the changed question). `tick` gets the number of new parts that the search
+    has traced, and of all new parts. `measured` are the user's own rows. Raises SpecErrors where nothing fits."""
     asked = replace(asked, factor=sure(asked, measured).factor)
 
     def must(question: Asked) -> Found:
@@ -206,8 +208,8 @@ def _held(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate, memory: 
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return what two layouts differ in if they really do: not in microbatch, chunks, order, copies of the state, or the segments in which
-    all blocks are recomputed."""
+    """Return the essential properties of a layout. Microbatch, chunks, order, copies of the state and the segments of full
+    recomputation are not among them."""
     split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
     whole = plan.recompute.startswith(("full", *Space().again))
     return *split, plan.zero == 3, "full" if whole else plan.recompute
@@ -269,7 +271,7 @@ def _point(cluster: ClusterSpec, choice: Choice) -> Point:
 
 
 def _beats(one: Point, other: Point) -> bool:
-    """Is it nowhere worse, and somewhere better?"""
+    """True if `one` is nowhere worse than `other`, and somewhere better."""
     pairs = [(key(one), key(other)) for key in (_seconds, lambda p: p.device_hours, lambda p: p.choice.estimate.memory.total)]
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
@@ -350,7 +352,7 @@ def short(plan: Plan) -> str:
 
 
 def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
-    """Why there is no plan."""
+    """Return the reasons why there is no plan."""
     name = asked.run.cluster
     if found.closest is None:  # plans fit, and all were denied
         reasons = asked.refusals(next(_plans(asked, asked.cluster)))
@@ -368,7 +370,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
     reason = (
         f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
         f"{found.closest.plan.recompute}) "
-        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its fullest rank, and {largest} is what is too large ({parts} GiB)"
+        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its fullest rank, most of it {largest} ({parts} GiB)"
     )
     return [_problem(name, reason, _ways_out(asked, memory, largest, scorer))]
 
@@ -376,18 +378,18 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
 def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
     """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
     remedy = cheapest_remedy(asked) if asked.ours and not asked.forward_only else ""
-    ways = [f"{remedy} would do on these"] if remedy else []
+    ways = [f"{remedy} would fit on these devices"] if remedy else []
     cluster, batch = asked.cluster, asked.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
         if (larger := cluster.resized(cluster.count * times)) is None:
             break
         if any(_fits(asked, larger, plan, scorer) for plan in _plans(asked, larger)):
-            ways.append(f"{larger.count:,} {cluster.accelerator.name} would do, at {batch:,} sequences a step")
+            ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough, at {batch:,} sequences a step")
             break
     need = memory.total * (1 + spare())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
-        ways.append(f"the same number of {' or '.join(roomy)} would")
+        ways.append(f"the same number of {' or '.join(roomy)} would be enough")
     if largest in ("activations", "working", "logits"):
         ways.append(f"so may shorter sequences than {asked.run.train.seq_len:,}")
     else:

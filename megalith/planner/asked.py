@@ -44,7 +44,7 @@ STEPS = 10_000
 
 @dataclass(frozen=True)
 class Question:
-    """The words of the command line; None where nothing was said."""
+    """The options of the command line; None where nothing was given."""
 
     path: Path | None = None
     model: str | None = None
@@ -54,7 +54,7 @@ class Question:
     global_batch_tokens: str | None = None
     tokens: str | None = None
     compute_optimal: bool = False
-    """Train on as many tokens as Chinchilla's rule says."""
+    """Train on as many tokens as Chinchilla's rule gives."""
     format: str | None = None
     forward_only: bool = False
     """The prefill of long prompts instead of training."""
@@ -66,7 +66,7 @@ class Question:
     """Whose steps are predicted: a name of `cost.software`."""
     overrides: tuple[str, ...] = ()
     out: bool = False
-    """Is the best plan to be written as a run?"""
+    """True if the best plan will be written as a run."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class Asked:
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
 
     def legal(self, plan: Plan) -> bool:
-        """Would `megalith check` accept it? Only what concerns the plan counts."""
+        """True if `megalith check` would accept the plan; problems that do not concern it do not count."""
         return not self.refusals(plan)
 
     def refusals(self, plan: Plan) -> list[Problem]:
-        """Why `megalith check` would not."""
+        """Return the problems for which `megalith check` would refuse the plan."""
         denied = refusals(self.whole or self.run, plan)
         # what `plan.zero` is denied for is the state of training on the device, which a prefill has not
         passed = {"plan.zero"} if self.forward_only else set[str]()
@@ -127,7 +127,7 @@ class Asked:
 
 
 def ask(question: Question) -> Asked:
-    """Make sense of a question. Raises SpecErrors with everything that is wrong with it."""
+    """Turn a question into a request. Raises SpecErrors with everything that is wrong with it."""
     problems: list[Problem] = []
     resolved = _loaded(question, problems)
     spec = resolved.spec if resolved else None
@@ -195,14 +195,14 @@ def _small(run: RunSpec) -> RunSpec:
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:
-    """The tokens that so many steps of a phase read."""
+    """Return the tokens that a phase and its number of steps read."""
     phase, steps = span
     return steps * phase.global_batch * phase.seq_len
 
 
 def compute_optimal(model: ModelSpec) -> tuple[float, str]:
-    """Tokens on which a training of this model is spent best (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and how
-    that was found. Of the experts, only the active ones count."""
+    """Return the compute-optimal tokens for this model (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and the
+    calculation in words. Of the experts, only the active ones count."""
     parameters = active_parameters(model)
     tokens = float(f"{OPTIMAL * parameters:.3g}")
     return tokens, (
@@ -330,12 +330,12 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
 
 
 def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the tokens of a sequence, and a note if nobody said it: the model's context, but at most what trainings mostly have."""
+    """Return the tokens of a sequence, and a note if it was not given: the model's context, but at most LENGTH."""
     length = question.seq_len or (spec.train.seq_len if spec else None)
     if length is not None or model is None or question.path is not None:
         return length, ()
     length = min(model.context, LENGTH)
-    return length, (f"--seq-len was not said: {length:,}, of the model's context of {model.context:,}",)
+    return length, (f"--seq-len was not given: {length:,}, of the model's context of {model.context:,}",)
 
 
 def _batch_key(question: Question) -> str:
@@ -345,7 +345,7 @@ def _batch_key(question: Question) -> str:
 def _batch(
     question: Question, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Sequences of a step, and what was rounded."""
+    """Return the sequences of a step, and notes on rounding."""
     text = question.global_batch_tokens
     if text and question.global_batch:
         way_out = "Leave one of them out."
@@ -358,7 +358,7 @@ def _batch(
         if batch is not None or seq_len is None or question.path is not None:
             return batch, ()
         batch = max(1, BATCH_TOKENS // seq_len)
-        return batch, (f"--global-batch was not said: {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",)
+        return batch, (f"--global-batch was not given: {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",)
     wanted = quantity(text, thousand=1024)
     if wanted is None:
         way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
@@ -405,7 +405,7 @@ def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
 
 
 def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int, *, said: str) -> list[Problem]:
-    """A batch that no layout deals out evenly."""
+    """Return the problem of a batch that no layout divides evenly."""
     sizes = {cluster.count // prod(split): split for split in splits(model, cluster, seq_len)}
     if any(batch % data == 0 for data in sizes):
         return []
@@ -423,7 +423,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
 
 
 def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
-    """The run that the plan is for: the file's own, or one with what is known and defaults."""
+    """The run that the plan is for: the file's own, or one from the given values and defaults."""
     precision = format if format in FAST else "bf16"
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:

@@ -18,12 +18,13 @@ SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
 """A map has many squares, and each is a search; it shows only what the trainer runs."""
 
 MOST = 7
-"""Numbers of nodes."""
+"""Largest number of columns, each a number of nodes."""
 
 
 @dataclass(frozen=True)
 class Square:
-    """One model on one number of nodes. `choice` is None where nothing fits, or where no layout deals the batch out; `why` says."""
+    """One model on one number of nodes. `choice` is None where nothing fits, or if no layout divides the batch evenly; `why` has
+    the reason."""
 
     model: str
     nodes: int
@@ -58,7 +59,8 @@ class Atlas:
 
 
 def atlas(question: Question, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
-    """Search for every square; `tick` hears the name of each before. The question's cluster is the largest that is looked at. Raises
+    """Search for every square; `tick` gets the name of each before its search. The question's cluster is the largest one
+    searched. Raises
     SpecErrors with all that is wrong with the question."""
     asked = _all(question, models)
     cluster = asked[0].cluster

@@ -112,14 +112,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Advice:
-    """The batch sizes in their order, and up to which the loss after the same tokens is as good as at the run's own."""
+    """The batch sizes in their order, and the largest one whose loss after the same tokens is as good as at the run's own."""
 
     rows: tuple[Judged, ...]
     tolerance: float
     critical: int | None
     """Sequences a step; None if nothing was decided, or if not even the run's own batch is known to be as good as half of it."""
     begins: int | None
-    """The smallest batch above it whose loss is worse; None: none that was tried is."""
+    """The smallest batch above it whose loss is worse; None: no batch that was tried is worse."""
 
     @property
     def words(self) -> str:

@@ -22,7 +22,8 @@ def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Comparison, ...]:
 
 
 def _traffic(foreseen: Foreseen, counted: "Counted") -> Iterator[Comparison]:
-    """Axes with the very same ranks are one group to the dry run ("world / shards"), so what is foreseen of either counts there."""
+    """Compare the traffic. Axes with the same ranks are one group in the dry run ("world / shards"), so predictions for either
+    count there."""
     left = list(foreseen.traffic)
     for row in counted.traffic:
         mine = [one for one in left if one.kind == row.kind and one.axis in row.axis.split(" / ")]

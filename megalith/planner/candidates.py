@@ -17,10 +17,11 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("selective", ("mlp",)),
     ("full", ("attention.core",)),
 )
-"""Recomputation: nothing, the feed-forward half, everything. With fused attention its core keeps little, so it is not worth its own."""
+"""Recomputation: nothing, the feed-forward half, everything. With fused attention the core keeps little, so it has no policy of
+its own."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
-"""Recomputation with less in memory: in segments of a number of blocks, and in nested ones."""
+"""Recomputation that keeps less in memory: in segments of several blocks, and in nested segments."""
 
 MICROBATCHES = (1, 2, 4, 8)
 
@@ -34,7 +35,7 @@ def searched() -> tuple[str, ...]:
 
 
 def suited(names: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return the schedules that suit a model. Without experts nothing travels that could be hidden, and ZB-V idles less than the
+    """Return the schedules that suit a model. Without experts there is no token exchange to hide, and ZB-V idles less than the
     schedules that hide it."""
     experts = any(isinstance(block.mlp, MoeSpec) for block in set(model.blocks))
     return tuple(name for name in names if experts or not SCHEDULES[name].hides_exchange)
@@ -53,7 +54,7 @@ class Space:
     copies: bool = True
     """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
     compile: bool = False
-    """Compile blocks, where the schedule does not put weights' gradients off, which are compiled with the rest."""
+    """Compile blocks, unless the schedule defers weight gradients, which are compiled with the rest."""
     compile_split: bool = True
     """Also compile blocks that are split among ranks."""
     again: tuple[str, ...] = (SEGMENTS, NESTED)
@@ -68,7 +69,8 @@ class Space:
 
     @classmethod
     def of_prefill(cls) -> "Space":
-        """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
+        """Return the space of a prefill. Nothing is kept for a backward or gathered: no recomputation, no ZeRO, one sequence at a
+        time, no interleaving."""
         return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), again=(), offload=())
 
 
@@ -78,7 +80,7 @@ def offloaded(plan: Plan, share: float) -> Plan:
 
 
 def segmented(plan: Plan, blocks: int) -> list[Plan]:
-    """The plan with recomputation in segments of 2, 3, 4, 6, 8, 12, ... of its blocks, as far as a stage is long."""
+    """Return the plan with recomputation in segments of 2, 3, 4, 6, 8, 12, ... blocks, up to the length of a stage."""
     longest = max(end - first for first, end in plan.bounds(blocks))
     sizes = [size for size in (*_powers(longest), *(3 * power for power in _powers(longest // 3))) if size > 1]
     return [plan.model_copy(update={"recompute": f"segments:{size}"}) for size in sorted(sizes)]
@@ -87,8 +89,8 @@ def segmented(plan: Plan, blocks: int) -> list[Plan]:
 def candidates(
     model: ModelSpec, cluster: ClusterSpec, *, seq_len: int, global_batch: int, space: Space | None = None
 ) -> Iterator[Plan]:
-    """Every legal plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where stages
-    come out even."""
+    """Every legal plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where all
+    stages have equally many blocks."""
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)
@@ -133,7 +135,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _sizes(devices: int, most: int) -> list[int]:
-    """Powers of two, and three times them: what nodes are built of, and clusters of nodes. Those that divide the devices."""
+    """Return the powers of two, and three times them, that divide the devices: nodes and clusters have such sizes."""
     return sorted(size for size in (*_powers(most), *(3 * power for power in _powers(most // 3))) if devices % size == 0)
 
 
@@ -183,7 +185,7 @@ def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]
 
 
 def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> list[tuple[str, int]]:
-    """Names and chunks of schedules that can be had."""
+    """Return the names and chunks of possible schedules."""
     if pipeline == 1:
         return [("1f1b", 1)]
     blocks = len(model.blocks)
@@ -202,7 +204,7 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
 
 
 class Share(NamedTuple):
-    """How the state is shared out: the stage of ZeRO, and copies of it."""
+    """How the state is sharded: the ZeRO stage, and the number of copies."""
 
     zero: Zero
     copies: int

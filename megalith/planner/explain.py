@@ -21,9 +21,9 @@ class Neighbour:
     """Such as "tensor 8 -> 4"."""
     plan: Plan
     seconds: float
-    """Seconds of the step, minus the plan's own: above 0 is slower."""
+    """Seconds of the step minus those of the plan's own step: above 0 is slower."""
     memory: float
-    """Bytes of the fullest rank, over the plan's own."""
+    """Bytes of the fullest rank minus those under the plan itself."""
     fits: bool
     grows: str
     """The term of time that grows most, or shrinks least."""
@@ -69,7 +69,7 @@ def _moved(share: float) -> str:
 
 
 def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
-    """Plans that differ in one choice, the data axis taking up the ranks."""
+    """Return plans that differ in one choice; the data axis changes to keep the number of ranks."""
     plan, ranks, found = workload.plan, workload.plan.ranks, list[tuple[str, Plan]]()
     for axis in ("tensor", "context", "pipeline", "microbatch", "chunks", "expert"):
         size = getattr(plan, axis)

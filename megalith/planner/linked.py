@@ -19,10 +19,10 @@ KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
 
 @dataclass(frozen=True)
 class Linked:
-    """Prediction for a run across sites. `said`: as the run file has it; `chosen`: its table with what it leaves out chosen for the link,
-    and `proposed` the prediction with that, both None if it leaves nothing out. `gain`: tokens a second of all sites, as proposed or as
-    the file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with gradients
-    that are exchanged; None if the run could not do that, or does."""
+    """Prediction for a run across sites. `said`: with the run file's own table; `chosen`: that table, with missing keys chosen for the link;
+    `proposed`: the prediction with it. Both are None if no key is missing. `gain`: tokens a second of all sites, as proposed or else as the
+    file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with gradients
+    exchanged in every step; None if the run could not do that, or does."""
 
     said: Across
     chosen: SitesSpec | None
@@ -85,7 +85,7 @@ def whole_batch(asked: Asked) -> RunSpec:
 
 
 def outer(sites: SitesSpec | None) -> tuple[Slot, ...]:
-    """The tensors that merges keep for each weight: the most that there may be, where the bits are to be chosen yet."""
+    """The tensors that merges keep for each weight; the largest possible set if the bits are not chosen yet."""
     return outer_slots(sites.model_copy(update={"bits": 4}) if sites is not None and "bits" in _free(sites) else sites)
 
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from megalith.events import Step
 
 WARM = 3
-"""First steps of a run, which are not representative: compilation, caches."""
+"""Number of first steps of a run that do not count, because of compilation and caches."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """One row that a user measured, over its prediction."""
+    """One row that a user measured, relative to its prediction."""
 
     name: str
     software: str
@@ -79,7 +79,8 @@ def _table(path: Path, software: str) -> list[Own]:
 
 
 def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
-    """Return what the row means for this software; of what it leaves open, what is nearest to what was measured."""
+    """Return the row as a workload of this software. If the row leaves something open, take the workload nearest to the
+    measurement."""
     known = [replace(one, practice=assumed(one.plan, software)) for one in choices]
     seconds = measured_seconds(row, known[0])
     return min(known, key=lambda one: abs(log(seconds / estimate(one).time.step))) if seconds else known[0]
@@ -90,7 +91,7 @@ def _of_row(row: Row, workload: Workload, software: str) -> Own:
 
 
 def _run(folder: Path) -> Own:
-    """Return the row of a run: the median of its steps but the first, and the peak of its first rank."""
+    """Return the row of a run: the median of its steps after the first ones, and the peak of its first rank."""
     spec, steps = spec_of(folder), steps_of(folder)
     peak = max(step.memory.get("peak", 0) for step in steps)
     return _over(folder.name, OURS, of_run(spec), median(step.seconds for step in steps), peak)

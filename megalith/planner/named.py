@@ -115,8 +115,8 @@ def _even(stages: int) -> tuple[int, ...]:
 LLAMA3 = "arXiv:2407.21783, table 4"
 
 PYTORCH_2024 = Practice(overlap_tensor=False)
-"""Llama 3's software. Its paper tells of the communication it hides: ZeRO's and the messages between stages. Tensor parallelism's is
-not among it, and the gathering of keys and values is said to be exposed (section 3.3.2)."""
+"""Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
+parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2)."""
 
 DEEPSEEK = Practice(overlap_expert=True, moment_bytes=4, sparing=True)
 """DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1); moments are in bf16,
@@ -179,7 +179,7 @@ NAMED: tuple[Named, ...] = (
         2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "fp8", forward_only=True,
     ),
 )  # fmt: skip
-"""With the chunks of interleaved stages left open where no source has them."""
+"""The published trainings. The chunks of interleaved stages are left open if no source states them."""
 
 
 def table() -> str:

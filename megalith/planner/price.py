@@ -33,13 +33,13 @@ class Price:
     memory: float
     """Bytes of the fullest rank in excess of those with the rule followed."""
     fits: bool
-    """Would the other plan?"""
+    """True if the plan that follows the rule fits."""
     dollars: float | None
     """Cost of the whole training; None if no price is known."""
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """Return the verdict in a few words."""
         if self.instead is None:
             return "no plan that follows it passes megalith check"
         if not self.fits:
@@ -72,7 +72,7 @@ def _fewer_tensor_ranks(plan: Plan, asked: Asked) -> Followed:
 
 
 def _more_microbatches(plan: Plan, asked: Asked) -> Followed:
-    """For each stage: by smaller ones, by fewer stages, or by several stages a rank."""
+    """Give each stage more microbatches: smaller ones, fewer stages, or several stages a rank."""
     if plan.microbatch > 1:
         yield "microbatch 1", _with(plan, asked, microbatch=1)
     if plan.pipeline % 2 == 0:

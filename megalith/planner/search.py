@@ -118,8 +118,8 @@ def search(
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
     """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; the result
-    leaves out plans that `legal` refuses, and plans with the same value of `differ` as a faster one. `tick` hears how many
-    new parts are traced, of how many."""
+    leaves out plans that `legal` refuses, and plans with the same value of `differ` as a faster one. `tick` gets the number of
+    new parts that are traced, and of all new parts."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
@@ -188,7 +188,7 @@ def search(
 
 
 def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
-    """All that candidates for one number of devices differ in, but that."""
+    """Return all choices of a plan except the microbatch."""
     split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
     return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
@@ -215,8 +215,8 @@ Sized = tuple[Workload, Memory]
 
 
 def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
-    """Return a workload that may not fit in the forms that hold less and compute the same: as it is, or, if all its blocks are
-    recomputed, in those segments that hold least; then, where that holds less still, in nested segments, which compute more."""
+    """Return forms of a workload that hold less and compute the same. First the workload itself, or, if all its blocks are
+    recomputed, the segments that hold least; then nested segments, which compute more, if they hold less."""
     plan, found = workload.plan, [(workload, held)]
     if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
         return found
@@ -255,13 +255,14 @@ def assumed(plan: Plan, software: str = OURS) -> Practice:
 
 
 def hiding(plan: Plan, known: Practice) -> Practice:
-    """Return the practice under a plan's schedule: with two microbatches at work, one's exchange of experts hides behind the other."""
+    """Return the practice under a plan's schedule: with two microbatches at work, the token exchange of one overlaps the other's
+    computation."""
     return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
 def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
-    """The known choices and those that wait, in order of time; without those that, even if they never idled, would not be among the
-    first `most`: they are not simulated."""
+    """Return the known choices and the simulated waiting ones, in order of time. Plans that would not be among the first `most`
+    even if they never idled are left out, and are not simulated."""
     ranked = sorted(known, key=_step)
     queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
     heapify(queue)
@@ -288,7 +289,7 @@ def _first_legal(
     legal: Callable[[Plan], bool] | None,
     differ: Callable[[Plan], Hashable] | None = None,
 ) -> tuple[tuple[Choice, ...], int]:
-    """The first `most` choices (None: all) that are legal and differ, and how many were denied on the way."""
+    """The first `most` choices (None: all) that are legal and differ, and the number of refused plans that were faster."""
     found: list[Choice] = []
     seen = set[Hashable]()
     refused = 0

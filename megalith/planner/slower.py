@@ -27,7 +27,7 @@ class Term:
 
     @property
     def over(self) -> float:
-        """Seconds that it takes longer than predicted."""
+        """Seconds by which it exceeds its prediction."""
         return self.measured - self.predicted
 
 
@@ -44,7 +44,7 @@ class Slower:
 
     @property
     def to_blame(self) -> Term | None:
-        """The term that takes longest over its prediction; None if none does notably."""
+        """The term that exceeds its prediction most; None if none does notably."""
         first = self.terms[0]
         return first if first.over > NOTABLE * self.predicted else None
 

@@ -24,7 +24,8 @@ class Sure:
     time: Interval
     memory: Interval
     apart: float
-    """Two layouts of one answer whose steps differ by a smaller factor may be as fast as one another: their stack's factor is the same."""
+    """Two layouts of one answer whose steps differ by a smaller factor may be equally fast, because their stack's factor is the
+    same."""
     words: str
     """Evidence that the interval of time rests on."""
     factor: float = 1.0
@@ -64,22 +65,20 @@ def _device(asked: Asked) -> str | None:
 
 
 def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -> str:
-    """Return what an interval rests on, and which rows of the same stack were not followed."""
+    """Return the evidence of an interval, and the rows of the same stack that were ignored."""
     where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
     if learnt is None:
         return f"{where} was not measured: the interval is the one for unmeasured software{f', and {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
-    said = (
-        f"{followed} measured row{'s' * (followed != 1)} of {where}: times are {exp(learnt.mean):.2f} of what they were predicted"
-    )
+    said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"
     for one in wrong:
-        said += f"; {one.name} is not followed, it took {one.ratio:.2f} of its prediction, which the rest makes very unlikely"
+        said += f"; {one.name} is ignored: it took {one.ratio:.2f} of its prediction, which is very unlikely given the other rows"
     return said
 
 
 def _apart(others: Sequence[Own]) -> str:
-    """Return which rows say nothing of the times that were asked for, since software, machine or kind of model is another."""
+    """Describe the rows that do not affect the predicted times, because their software, machine or kind of model differs."""
     kinds = {"time.dense": "a dense model", "time.expert": "experts"}
     counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
     return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: not followed" for what, number in counts.items())

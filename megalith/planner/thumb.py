@@ -1,4 +1,4 @@
-"""The rule of thumb by model size: how many devices a model needs, and how it is split there, as the planner finds it.
+"""The rule of thumb by model size: how many devices a model needs, and its best split on them, as the planner finds it.
 
     python -m megalith.planner.thumb
 
@@ -58,7 +58,7 @@ def thumb(model: str, *, counts: Sequence[int] = COUNTS, typical: Sequence[int] 
 
 
 def _asked(model: str, count: int) -> Asked | None:
-    """Return the question for a number of devices; None where no layout deals the batch out."""
+    """Return the question for a number of devices; None if no layout divides the batch evenly."""
     try:
         return ask(Question(model=model, cluster=f"{DEVICE}:{count}"))
     except SpecErrors:

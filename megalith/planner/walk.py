@@ -20,7 +20,7 @@ from megalith.spec.state import MASTER, bytes_each, kept
 from megalith.spec.treatment import kept_of, slots_of
 
 CLOSE = 3
-"""Smallest layouts, by the quick count of memory, whose memory is counted as the trainer's program takes it."""
+"""Number of smallest layouts, by the quick count of memory, whose memory is then counted exactly, by the trainer's program."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Technique:
     does: str
     used: Callable[[Plan], bool]
     spares: bool = True
-    """True if it makes the fullest rank hold less."""
+    """True if it reduces the memory of the fullest rank."""
 
 
 PLAIN = Technique(
@@ -39,7 +39,7 @@ PLAIN = Technique(
 )
 
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique("expert parallelism", "experts are dealt out, and tokens travel to them", lambda plan: plan.expert > 1),
+    Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to them", lambda plan: plan.expert > 1),
     Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
     Technique("ZeRO 2", "and of the gradients", lambda plan: plan.zero == 2),
     Technique("ZeRO 3", "and of the weights, which are gathered block by block (FSDP)", lambda plan: plan.zero == 3),
@@ -47,7 +47,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("tensor parallelism", "each product is split inside the fast links", lambda plan: plan.tensor > 1),
     Technique("pipeline", "each rank holds some of the blocks, and microbatches pass through", lambda plan: plan.pipeline > 1),
     Technique("context parallelism", "each sequence is split", lambda plan: plan.context > 1),
-    Technique("HSDP", "shares of the state lie near, in several copies", lambda plan: plan.replicate > 1, spares=False),
+    Technique("HSDP", "the state has several copies, each sharded over nearby ranks", lambda plan: plan.replicate > 1, spares=False),
     Technique("interleaving", "a pipeline rank holds several short stages, and waits less", lambda plan: plan.chunks > 1, spares=False),
 )  # fmt: skip
 """Techniques in the order in which they are tried: the simpler ones first."""
@@ -145,7 +145,7 @@ def a_parameter(asked: Asked) -> str:
 
 
 def _state(asked: Asked) -> float:
-    """Return those bytes. Weights that compute as they are kept are kept once."""
+    """Return these bytes for the whole model. Weights that compute in the format in which they are kept count once."""
     compute = _compute(asked)
     optimizer, gradients = asked.run.optimizer, asked.run.train.gradients
     slots = kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients)
@@ -173,7 +173,7 @@ class _Spread:
         return cls(asked, scorer, tuple((one, scorer.memory(one)) for one in workloads))
 
     def smallest(self, allowed: Sequence[Technique]) -> Choice | None:
-        """Return the layout that holds least, of those that use nothing but what is allowed."""
+        """Return the layout that holds least, of those that use only allowed techniques."""
         mine = sorted(self._with(allowed), key=lambda one: one[1].total)
         few = [choice_of(self.asked, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
         return min(few, key=lambda one: (not one.estimate.fits, one.estimate.memory.total), default=None)
@@ -184,7 +184,7 @@ class _Spread:
         return None if mine is None else choice_of(self.asked, offloaded(mine[0].plan, 1.0), self.scorer)
 
     def fastest(self, allowed: Sequence[Technique]) -> Choice | None:
-        """Return the fastest layout that fits and is legal, of those that use nothing but what is allowed."""
+        """Return the fastest layout that fits and is legal, of those that use only allowed techniques."""
         mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
         for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
             if self.asked.legal(one.plan):
@@ -194,7 +194,7 @@ class _Spread:
         return None
 
     def sizes(self, choice: Choice) -> tuple[Choice, ...]:
-        """Return a layout with each size of a microbatch that a search tries and that deals the batch out."""
+        """Return a layout with each size of a microbatch that a search tries and that divides the batch evenly."""
         plans = [choice.plan.model_copy(update={"microbatch": size}) for size in MICROBATCHES]
         dealt = [plan for plan in plans if self.asked.run.train.global_batch % (plan.data * plan.microbatch) == 0]
         return tuple(choice_of(self.asked, plan, self.scorer) for plan in dealt if self.asked.legal(plan))
@@ -212,7 +212,7 @@ def _fit(spread: _Spread) -> Iterator[Row]:
         allowed.append(technique)
         choice = spread.smallest(allowed)
         if choice is None and technique is PLAIN:
-            yield Row(technique, None, why="no layout of this model is whole on each device and deals the batch out")
+            yield Row(technique, None, why="no layout has the whole model on each device and divides the batch evenly")
         if choice is None or (before is not None and choice.plan == before.plan):
             continue
         yield Row(technique, choice)
@@ -224,10 +224,10 @@ def _fit(spread: _Spread) -> Iterator[Row]:
 
 
 def _host_too_small(found: Estimate) -> str:
-    """Say that a layout would fit its devices, but not their hosts; empty where that is not so."""
+    """Return a note if a layout would fit its devices, but not their hosts; otherwise empty."""
     here = found.limit is None or found.memory.total * (1 + spare()) <= found.limit
     held = found.memory.host / 2**30
-    return f"it would fit the device, but needs {held:,.0f} GiB of its host for each" if here and not found.fits else ""
+    return f"it would fit the device, but needs {held:,.0f} GiB of host memory for each device" if here and not found.fits else ""
 
 
 def _throughput(spread: _Spread, fit: Sequence[Row], found: Answer) -> Iterator[Row]:

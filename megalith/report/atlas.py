@@ -19,7 +19,7 @@ svg .layout{fill:var(--ink);fill-opacity:.82;font-size:10.5px}
 svg .none{fill:var(--muted);font-size:10.5px}
 figure{margin-bottom:16px}
 """
-"""Beside the style of all pages."""
+"""Style in addition to that of all pages."""
 
 STRONGEST = 62
 """Per cent of colour in the cell with the largest value: words on it must stay readable, in light and in dark."""
@@ -28,7 +28,7 @@ CELL = (142.0, 74.0)
 
 
 def page(found: Atlas) -> str:
-    """The page: MFU and layout, memory, and every figure in a table."""
+    """Return the page: MFU and layout, memory, and every figure in a table."""
     train, cluster = found.asked.run.train, found.asked.cluster
     tokens = train.seq_len * train.global_batch
     title = f"Best layouts on {cluster.accelerator.title}"
@@ -75,7 +75,7 @@ def _rate(best: Choice, found: Atlas) -> Said:
 
 
 def _layout(best: Choice) -> tuple[str, str]:
-    """In two lines: how a model is split, and how data is."""
+    """Return the split of the model and that of the data, a line each."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "no split of the model", " ".join(words[first:])
@@ -93,7 +93,7 @@ def _step(best: Choice) -> tuple[str, str]:
 
 
 def _map(found: Atlas, say: Callable[[Choice, Atlas], Said], colour: str, lines: Callable[[Choice], tuple[str, str]]) -> str:
-    """A row a model, a column a number of nodes; the larger the value, the stronger the colour."""
+    """Draw a row for each model and a column for each number of nodes. A larger value has a stronger colour."""
     squares = {(square.model, square.nodes): square for square in found.squares}
     most = max((say(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
     wide, tall = CELL
@@ -146,7 +146,7 @@ def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
 
 
 def _whole(square: Square, best: Choice) -> str:
-    """All of a square, for who hovers over it."""
+    """Return the text that a square shows on hover."""
     estimate, time = best.estimate, best.estimate.time
     return "\n".join(
         (
@@ -166,7 +166,7 @@ def _key() -> str:
 
 
 def _table(found: Atlas) -> str:
-    """Every figure, for who would rather read."""
+    """Return a table of every figure."""
     head = ("model", "nodes", "devices", "layout", "recompute", "MFU", "tokens/s a device", "step", "memory", "bubble")
     rows = ""
     for square in found.squares:

@@ -43,7 +43,7 @@ def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None)
 
 
 COLOURS = {"weights": 0, "optimizer": 2, "gradients": 1, "buffers": 6, "activations": 4}
-"""Category -> colour, from the bottom up: what stays is below what comes and goes."""
+"""Category -> colour, from the bottom up: memory that is held all the time is below memory that is not."""
 
 
 def course(moments: Sequence[Mapping[str, int]]) -> str:
@@ -133,12 +133,12 @@ def _table(*columns: str) -> Table:
 
 
 def _sides(row: "Comparison") -> Sequence[str]:
-    """Counted, predicted, gap: in bytes."""
+    """Return the counted and the predicted bytes, and the gap."""
     return units.memory(row.counted), units.memory(row.foreseen), gap(row.gap)
 
 
 def gap(share: float | None) -> str:
-    """+3.1 %; a gap that rounds to nothing is said to be none."""
+    """Return a gap such as +3.1 %; one that rounds to 0 is shown as none."""
     if share is None:
         return units.NOTHING
     return "none" if abs(share) < 5e-5 else f"{share * 100:+.1f} %" if abs(share) < 9.995 else f"{share + 1:,.0f} times"

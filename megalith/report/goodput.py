@@ -20,9 +20,7 @@ account share one."""
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:
     """A bar for each account (name -> seconds by cause): the lost time as shares of the wall time, so that small parts are
-    visible.
-
-    Useful time is not drawn, because at 97 % it would leave no room for the parts to compare. Each bar's name has it.
+    visible. Useful time is not drawn, because at 97 % it would leave no room for them. Each bar's name states it.
     """
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in accounts.items():

@@ -1,5 +1,5 @@
-"""The pictures of docs/guide/parallelism.md, drawn by what they show: schedules are simulated, placements asked of the mesh and of the code
-that splits. `make guide-pictures` draws them again; a test asks whether those in the guide are these.
+"""The pictures of docs/guide/parallelism.md, drawn by the code that they show: schedules are simulated, and placements come from
+the mesh and from the code that splits. `make guide-pictures` draws them again; a test compares them with those in the guide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -154,8 +154,8 @@ def views() -> str:
 
 
 def recompute() -> str:
-    """Draw sixteen blocks: full bars keep all they made in forward, low ones their input, and the rest nothing, since the first block of
-    their segment keeps its input for them."""
+    """Draw sixteen blocks: full bars keep all results of their forward, low ones their input. The rest keep nothing, because the
+    first block of their segment keeps its input."""
     blocks = 16
     cells = []
     policies = ("none", "every:4", "every:2", "full", "segments:4", "sqrt")
@@ -169,7 +169,7 @@ def recompute() -> str:
 
 
 def ahead() -> str:
-    """Draw what the head and one MTP block see and predict at each of four positions."""
+    """Draw the inputs and the predictions of the head and of one MTP block at each of four positions."""
     rows = [
         [
             Cell(
@@ -214,7 +214,7 @@ def pictures() -> dict[str, Callable[[], str]]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Draw every picture into a folder; the files."""
+    """Draw every picture into a folder; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.svg" for name in pictures()]
     for file, drawn in zip(files, pictures().values(), strict=True):

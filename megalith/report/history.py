@@ -37,8 +37,8 @@ from megalith.spec.sites import SitesSpec, part_of_batch
 class History:
     """The events of a run: all of them in the order of their writing, and by kind, oldest first.
 
-    A resumed run goes back to a checkpoint: what it had recorded beyond it counts as `repeated`, and only what came after the
-    last return is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
+    A resumed run goes back to a checkpoint: earlier events of later steps count as `repeated`, and only the newest event of each
+    step is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -96,7 +96,7 @@ class History:
         """State of the run: finished, stopped, lost, failed, or without a recorded end."""
         if not self.starts and not self.steps:
             return "not started"
-        return self.finished.reason if self.finished else "running, or ended without a word"
+        return self.finished.reason if self.finished else "running, or ended without logging it"
 
     def usual(self, number: Callable[[Step], float | None]) -> float | None:
         """Return the median of a number over the steps without the first two of each start, which warm up; over all if there are no

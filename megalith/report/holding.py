@@ -33,7 +33,7 @@ def who_holds_what(run: History) -> str:
     names = [", ".join(f"{across[i]} {place[i]}" for i in split) for place in shown]
     svg = grid(cells, [f"pipeline {row}" for row in rows], names)
     more = f" {len(places) - len(shown)} more columns hold the same parts." if len(places) > len(shown) else ""
-    words = "Each strip is the model from embedding to head; a blue piece is a part of this rank, filled to its share."
+    words = "Each strip shows the model from embedding to head. A blue piece is a part that this rank holds, filled to its share."
     natural = svg.replace(
         "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
     )  # a wide mesh scrolls, it does not shrink

@@ -37,11 +37,11 @@ class Follow:
 
     On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
     step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A
-    command that prints the cause of a failure at the end leaves them out: they would repeat it, and reports of ranks that only
-    lost a peer are useless.
+    command that prints the cause of a failure at the end leaves them out: they would repeat it, and reports of lost peers do not
+    help.
 
-    No method raises anything: what only shows must not end what trains. `failed` says why something was not shown. `on_event` is called
-    with each event; `raised` is the first exception that it raised, after which it is called no more.
+    No method raises anything: the display must not end the training. `failed`: why something was not shown. `on_event` is called
+    with each event, until it raises; `raised` is the exception.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Follow:
                 self._say()
 
     def _pass_on(self, event: Event) -> None:
-        """Give an event to who asked for it."""
+        """Call `on_event` with an event."""
         if self._on_event is not None and self.raised is None:
             try:
                 self._on_event(event)
@@ -104,7 +104,7 @@ class Follow:
 
     @contextmanager
     def _whatever_happens(self) -> Iterator[None]:
-        """Leave the block when it raises, also in a drawing library: the run goes on without its live line."""
+        """Leave the block when it raises, also in a drawing library: the run continues without its live line."""
         try:
             yield
         except (Exception, SystemExit) as error:  # rich raises the latter where a pipe is closed
@@ -117,7 +117,7 @@ class Follow:
         self.close()
 
     def _size(self) -> int:
-        """Bytes of the log; 0 if there is none, or none can be seen."""
+        """Return the bytes of the log; 0 if there is none, or it cannot be read."""
         try:
             return self._path.stat().st_size
         except OSError:
@@ -139,7 +139,7 @@ class Follow:
         return [event for event in found if event is not None]
 
     def _read(self) -> bytes:
-        """The bytes of the log that were not read yet. One that was removed, or cut off, is read from its beginning. Raises OSError."""
+        """Return the unread bytes of the log. A log that was removed or truncated is read from its beginning. Raises OSError."""
         with self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_size < self._offset or self._inode not in (0, found.st_ino):
@@ -179,7 +179,7 @@ class Follow:
                 self._print(Text.assemble((event.severity, colour), f": {first}{' …' if more else ''}{where}"))
 
     def _said_of(self, incident: Incident) -> str:
-        """An incident's reason in one line, once. That of one which ends the run is the command's last message."""
+        """Return an incident's reason in one line, once. The reason for a run's end is left to the command's last message."""
         if any(command.get("kind") == "stop" for command in incident.commands):
             return "the run stops"
         reason = incident.reason.partition("\n")[0]
@@ -194,11 +194,11 @@ class Follow:
             self._print(Text(text))
 
     def _print(self, line: Text) -> None:
-        """A line above the live one; whole, however long, so that a log keeps it greppable."""
+        """Print a line above the live one. It is never broken, so that a log can be searched for it."""
         self._console.print(line, soft_wrap=True)
 
     def line(self) -> str:
-        """The newest step in words: step, loss, validation loss, time left; tokens a second and MFU as they usually are of late."""
+        """Return the newest step in words: step, loss, validation loss, time left; recent medians of tokens a second and MFU."""
         assert self._step is not None, "no step yet"
         step = self._step
         words = [f"step {step.step}/{self._steps + step.left_out}", f"loss {step.loss:.4f}"]
@@ -220,7 +220,7 @@ class Follow:
         return f"val {self._validation.loss:.4f}{earlier}"
 
     def _left(self) -> float | None:
-        """Seconds to the last step; None if the ranks have started again and not done a step yet."""
+        """Return the seconds to the last step; None if the ranks have restarted and not finished a step yet."""
         if not self._recent:
             return None
         steps, times = [one.step for one in self._recent], [one.time for one in self._recent]

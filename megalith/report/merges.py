@@ -1,4 +1,4 @@
-"""Sites of a run on its report page: rounds, what they sent and waited, and how far apart they were at each merge."""
+"""Sites of a run on its report page: their merges, bytes sent, waits, and the differences of their weights at each merge."""
 
 from collections.abc import Sequence
 from html import escape
@@ -48,7 +48,7 @@ def merge_section(run: History) -> str:
 
 
 def _saved(run: History, made: Sequence[Merge]) -> str:
-    """Say what gradients in fp32 after each step would have been, as far as the model's size is known."""
+    """Return the bytes of gradients in fp32 after each step for comparison, as far as the model's size is known."""
     sent = sum(one.bytes_sent for one in made)
     if run.start is None or not sent:
         return ""

@@ -15,10 +15,9 @@ def usual(values: Sequence[float | None]) -> float | None:
 
 
 def seconds_left(steps: Sequence[float], times: Sequence[float], *, last: int, seconds: float) -> float:
-    """Return the seconds to step `last`, at the pace of the newest steps: validations and checkpoints between them count.
-
-    `steps` and `times` are the numbers of the steps since the newest start, and when each ended; `seconds` is what a step takes where there
-    are not two of them. Raises ValueError if there is none.
+    """Return the seconds to step `last`, at the pace of the newest steps, including validations and checkpoints between them.
+    `steps` and `times`: the numbers of the steps since the newest start, and when each ended. `seconds`: a step's time, used if
+    there are fewer than two. Raises ValueError if there is none.
     """
     if not steps:
         raise ValueError("no step yet, so nothing says how long the rest takes")

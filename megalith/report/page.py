@@ -32,7 +32,7 @@ BREAKDOWN: Mapping[str, int] = {
 
 
 def write(run_dir: Path, path: Path | None = None) -> Path:
-    """Write the run's report to `path` (default: into its folder) and return where. A run with few events, or none, gets a report that says
+    """Write the run's report to `path` (default: into its folder) and return the path. The report of a run without events says
     so."""
     path = path or run_dir / FILE
     disk.write_whole(path, render(history(run_dir), folder=run_dir))
@@ -108,7 +108,7 @@ def _said(run: History) -> str:
 
 
 def _cards(run: History) -> str:
-    """Headline numbers, each with what it stands on."""
+    """Return the main numbers, each with its basis."""
     if not run.steps:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
@@ -206,7 +206,7 @@ def _figures(*figures: str) -> str:
 
 
 def _curves(run: History) -> str:
-    """Losses, and what drives them: learning rate and gradient norm."""
+    """Draw losses, learning rate and gradient norm."""
     if not run.steps:
         return ""
     digits: Callable[[float], str] = lambda y: f"{y:.3g}" if abs(y) < 1000 else units.count(y)  # noqa: E731
@@ -225,7 +225,7 @@ def _curves(run: History) -> str:
     rate = [Series("learning rate", _points(run.steps, lambda step: step.lr), 7)]
     if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
         chart = line_chart(_curve("largest load over the mean", balance, 4), x_label="step", y_format=digits, from_zero=True)
-        figures.append(_figure("Load of the busiest expert, of the mean, in the least even layer", chart))
+        figures.append(_figure("Load of the busiest expert over the mean load, in the least even layer", chart))
     if scales := [(x, log2(y)) for x, y in _points(run.steps, lambda step: step.scale)]:
         chart = line_chart([Series("loss scale", scales, 5)], x_label="step", y_format=lambda y: f"2^{y:g}")
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
@@ -256,7 +256,7 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
     raised = sum(bool(one.raised) for one in watched)
     words = f"Relative error of gradients beside wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
     return _figure(words, line_chart(series, x_label="step", y_format=digits, from_zero=True)) + _figure(
-        "Share of the numbers that products round, in the part with the most",
+        "Share of the inputs of products that rounding cut off or made 0, in the worst part",
         line_chart(lost, x_label="step", y_format=units.percent, from_zero=True),
     )
 
@@ -342,7 +342,7 @@ def _bytes(holding: Holding) -> dict[str, float]:
 
 
 def _pipeline(run: History) -> str:
-    """The schedule as it is predicted and, where spans were recorded, as it was."""
+    """Draw the predicted schedule and, where spans were recorded, the measured one."""
     plan, spans = run.plan, run.spans[-1] if run.spans else None
     if plan is None or not run.microbatches or (plan.pipeline == 1 and spans is None):
         return ""
@@ -363,13 +363,13 @@ def _pipeline(run: History) -> str:
 
 
 def _spikes(run: History) -> str:
-    """Each spike with its likely causes and what was done about it; nothing while there was none."""
+    """Render each spike with its likely causes and the run's response; empty without a spike."""
     rows = spikes.rows(run.events)
     return f"<p>{spikes.counted(run.events)}</p>{html_table(spikes.COLUMNS, rows)}" if rows else ""
 
 
 def _faults(run: History) -> str:
-    """Render the use of every second, and each incident from beginning to end; nothing while nothing went wrong."""
+    """Render the use of the run's time, and each incident from beginning to end; empty without an incident."""
     found = ledger.post_mortems(run.events)
     if not found:
         return ""
@@ -411,7 +411,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _specification(run: History, folder: Path) -> str:
-    """Every value of the resolved specification and where it came from; the run file as it was written."""
+    """Return every value of the resolved specification with its origin, and the run file as it was written."""
     spec, provenance = _json(folder / "spec.json") or run.spec, _json(folder / "provenance.json")
     found = ""
     if spec:
@@ -427,7 +427,7 @@ def _specification(run: History, folder: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The dictionary in a file, or an empty one: a report is still worth having without it."""
+    """Return the dictionary in a file; an empty one if it cannot be read, because the report is useful without it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The phases of a run on its report page, and what its gradients say of the batch."""
+"""The phases of a run on its report page, and the gradient noise scale."""
 
 from html import escape
 

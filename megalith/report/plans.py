@@ -81,7 +81,7 @@ def table(found: Answer) -> Table:
 
 
 def _beside(choice: Choice, first: Choice, found: Answer) -> str:
-    """Say how a layout compares with the first: what it has more of, or by how much it is slower."""
+    """Compare a layout with the first: its higher costs, or how much slower it is."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
         return ""
@@ -132,7 +132,7 @@ def what_ifs(found: Answer) -> Table:
 
 
 def prices(broken: Sequence[Price]) -> Table:
-    """Broken rules, the plan that follows each, and the difference."""
+    """Tabulate broken rules, the plan that follows each, and the difference."""
     drawn = columns("broken rule", "followed", "step", "GiB", "cost", "")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for one in broken:
@@ -185,7 +185,7 @@ def legend(found: Answer) -> str:
         f"again: computed twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
         f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
-        f"which no prediction tells apart.\n"
+        f"too little for predictions to tell apart.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{beaten(found)}"
     )
@@ -202,12 +202,12 @@ def _offloaded(found: Answer) -> str:
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
         f"there; disk: to disk{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}. "
-        f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only so; without --offload they are left out."
+        f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only in this way; without --offload they are left out."
     )
 
 
 def beaten(found: Answer) -> str:
-    """A line on the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
+    """Describe the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
     faster."""
     if found.own is None:
         return ""
@@ -240,7 +240,7 @@ def trainings(found: Answer) -> str:
 
 
 def across(found: Answer) -> str:
-    """Lines on how long sites wait for each other, and on what is chosen for their link; empty where no link between them is known."""
+    """Describe how long sites wait for each other, and the choices for their link; empty where no link between them is known."""
     if (linked := found.linked) is None:
         return ""
     said, proposed = linked.said, linked.proposed
@@ -272,7 +272,7 @@ def sites(found: Apart) -> Table:
 
 
 def _waits(one: Across) -> str:
-    """A method, and how long sites wait with it."""
+    """Describe a method and how long sites wait with it."""
     if one.gradients:
         sent = f"{one.bytes / 1e6:,.3g} MB in a step, waits {seconds(one.waited)} in it"
         return f"{one.method}. Each sends {sent}, and computes {one.use:.1%} of the time."
@@ -296,13 +296,13 @@ def phases(found: Answer) -> Table:
 
 
 def slower(found: Slower) -> str:
-    """The step as measured beside the predicted one, and the term to blame, in a sentence."""
+    """Compare the measured step with the predicted one in a sentence, with the term that explains the difference."""
     blamed = found.to_blame
     off = found.measured / found.predicted - 1
     said = f"{found.name}: a step takes {seconds(found.measured)}, predicted {seconds(found.predicted)} ({off:+.1%})."
     if blamed is None:
         return f"{said} No term takes notably longer than predicted."
-    return f"{said} Most over its prediction is {blamed.name}: {seconds(blamed.measured)} for {seconds(blamed.predicted)}."
+    return f"{said} {blamed.name} exceeds its prediction most: {seconds(blamed.measured)} for {seconds(blamed.predicted)}."
 
 
 def terms(found: Slower) -> Table:

@@ -16,7 +16,7 @@ FALLS = 0.05
 """Share of throughput a rank must lose for it to be a sign."""
 
 ALONE = 1.1
-"""Busy for at most this many times 1/N of the time, N ranks work one after another."""
+"""N ranks that are busy for at most this many times 1/N of the time work one after another."""
 
 MOST = 0.5
 """Share of the time in experts' computations that waiting may take."""
@@ -72,7 +72,8 @@ def _taking_turns(run: History) -> Iterator[str]:
 
 
 def _experts(run: History) -> Iterator[str]:
-    """Waiting that dominates the layers of experts: what lies between two turns of one computation is tokens on their way."""
+    """Yield a sign if waiting dominates the layers of experts. Time between two parts of one computation is the transfer of
+    tokens."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
     waiting, computing = journeys(run.spans[-1].spans)

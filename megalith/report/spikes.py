@@ -21,7 +21,7 @@ def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def counted(events: Sequence[Event]) -> str:
-    """How many spikes and answers, in a sentence; empty if there was no spike."""
+    """Return the numbers of spikes and responses in a sentence; empty if there was no spike."""
     found = len(of_kind(events, Spike))
     if not found:
         return ""

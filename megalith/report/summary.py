@@ -24,7 +24,8 @@ class Incident:
 
 @dataclass(frozen=True)
 class Merges:
-    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks stood still for other sites. `used`: the
+    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks waited for other sites. `used`:
+    the
     share of the time in steps and merges in which they did not. `norm`, `spread`: those of the last merge."""
 
     count: int
@@ -38,7 +39,7 @@ class Merges:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. None where its events do not say: it has not come so far, or has no peak for MFU.
+    """A run in numbers. A value is None if no event has it yet, or, for MFU, if the peak is unknown.
 
     Times are seconds, sizes bytes, rates per second. Losses are nats a token. `tokens_per_second` and `mfu` are medians over steps.
     """

@@ -88,7 +88,7 @@ def picture(width: float, height: float, body: str, label: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A picture as a file of its own: its colours come with it."""
+    """Return a picture as a file of its own, with its colours."""
     head = '<svg xmlns="http://www.w3.org/2000/svg"'
     return svg.replace("<svg", head, 1).replace(">", f"><style>{escape(STYLE, quote=False)}</style>", 1) + "\n"
 
@@ -99,7 +99,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = 
 
 
 def width_of(words: str, size: float = 11) -> float:
-    """About how wide words are, so that labels can keep clear of each other."""
+    """Return the approximate width of words, so that labels do not overlap."""
     return len(words) * size * 0.58
 
 
@@ -131,7 +131,7 @@ def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
 
 
 def legend(entries: Sequence[tuple[str, int]], *, left: float, right: float, top: float) -> tuple[str, float]:
-    """Coloured names in as many lines as they need, and the height that takes."""
+    """Return coloured names in as many lines as they need, and their height."""
     body, x, y = "", left, top
     for name, colour in entries:
         wide = width_of(name) + 30
@@ -242,7 +242,7 @@ def _axes(frame: _Frame, x_label: str, y_format: Callable[[float], str]) -> str:
 
 
 def _strips(frame: _Frame, series: Sequence[Series], x_label: str, y_format: Callable[[float], str]) -> str:
-    """Invisible columns over the curves; hovering one says the values there."""
+    """Draw invisible columns over the curves. Each shows its values on hover."""
     places = sorted({x for s in series for x, _ in s.points})
     places = places[:: ceil(len(places) / 120)]
     edges = [frame.left, *((frame.px(a) + frame.px(b)) / 2 for a, b in pairwise(places)), frame.right]
@@ -303,7 +303,8 @@ def stacked_rows(
     x_label: str = "",
     width: float = 620,
 ) -> str:
-    """Draw a bar for each name, made of named parts in the order of `colours`, with its total at the end; `x_label` says what of."""
+    """Draw a bar for each name, made of named parts in the order of `colours`, with its total at the end. `x_label`: the
+    quantity."""
     names, tall = legend(list(colours.items()), left=8, right=width, top=14)
     most = max((sum(values.values()) for values in rows.values()), default=0) or 1.0
     left = 18 + max((width_of(name) for name in rows), default=0)

@@ -15,7 +15,7 @@ from megalith.report.summary import Summary, summarize
 SHOWN = 5  # incidents in the summary; the report page has them all
 
 STATE = {"finished": "green", "stopped": "yellow", "lost": "yellow", "failed": "red"}
-"""How a run ended -> the colour that says so."""
+"""A run's end -> its colour."""
 
 
 def summary(run_dir: Path) -> RenderableType:
@@ -34,7 +34,7 @@ def summary(run_dir: Path) -> RenderableType:
 
 
 def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
-    """The rows of the summary that the run has something for."""
+    """Return the rows of the summary for which the run has values."""
     facts: list[tuple[str, RenderableType]] = [("state", Text(found.state, style=STATE.get(found.state, "")))]
     if run.starts:
         plan = run.plan
@@ -100,8 +100,8 @@ def _mfu(run: History, found: Summary) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """The last problems, oldest first, each on a line of its own. Errors that the run has recovered from are left out: an incident's row
-    says what they were."""
+    """The last problems, oldest first, each on a line of its own. Errors that the run has recovered from are left out, because an
+    incident's row contains them."""
     lines = list[Text]()
     for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:
         colour = "red" if problem.severity == "error" else "yellow"
@@ -112,6 +112,6 @@ def _problems(run: History) -> list[Text]:
 
 
 def _is_over(problem: Problem, run: History) -> bool:
-    """True if the ranks have started again since a problem, or the run has finished in spite of it."""
+    """Return True if the ranks have restarted since a problem, or the run has finished despite it."""
     finished = run.finished is not None and run.finished.reason == "finished"
     return finished or (run.start is not None and problem.time < run.start.time)

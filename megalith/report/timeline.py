@@ -30,10 +30,10 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 class Bar(NamedTuple):
-    """Something a rank did, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` what stands on the bar.
+    """An activity of a rank, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` the text on the bar.
 
-    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is how many seconds
-    from `start` a frame goes around this bar and the one after it, which run together; 0 for none.
+    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is the length, in
+    seconds from `start`, of a frame around this bar and the next one, which run together; 0 for none.
     """
 
     rank: int
@@ -76,8 +76,8 @@ def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[B
 
 
 def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float]:
-    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that waited for what
-    travels, or took turns with another, has several in its step."""
+    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that waited for a
+    message, or took turns with another, has several spans in its step."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in steps:
         whole: defaultdict[tuple[int, str], float] = defaultdict(float)

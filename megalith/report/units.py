@@ -28,7 +28,7 @@ def memory(size: float | None) -> str:
 
 
 def memory_unit(most: float) -> tuple[str, float]:
-    """The binary unit that suits sizes up to `most`, and its bytes: for axes, whose ticks want one unit."""
+    """Return the binary unit that suits sizes up to `most`, and its bytes: all ticks of an axis use one unit."""
     power = min(int(log2(most) // 10), len(BINARY) - 1) if most >= 1 else 0
     return BINARY[power], 1024.0**power
 
@@ -81,5 +81,5 @@ def _digits(value: float) -> str:
 
 
 def skipped(lines: int) -> str:
-    """Lines of a log that hold no event, in words."""
+    """Describe how many lines of a log hold no event."""
     return f"{lines} line{'s' * (lines > 1)} of the log that hold{'s' * (lines == 1)} no event"

@@ -1,1 +1,1 @@
-"""A live page of runs: follows their logs, predicts beside what was measured, says which rank is to blame. No torch."""
+"""A live page of runs: it follows their logs, compares measurements with predictions, and names slow ranks. No torch."""

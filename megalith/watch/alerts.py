@@ -1,5 +1,5 @@
-"""Tells a person when something is wrong with a run, by a command or an address that the run file names. Follows the run's log in
-a separate process, as the page does, so no rank waits for a reply."""
+"""Alerts a person to problems of a run, by a command or an address from the run file. Follows the run's log in a separate
+process, like the page, so no rank waits for a reply."""
 
 import json
 import os
@@ -22,14 +22,12 @@ from megalith.watch.source import Source
 GONE = 60.0  # seconds that a sign must have been gone before it counts as a new one
 COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
 TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
-LOST = Say(
-    "bad", "The command that trained is gone, and said nothing: was it killed?", "ended", "no event says how the run ended"
-)
+LOST = Say("bad", "The training command is gone and logged no end: was it killed?", "ended", "no event says how the run ended")
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One message. `text` is the whole of it in one line, under the name that most chat services read."""
+    """One message. `text` is the whole message in one line, under the name that most chat services read."""
 
     text: str
     run: str
@@ -45,10 +43,10 @@ Deliver = Callable[[Alert], None]
 
 
 class Alerts:
-    """The alerts of one run: which signs show now, and which were sent."""
+    """The alerts of one run: the current signs, and those already sent."""
 
     def __init__(self, source: Source, rules: AlertsSpec, deliver: Deliver | None = None) -> None:
-        """`deliver`: what sends an alert; None: the command and the address of `rules`, each in a thread."""
+        """`deliver`: sends an alert; None: the command and the address of `rules`, each in a thread."""
         self._source, self._rules = source, rules
         source.rules = rules
         self._threads: list[threading.Thread] = []
@@ -57,7 +55,7 @@ class Alerts:
         self._seen: dict[str, float] = {}
 
     def look(self, now: float) -> list[Alert]:
-        """Send what is new, and return it. `now`: seconds of a clock that never goes back."""
+        """Send new alerts, and return them. `now`: seconds of a clock that never goes back."""
         if self._source.behind:
             return []
         try:
@@ -70,7 +68,7 @@ class Alerts:
         return [alert for say in found.says if (alert := self._judge(say, found.step, now))]
 
     def lost(self, now: float) -> list[Alert]:
-        """Send that the training command is gone, unless an end was sent, or the log has one."""
+        """Send an alert that the training command has ended, unless an end was sent, or the log has one."""
         if self._source.finished is not None:
             return self.look(now)
         return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
@@ -99,14 +97,15 @@ class Alerts:
                 self._threads.append(thread)
 
     def close(self, seconds: float = COMMAND_SECONDS) -> None:
-        """Wait until what is being sent is sent, `seconds` at most."""
+        """Wait until all alerts are sent, `seconds` at most."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
 
 def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
-    """An alert that cannot be sent is printed with the reason: it must not end what follows the run."""
+    """Send an alert. If it cannot be sent, print it with the reason: an exception must not end the process that follows the
+    run."""
     try:
         way(target, alert)
     except Exception as error:
@@ -131,9 +130,8 @@ class _Stays(urllib.request.HTTPRedirectHandler):
 
 
 def post(target: str, alert: Alert) -> None:
-    """Post the alert as JSON to an address, or to the one that an environment variable holds. Follows no redirection.
-
-    Raises ValueError for what is not an address, RuntimeError when nobody took it."""
+    """Post the alert as JSON to an address, or to the one that an environment variable holds. Follows no redirection. Raises
+    ValueError for text that is not an address, RuntimeError if no server accepted it."""
     address = address_of(target, os.environ)
     body = json.dumps(asdict(alert)).encode()
     request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"}, method="POST")

@@ -1,4 +1,4 @@
-"""Health of a run at a glance: what it does, how far it is, what is wrong."""
+"""Health of a run at a glance: its activity, its progress, its problems."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ HEALTHS: tuple[Health, ...] = get_args(Health)
 
 @dataclass
 class Alive:
-    """`health` is the worst of `says`, the worst first. Times are seconds, `age` since the newest event. `checkpoint`: steps
+    """`health` is the worst of `says`, whose worst entry is first. Times are seconds, `age` since the newest event. `checkpoint`:
+    steps
     to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the first start; None: not known."""
 
     state: str
@@ -53,7 +54,7 @@ class Alive:
 
 
 def alive(source: Source) -> Alive:
-    """Return how a run is now."""
+    """Return the current health of a run."""
     recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen", "entropy", "max_load"], RECENT)
     found = Alive(_state(source), "good", "", [], age=source.age(), starts=len(source.starts), incidents=len(source.incidents))
     updates = source.setting("train", "steps")
@@ -118,7 +119,7 @@ def _money(found: Alive, source: Source) -> None:
 
 
 def _phase(found: Alive, source: Source, recent: dict[str, Any]) -> tuple[str, float]:
-    """Return what the ranks are doing, according to the log, and the usual seconds between two events meanwhile."""
+    """Return the activity of the ranks, according to the log, and the usual seconds between two events during it."""
     each = np.diff(recent["time"])
     between = float(np.median(each)) if len(each) else 1.0
     if found.state != "running":

@@ -1,5 +1,5 @@
-"""Support of a training command for watchers: it keeps the index of its log, and starts the page's server and the sender of alerts,
-each as a process of its own."""
+"""Helpers of a training command for watchers: the index of its log, the page's server and the sender of alerts, each a process of
+its own."""
 
 import contextlib
 import os
@@ -17,10 +17,11 @@ LEAVE_SECONDS = 2.0  # that the server has to end
 
 
 class Beside:
-    """Is called often by the process that follows a run. No method raises anything: what only shows must not end what trains."""
+    """The process that follows a run calls this often. No method raises anything: the display must not end the training."""
 
     def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None, log: LogSpec | None = None) -> None:
-        """`serves`: start the server, once the run's folder says what runs in it. `alerts`: send these. `log`: tools to feed."""
+        """`serves`: start the server, once the run's folder contains the run's description. `alerts`: send these. `log`: tools to
+        feed."""
         self._run_dir, self._serves = run_dir, serves
         self._alerts = alerts if alerts is not None and (alerts.run or alerts.post) else None
         self._log = log if log is not None and any(getattr(log, name) for name in SINKS) else None
@@ -32,7 +33,7 @@ class Beside:
             self._index = index.Index(run_dir, run_dir / index.FOLDER)
 
     def poll(self) -> None:
-        """Take what the log has got since the last call."""
+        """Read the new part of the log since the last call."""
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
@@ -47,7 +48,7 @@ class Beside:
                     self._server = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """The server says its address on stderr. A Ctrl-C is not for it: it ends with this process."""
+        """Start the server, which prints its address on stderr. It ignores Ctrl-C and ends with this process."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir)]
         with_this = partial(lifeline.die_with_parent, os.getpid())
         return subprocess.Popen(
@@ -55,7 +56,7 @@ class Beside:
         )
 
     def _start_alerts(self, alerts: AlertsSpec) -> "subprocess.Popen[bytes]":
-        """It outlives this process, to say that it is gone: the end of its input tells it."""
+        """Start the sender of alerts. It outlives this process, to report its end: the end of its input tells it."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir), "--no-page", "--alerts", "-"]
         return _told(command, alerts)
 

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does, in words: who is to blame, what it costs, and what to change."""
+"""The causes of a step's time, in words: slow ranks, their cost, and changes that may help."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +33,8 @@ SHOWN = 3  # plans to try that are shown
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that makes steps longer. `gain`: the share of a step that would be saved without it. `who`: ranks, if any are to blame."""
+    """A cause of longer steps. `gain`: the share of a step that would be saved without it. `who`: the responsible ranks, if
+    any."""
 
     kind: str
     words: str
@@ -74,8 +75,8 @@ def window(source: Source, size: int = WINDOW) -> Window | None:
 
 
 def causes(source: Source) -> list[Cause]:
-    """Return what costs the run time, the dearest first; empty where nothing stands out. While it is asked often, what was found last
-    stands for REST times as long as finding it took: a server must not take a core from who trains."""
+    """Return the causes of lost time, the most expensive first; empty if there is no clear one. A result is reused for REST times
+    as long as its computation took, so that a server does not take a core from the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
         return known[2] if known else []
@@ -83,7 +84,7 @@ def causes(source: Source) -> list[Cause]:
 
 
 def refresh(source: Source) -> list[Cause]:
-    """Return causes as `causes` does; look for them if it is time."""
+    """Return the causes; search for them again if the last result is too old."""
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
         return known[2]
@@ -108,8 +109,8 @@ def _find(source: Source) -> list[Cause]:
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
-    """Return the changes of the plan that are worth a try, the most gain first: what each should save of the seconds of a step as it is,
-    where each term is as much longer as it was measured. Empty where the planner has no prediction."""
+    """Return promising changes of the plan, the largest gain first, each with the time that it should save of a measured step.
+    Predicted terms are scaled by the measured ones. Empty if the planner has no prediction."""
     predicted = source.predicted or {}
     here, others = predicted.get("time"), predicted.get("others")
     recent = source.recent(["seconds", *{part for parts in TERMS.values() for part in parts}], WINDOW)
@@ -121,7 +122,7 @@ def plans(source: Source) -> list[dict[str, Any]]:
 
 
 def slow_ranks(seen: Window) -> list[tuple[int, float]]:
-    """Return the ranks that work longer than their peers, steadily and beyond what ranks differ by anyway, each with how many times."""
+    """Return the ranks that work longer than their peers, steadily and beyond normal differences, each with its factor."""
     # A rank is compared with those that hold the same part of the model. Where it has none, with the first half of its own steps.
     ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
     alone = np.bincount(seen.pipeline)[seen.pipeline] == 1
@@ -138,7 +139,7 @@ def slow_ranks(seen: Window) -> list[tuple[int, float]]:
 
 
 def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
-    """Return a step that can be replayed, in which the ranks work `own` seconds; None where the plan is not known."""
+    """Return a step for replay, in which the ranks work `own` seconds; None if the plan is not known."""
     plan, batch = source.plan, source.setting("train", "global_batch")
     if plan is None or not batch or plan.ranks != len(own):
         return None
@@ -146,10 +147,9 @@ def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | N
 
 
 def steady(seen: Window, slow: Iterable[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each rank's seconds of work in the median step, and what they would be if none were slow.
-
-    Ranks that are not slow differ by chance: each counts as the median of those with the same part of the model, lest the slowest of many
-    by chance hide what a slow one costs. A slow rank without such peers would work as in the first half of the steps.
+    """Return each rank's seconds of work in the median step, and its seconds if no rank were slow. Ranks that are not slow differ
+    by chance: each gets the median of those with the same part of the model. Otherwise the slowest of many by chance could hide
+    the cost of a slow rank. A slow rank without such peers would work as in the first half of the steps.
     """
     middle, named = medians(seen.own), np.array(sorted(slow), dtype=np.int64)
     calm = np.setdiff1d(np.arange(len(middle)), named)
@@ -192,7 +192,7 @@ def _of_ranks(source: Source, seen: Window) -> Iterator[Cause]:
 
 
 def _work_share(source: Source, one: Replay) -> float:
-    """The share of a whole step that its computations take, with their bubble; the rest does not shrink with a rank's own work."""
+    """Return the share of a whole step for computations, with their bubble; the rest does not depend on a rank's own work."""
     seconds = source.recent(["seconds"], WINDOW)["seconds"]
     whole = float(np.nanmedian(seconds)) if len(seconds) else 0.0
     return min(1.0, one.seconds() / whole) if whole > 0 else 1.0
@@ -214,7 +214,7 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
 
 
 def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iterator[Cause]:
-    """Another data rank is the slowest in each step: their samples are unlike."""
+    """Yield a cause if another data rank is the slowest in each step: then their samples differ."""
     if one.plan.data < 2:
         return
     others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
@@ -227,15 +227,13 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     if np.median(ratios) < UNEVEN or most > 0.6:
         return
     times = f"{np.median(ratios):.2f} times"
-    words = (
-        f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one, each time another"
-    )
+    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one, another rank each time"
     change = "Documents differ in length: pack them, keep data.document_mask in mind, or use larger microbatches."
     yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
 
 
 def _of_step(source: Source) -> Iterator[Cause]:
-    """Yield causes from the first rank's own account of its steps, and from the log."""
+    """Yield causes from the first rank's own times of its steps, and from the log."""
     names = ["seconds", "data", "communication", "bubble", "other"]
     recent = source.recent(names, WINDOW)
     if len(recent["seconds"]) < ENOUGH:

@@ -1,4 +1,4 @@
-"""Follows runs for alerts alone, until they end or whoever started this ends."""
+"""Follows runs for alerts only, until they or the command that started this end."""
 
 import select
 import sys
@@ -15,7 +15,7 @@ LEAVE = 10.0  # seconds that the log has to say how the run ended, once its comm
 
 
 def look_at(source: Source, alerts: Alerts) -> None:
-    """Read what a run's log has got, and send what it shows. A file that cannot be read now is read the next time."""
+    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read the next time."""
     while source.poll():
         pass
     causes.refresh(source)

@@ -29,7 +29,7 @@ LONGEST = 64 << 20  # bytes of one line; a longer one is no event
 
 
 def numbers(step: Step) -> NDArray[np.float32]:
-    """Return the numbers of a step in the order of VALUES; NaN for what it does not say."""
+    """Return the numbers of a step in the order of VALUES; NaN for missing ones."""
     known: dict[str, float | None] = {
         **{name: getattr(step, name) for name in VALUES[:7]},
         **{name: step.breakdown.get(name, 0.0) for name in PARTS},
@@ -41,9 +41,8 @@ def numbers(step: Step) -> NDArray[np.float32]:
 
 
 class Index:
-    """Follows the log of `run_dir` and keeps what it says in `folder`, from byte `begin` of the log on.
-
-    One process at a time keeps an index in a folder. A disk that is full or away costs what was to be kept; nothing is raised.
+    """Follows the log of `run_dir` from byte `begin` on, and keeps its contents in `folder`. One process at a time keeps an index
+    in a folder. If the disk is full or away, new entries are lost; no exception is raised.
     """
 
     def __init__(self, run_dir: Path, folder: Path, *, begin: int | None = None) -> None:
@@ -56,7 +55,7 @@ class Index:
         self._files: dict[str, int] = {}
 
     def poll(self, most: int = AT_ONCE) -> list[Event]:
-        """Read what the log has got since the last call, `most` bytes at most; the events in it."""
+        """Read the new part of the log since the last call, `most` bytes at most; return its events."""
         found: list[Event] = []
         try:
             with epochs.newest(self._run_dir, events.FILE).open("rb") as log:
@@ -99,7 +98,7 @@ class Index:
                 self._append(NOTES, b'{"at":%d,"event":%s}' % (self.offset, line))
 
     def _begin(self) -> None:
-        """Steps go back, or a generation begins."""
+        """Begin a new piece: steps go back, or a generation begins."""
         if self._steps is not None:
             self._steps.close()
         self._steps = pyramid.Writer(self._folder, kind="numbers", width=len(VALUES))
@@ -115,7 +114,7 @@ class Index:
             disk.append(self._files[name], line + b"\n")
 
     def close(self) -> None:
-        """Write what is not whole yet."""
+        """Write incomplete records."""
         if self._steps is not None:
             self._steps.close()
         for file in self._files.values():
@@ -124,7 +123,8 @@ class Index:
 
 
 def notes(folder: Path) -> Iterator[tuple[int, Event]]:
-    """Yield the events that are no steps, oldest first, each with the byte of the log where it ends; then who holds what."""
+    """Yield the events other than steps, oldest first, each with the byte of the log where it ends; then the holdings of the
+    ranks."""
     for line in disk.lines(folder / NOTES):
         record = disk.parse(line)
         if record is not None and isinstance(record.get("at"), int) and isinstance(record.get("event"), dict):
@@ -138,14 +138,14 @@ def notes(folder: Path) -> Iterator[tuple[int, Event]]:
 
 
 def end_of(folder: Path) -> int:
-    """Return the byte of the log up to which an index goes: each event was kept before the next was read."""
+    """Return the byte of the log at which an index ends: each event was stored before the next was read."""
     newest = pyramid.Reader(folder).newest()
     last = max((at for at, _ in _tail(folder / NOTES)), default=0)
     return max(last, int(newest[2]) if newest else 0)
 
 
 def _tail(path: Path, size: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """The last notes in a file."""
+    """Yield the last entries of a file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))

@@ -1,8 +1,8 @@
-"""A scaling law fitted to loss curves: how the loss falls with parameters and tokens, and where a run's own curve leads.
+"""A scaling law fitted to loss curves: how the loss falls with parameters and tokens, and the expected end of a run's own curve.
 
 L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). The law is linear in E, A and B, so only the exponents
-are searched. A law of curves takes a loss in the middle of a run for that of a run which ends there: where the learning rate decays at the
-end, the end is lower than such a law says.
+are searched. Such a law treats a loss in the middle of a run like the loss of a run that ends there. If the learning rate decays
+at the end, the real end is lower than the law predicts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,8 @@ SIZES = 3  # numbers of parameters that runs must have for a law to hold for oth
 
 @dataclass(frozen=True)
 class Law:
-    """E, A, a, B and b of the module's formula, N and D in units of `size` parameters and `tokens`. `runs`: curves it was fitted to."""
+    """E, A, a, B and b of the module's formula, N and D in units of `size` parameters and `tokens`. `runs`: the number of fitted
+    curves."""
 
     floor: float
     by_size: float
@@ -56,7 +57,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss of a run by tokens. `steps`: those each loss is the mean of."""
+    """Loss of a run by tokens. `steps`: the number of steps in each mean."""
 
     parameters: float
     tokens: Floats
@@ -83,9 +84,8 @@ def curve_of(source: Source) -> Curve | None:
 
 
 def fit(curves: Sequence[Curve]) -> Law:
-    """Fit a law to curves, by least squares of relative errors. Curves of one size have no term for the size.
-
-    Raises ValueError if the curves are of two sizes, which say nothing about a third.
+    """Fit a law to curves, by least squares of relative errors. Curves of one size have no term for the size. Raises ValueError
+    if the curves have two sizes, which do not determine a third.
     """
     sizes = {curve.parameters for curve in curves}
     if len(sizes) not in (1, *range(SIZES, len(curves) + 1)):
@@ -123,7 +123,7 @@ def _search(error: Callable[[float, float], float], *, sized: bool) -> tuple[flo
 
 
 def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
-    """The error and the coefficients, none of them negative, with which the columns come closest to what is wanted."""
+    """Return the error and the non-negative coefficients of the best fit of the columns to `wanted`."""
     number, best = columns.shape[1], (np.inf, np.zeros(columns.shape[1]))
     for kept in (kept for size in range(number, 0, -1) for kept in combinations(range(number), size)):
         found = np.zeros(number)
@@ -136,7 +136,7 @@ def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
 
 
 def of_runs(sources: Iterable[Source]) -> Law:
-    """Fit a law to what other runs came to. Raises ValueError if one is too short, or as `fit` does."""
+    """Fit a law to the losses of other runs. Raises ValueError if one is too short, or as `fit` does."""
     curves = list(_curves(sources))
     if not curves:
         raise ValueError("a scaling law needs runs to be fitted to")
@@ -153,7 +153,7 @@ def _curves(sources: Iterable[Source]) -> Iterator[Curve]:
 
 
 def _of_itself(source: Source, curve: Curve, step: int) -> Law:
-    """The law of a run's own curve: fitted again when the run has a hundredth more steps, for a server must not take a core."""
+    """Return the law of a run's own curve. It is fitted again when the run has 1 % more steps, to save processor time."""
     known = source.own_law
     if known is None or not known[0] <= step < 1.01 * known[0] + 1:
         known = source.own_law = step, fit([curve])
@@ -161,9 +161,8 @@ def _of_itself(source: Source, curve: Curve, step: int) -> Law:
 
 
 def drawn(source: Source) -> dict[str, Any] | None:
-    """Return the law beside a run's loss, from its newest steps to its end: that of `source.law`, else of its own curve.
-
-    `off`: the newest losses over the law's, minus 1. None where there is no law yet.
+    """Return the law's losses for a run, from its newest steps to its end: by `source.law`, else by the law of its own curve.
+    `off`: the newest losses divided by the law's, minus 1. None if there is no law yet.
     """
     curve, total, step = curve_of(source), source.setting("train", "steps"), source.last_step()
     if curve is None or not total or not step:

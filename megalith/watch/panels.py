@@ -1,6 +1,6 @@
 """The panels of the live page: each a function from a run to JSON-able data, which the page, its JSON address and `watch --json` share.
 
-An argument of a panel is text, as an address has it; what it cannot be read as counts as not given.
+An argument of a panel is text from an address; invalid text counts as not given.
 """
 
 import base64
@@ -29,7 +29,7 @@ SHOWN = 200  # rows of a table
 
 
 def whole(asked: Asked, name: str, default: int, *, least: int = 0, most: int = 2**53) -> int:
-    """Return a whole number that was asked for, within limits."""
+    """Return a requested whole number, within limits."""
     try:
         return min(max(int(asked[name]), least), most)
     except (KeyError, ValueError):
@@ -37,7 +37,7 @@ def whole(asked: Asked, name: str, default: int, *, least: int = 0, most: int = 
 
 
 def plain(values: NDArray) -> list[float | None]:
-    """Return numbers for JSON, to six digits: None for what is not finite."""
+    """Return numbers for JSON with six digits; None for a number that is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -50,7 +50,8 @@ def _window(asked: Asked) -> dict[str, int]:
 
 
 def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
-    """Mean, least and most of numbers of the steps. `piece` changes where the run went back to an earlier step."""
+    """Return the mean, minimum and maximum of numbers of the steps. `piece` changes where the run went back to an earlier
+    step."""
     view = source.steps(names, **_window(asked))
     found: dict[str, Any] = {"step": view.last.tolist(), "piece": view.piece.tolist(), "steps": view.steps.tolist()}
     fine = bool(len(view)) and int(view.steps.max()) == 1
@@ -62,8 +63,8 @@ def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
 
 
 def loss(source: Source, asked: Asked) -> dict[str, Any]:
-    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; what happened when;
-    the loss by a scaling law."""
+    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; events by
+    step; the loss by a scaling law."""
     found = _curves(source, asked, "loss", "grad_norm", "lr")
     rates = source.tokens_a_byte()
     found["validation"] = [
@@ -77,7 +78,7 @@ def loss(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def marks(source: Source) -> list[dict[str, Any]]:
-    """Return what happened at which step: starts anew, incidents, phases, spikes and what was done about them."""
+    """Return events by step: restarts, incidents, phases, spikes and the responses to them."""
     found = []
     for before, start in zip([None, *source.starts], source.starts, strict=False):
         if before is not None:
@@ -96,7 +97,7 @@ def _plan(start: RunStarted) -> Any:
 
 
 def speed(source: Source, asked: Asked) -> dict[str, Any]:
-    """Tokens a second, MFU, and what a step's seconds go to on the first rank, measured and predicted."""
+    """Return tokens a second, MFU, and the seconds of a step by use on the first rank, measured and predicted."""
     found = _curves(source, asked, "tokens_per_second", "mfu", "seconds", *PARTS)
     recent = source.recent(["seconds", *PARTS], 50)
     measured = {name: float(np.nanmean(recent[name])) for name in ("seconds", *PARTS)} if len(recent["step"]) else None
@@ -104,7 +105,7 @@ def speed(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
-"""Term of a prediction -> parts of a step as the log has them; waiting for data, which no prediction has, is shown apart."""
+"""Term of a prediction -> parts of a step in the log. Waiting for data is separate, because no prediction has it."""
 
 
 def terms(measured: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +125,8 @@ def _why(source: Source) -> str:
 def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
     """Return each rank's seconds of a kind, step by step: codes of `control.times`, rows of ranks by columns of steps, in base 64.
 
-    Asked: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: over the median of the ranks
+    Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: over the
+    median of the ranks
     with the same part of the model; all), `from`, `to`, `columns`, `rows`.
     """
     row = asked.get("row", "own")
@@ -157,7 +159,7 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _against(codes: NDArray[np.uint8], stage: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Codes over the (lower) median of those with the same stage: a difference of logarithms."""
+    """Return the codes relative to the (lower) median of ranks with the same stage: a difference of logarithms."""
     one = 1 + round(-math.log2(times.LEAST) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
     found = codes.astype(np.int16)
     for place in np.unique(stage):
@@ -181,7 +183,7 @@ def _order(sort: str, codes: NDArray[np.uint8], places: Mapping[str, NDArray[np.
 
 
 def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
-    """At most `rows` rows: several ranks make one, which shows the slowest of them."""
+    """Return at most `rows` rows. A row of several ranks shows the slowest of them."""
     size = -(-len(cells) // rows)
     starts = np.arange(0, len(cells), size)
     ends = [*starts[1:].tolist(), len(cells)]
@@ -189,12 +191,12 @@ def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], li
 
 
 def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) -> dict[str, int]:
-    """Return the place of a row's ranks on those axes where all are at the same place."""
+    """Return the common place of a row's ranks, on the axes where they have one."""
     return {axis: int(at[ranks[0]]) for axis, at in places.items() if len(ranks) == 1 or (at[ranks] == at[ranks[0]]).all()}
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """Explain long steps: the rank to blame, the cost and the remedy, the most expensive first; the best changes of the plan."""
+    """Explain long steps: the slow rank, the cost and the remedy, the most expensive first; the best changes of the plan."""
     seconds = source.recent(["seconds"], causes.WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
     found = causes.causes(source)
@@ -203,7 +205,8 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:
-    """Bytes at the peak of each rank (of many ranks, of each stage's fullest), by what its state holds; predicted of each stage."""
+    """Return the bytes at the peak of each rank (with many ranks, of each stage's fullest), by category of its state; predictions
+    for each stage."""
     stages = source.places().get("pipeline", np.zeros(0, dtype=np.int64))
     peaks, held = _peaks(source), source.holdings
     rows = [
@@ -356,11 +359,11 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
     "samples": samples,
     "run": run,
 }
-"""Name, as `--json` and the page's address have it -> what makes its data."""
+"""Name in `--json` and in the page's address -> function for its data."""
 
 
 def panel(source: Source, name: str, asked: Asked | None = None) -> dict[str, Any]:
-    """Return a panel's data. Raises KeyError for a name that is none."""
+    """Return a panel's data. Raises KeyError for an unknown name."""
     made = PANELS[name]
     with source.lock:
         return made(source, asked or {})

@@ -1,5 +1,5 @@
-"""The planner's prediction for a run, computed in a process of its own: tracing a part takes torch and seconds, which a server must not
-spend. `python -m megalith.watch.predict RUN_DIR` prints it as one JSON object."""
+"""The planner's prediction for a run, computed in a process of its own: tracing a part needs torch and seconds, which would block
+a server. `python -m megalith.watch.predict RUN_DIR` prints it as one JSON object."""
 
 import json
 import subprocess
@@ -19,7 +19,8 @@ LIMIT = 300.0  # seconds that a prediction may take
 
 def predicted(spec: RunSpec) -> dict[str, Any]:
     """Return the seconds that a step of a run should take, by term, also under `others`, plans that differ in one choice; the bytes of a
-    rank of each pipeline place, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None: `why`."""
+    rank of each pipeline place, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None;
+    `why` has the reason."""
     found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
     accelerator = None
     if spec.cluster != "local":
@@ -66,7 +67,8 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
 
 
 def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any] | None:
-    """Return `predicted` of the run in a folder, from a process of its own; None if it cannot be had. `plan`: under another plan."""
+    """Return `predicted` of the run in a folder, from a process of its own; None if that fails. `plan`: another plan to
+    predict."""
     more = [] if plan is None else [plan.model_dump_json()]
     command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
     try:

@@ -1,7 +1,7 @@
-"""Serves the live page to browsers of this machine: standard library, 127.0.0.1, a token in the address, nothing else in reach.
-
-Others may have accounts on the machine, and any page in a browser may ask 127.0.0.1: so each request needs the token and this very host in
-its head. It has HEAD_SECONDS to be said and SEND_SECONDS to be taken, at most CONNECTIONS are open, and none may hold one for longer.
+"""Serves the live page to browsers of this machine: standard library, 127.0.0.1, a token in the address, and access to nothing
+else. Others may have accounts on the machine, and any page in a browser may send requests to 127.0.0.1. So each request needs the
+token and this very host in its head. A request must arrive within HEAD_SECONDS, and its reply must be read within SEND_SECONDS.
+At most CONNECTIONS are open.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ _PHRASES = {200: "OK", 202: "Accepted", 400: "Bad Request", 403: "Forbidden", 40
             408: "Request Timeout", 413: "Content Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 Order = Callable[[Source, Mapping[str, Any]], str]
-"""Obeys what a page asks of a run, and returns what was done in words. Raises ValueError for an order that it does not know."""
+"""Carries out an order of a page for a run, and describes the result. Raises ValueError for an unknown order."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as far as this server reads it."""
+    """The part of a request that this server reads."""
 
     method: str
     path: str
@@ -65,12 +65,13 @@ class _Refused(Exception):  # noqa: N818  # it is an answer
 
 
 class Server:
-    """The page of some runs. `address` is what to open; who has it may look. Threads are daemons: they end with the process."""
+    """The page of some runs. Everyone who has its `address` may read the page. Threads are daemons: they end with the process."""
 
     def __init__(
         self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None, rules: AlertsSpec | None = None
     ) -> None:
-        """`order`: what obeys orders, from pages that have the second token too; None: none is taken. `rules`: alerts that are sent. Raises
+        """`order`: carries out orders from pages that also have the second token; None: no orders are accepted. `rules`: the
+        alerts. Raises
         OSError if the port is taken."""
         self.sources, self._order = sources, order
         self._alerts = [] if rules is None else [Alerts(source, rules) for source in sources]
@@ -92,7 +93,7 @@ class Server:
 
     @property
     def acting_address(self) -> str:
-        """The same for who may also give orders. Browsers send nothing of what stands behind #."""
+        """The address for users who may also give orders. Browsers do not send the part after #."""
         return f"{self.address}#act={self.second}"
 
     def start(self) -> None:
@@ -101,7 +102,7 @@ class Server:
             threading.Thread(target=loop, daemon=True).start()
 
     def close(self) -> None:
-        """End all of it."""
+        """End the server and its threads."""
         self._done.set()
         with self._news:
             self._news.notify_all()
@@ -124,7 +125,7 @@ class Server:
                 self._done.wait(POLL_SECONDS)
 
     def _alert(self) -> None:
-        """Send what is new, if it is time."""
+        """Send new alerts, if it is time."""
         if not self._alerts or time.monotonic() < self._looked + ALERT_SECONDS:
             return
         self._looked = time.monotonic()
@@ -210,8 +211,8 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Data of a panel as JSON, and the seconds for which they stand: what was made last, until it is old enough that making it anew
-        takes no more than SHARE of a core."""
+        """Return the data of a panel as JSON, and the seconds for which they are valid. Data are made again only so often that
+        this takes at most SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:
@@ -241,7 +242,7 @@ class Server:
         _send(connection, _head(202, "json", len(whole)) + whole)
 
     def _stream(self, connection: socket.socket) -> None:
-        """Say which runs have news, until the page goes away."""
+        """Send the names of runs with new data, until the page closes."""
         if not self._streams.acquire(blocking=False):
             raise _Refused(503)
         try:
@@ -259,7 +260,7 @@ class Server:
 
 
 def _read(connection: socket.socket) -> Request:
-    """Read a request. Raises _Refused for one that is too slow, too long, or none."""
+    """Read a request. Raises _Refused for one that is too slow, too long, or not valid."""
     end, read = time.monotonic() + HEAD_SECONDS, b""
     while b"\r\n\r\n" not in read:
         read += _receive(connection, end)
@@ -299,7 +300,7 @@ def _receive(connection: socket.socket, end: float) -> bytes:
 
 
 def _send(connection: socket.socket, whole: bytes) -> None:
-    """Send all within SEND_SECONDS, however little is taken at a time. Raises OSError."""
+    """Send all within SEND_SECONDS, even to a slow reader. Raises OSError."""
     end, rest = time.monotonic() + SEND_SECONDS, memoryview(whole)
     while rest:
         left = end - time.monotonic()

@@ -26,8 +26,7 @@ Recent = dict[str, Any]
 
 
 class Say(NamedTuple):
-    """A sentence about a run. `sign`: its name in alerts; empty if no alert is sent. `cause`: what is likely behind it, if
-    known."""
+    """A sentence about a run. `sign`: its name in alerts; empty if no alert is sent. `cause`: the likely cause, if known."""
 
     level: Health
     words: str
@@ -43,7 +42,7 @@ ENDED = {
 
 
 def judge(found: "Alive", source: Source, recent: Recent) -> list[Say]:
-    """Return all that is to be said of a run; at least one sentence."""
+    """Return all sentences about a run; at least one."""
     says = [*_of_the_end(found, source), *_of_silence(found, source)]
     if found.step is not None:
         says += [*_of_loss(found, source, recent), *_of_pace(found, source, recent), *_of_experts(found, source, recent)]
@@ -75,7 +74,7 @@ def _of_silence(found: "Alive", source: Source) -> Iterator[Say]:
 
 
 def _of_loss(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
-    """The newest loss beside those before it in this generation; the run's own watch knows more of a cause."""
+    """Compare the newest loss with earlier ones of this generation. The run's own checks know more about a cause."""
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     cause = spike.words if spike is not None and found.step is not None and spike.step > found.step - 10 else ""
@@ -120,7 +119,7 @@ def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]
 
 
 def _of_memory(found: "Alive", source: Source) -> Iterator[Say]:
-    """The fullest rank at the newest step, beside its device."""
+    """Compare the memory of the fullest rank at the newest step with that of its device."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
     if found.state != "running" or not limit or span is None:

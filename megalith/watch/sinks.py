@@ -1,7 +1,8 @@
 """Sends a run's numbers to other tools (keys of `[log]`). Follows the run's log in a process of its own.
 
-One run folder is one run there, also when it is stopped and resumed: `sinks.json` in the folder keeps its id, and how much of the log each
-tool has. Nothing leaves the machine unless `log.online` is set. A tool that fails is given up with a warning, and training continues.
+One run folder is one run in a tool, even if it is stopped and resumed: `sinks.json` in the folder keeps its id, and the part of
+the log that each tool has. Nothing leaves the machine unless `log.online` is set. If a tool fails, it is no longer used: there is
+a warning, and training continues.
 """
 
 import fcntl
@@ -28,7 +29,7 @@ AT_ONCE = 1000  # events after which sinks.json is written
 
 @dataclass(frozen=True)
 class Subject:
-    """The run as another tool is told of it."""
+    """The description of the run for another tool."""
 
     id: str
     """The same at every start of the run."""
@@ -47,7 +48,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         ...
 
 
@@ -156,12 +157,12 @@ class Mlflow:
 
 
 KINDS: dict[str, Callable[[Subject], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
-"""The tools by the key of `[log]` that asks for each."""
+"""The tools by their key of `[log]`."""
 assert set(KINDS) == set(SINKS)
 
 
 class Feed:
-    """The log of one run on its way to the tools that the run asks for. Its methods catch the exceptions of the tool."""
+    """Sends the log of one run to the tools of its `[log]`. Its methods catch the exceptions of the tools."""
 
     def __init__(self, run_dir: Path, log: LogSpec, *, warn: Callable[[str], None]) -> None:
         self._folder, self._warn = run_dir, warn
@@ -175,7 +176,7 @@ class Feed:
                 self._try(name, lambda name=name: self._sinks.update({name: KINDS[name](subject)}))
 
     def poll(self) -> None:
-        """Send what the log has got since the last call."""
+        """Send the new part of the log since the last call."""
         path = epochs.newest(self._folder, events.FILE)
         for name in list(self._sinks):
             done = self._kept["done"].get(name, {})
@@ -194,7 +195,7 @@ class Feed:
         _write(self._folder / FILE, self._kept)
 
     def close(self) -> None:
-        """Send the rest, and let each tool write what it holds."""
+        """Send the rest, and close each tool."""
         self.poll()
         for name, sink in list(self._sinks.items()):
             self._try(name, sink.close)
@@ -204,7 +205,7 @@ class Feed:
         self._sinks[name].numbers(values, event.step, event.time)
 
     def _try(self, name: str, act: Callable[[], object]) -> None:
-        """Give a tool up, with a warning, when it raises."""
+        """Call a tool; if it raises, warn and no longer use it."""
         try:
             act()
         except Exception as error:
@@ -213,7 +214,7 @@ class Feed:
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that tools are sent, by name; those that are not known, or not finite, are left out."""
+    """Return the numbers of an event for tools, by name, without those that are unknown or not finite."""
     found: dict[str, float | None] = {}
     match event:
         case Step():
@@ -227,7 +228,8 @@ def numbers_of(event: Event) -> dict[str, float]:
 
 
 def _in_common(old: Path, new: Path, end: int) -> int:
-    """Return the bytes of whole lines, before byte `end`, that the log of a new epoch has from the one before it; 0 if that is gone."""
+    """Return the bytes of whole lines, before byte `end`, that a new epoch's log shares with the one before it; 0 if that no
+    longer exists."""
     try:
         with old.open("rb") as one, new.open("rb") as other:
             at = 0
@@ -241,7 +243,7 @@ def _in_common(old: Path, new: Path, end: int) -> int:
 
 
 def _events(path: Path, at: int) -> Iterator[tuple[Event, int]]:
-    """Yield the events in whole lines from byte `at` on, each with the byte that it ends before."""
+    """Yield the events in whole lines from byte `at` on, each with the byte after its end."""
     if not path.exists() or path.stat().st_size < at:
         at = 0  # the log was emptied
     if not path.exists():

@@ -1,4 +1,4 @@
-"""All that is known of one run, from its folder alone: the log as far as it goes, and what each rank's seconds went to."""
+"""All facts about one run, from its folder alone: its log, and the seconds of each rank by use."""
 
 import contextlib
 import json
@@ -76,10 +76,11 @@ class Merged(NamedTuple):
 
 
 class Source:
-    """One run. Methods may be called from several threads; `lock` keeps them apart."""
+    """One run. Methods may be called from several threads; `lock` separates them."""
 
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
-        """`predicts`: have the planner predict the run, once its plan is known. Raises FileNotFoundError for a folder that holds no run."""
+        """`predicts`: start the planner's prediction, once the run's plan is known. Raises FileNotFoundError for a folder that
+        holds no run."""
         if not run_dir.is_dir() or not (epochs.newest(run_dir, events.FILE).exists() or (run_dir / "run.toml").exists()):
             raise FileNotFoundError(
                 f"{run_dir} holds no run: there is no {events.FILE} and no run.toml. Give the --run-dir of a run."
@@ -110,7 +111,7 @@ class Source:
         begin = index.end_of(self._base)
         self.last_time = found[3] if found else 0.0
         self.left_out = _left_out(epochs.newest(run_dir, events.FILE), begin)
-        """Updates that the run has left out so far: it makes so many steps more."""
+        """Updates that the run has skipped so far: it makes that many more steps."""
         for at, event in index.notes(self._base):
             if at <= begin:
                 self._take(event)
@@ -132,12 +133,12 @@ class Source:
         self._asking: threading.Thread | None = None
 
     def close(self) -> None:
-        """Remove what was written to read the run."""
+        """Remove the files that were written to read the run."""
         self._index.close()
         self._remove()
 
     def poll(self) -> bool:
-        """Read what the log has got; True if that was anything. Reads one portion: call it again while it gives True."""
+        """Read one portion of the log; return True if there was any. Call it again while it returns True."""
         with self.lock:
             found = self._index.poll()
             for event in found:
@@ -236,7 +237,7 @@ class Source:
 
     @property
     def alerts(self) -> AlertsSpec:
-        """From where on something is a sign: as `rules` say, else the run's description, else the defaults."""
+        """The limits of signs: from `rules`, else the run's description, else the defaults."""
         if self.rules is not None:
             return self.rules
         with contextlib.suppress(ValidationError):
@@ -244,7 +245,7 @@ class Source:
         return AlertsSpec()
 
     def setting(self, table: str, key: str) -> Any:
-        """A value of the run file; None where it is not said."""
+        """Return a value of the run file; None if it is not set."""
         found = self.spec.get(table)
         return found.get(key) if isinstance(found, dict) else None
 
@@ -286,7 +287,7 @@ class Source:
         return own[1] if own else self._until[1] if self._until else None
 
     def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
-        """Return numbers of the steps from `first` to `last`, in about `most` records; steps that were done again come again."""
+        """Return numbers of the steps from `first` to `last`, in about `most` records; repeated steps are there repeatedly."""
         at = [index.VALUES.index(name) for name in names]
         values = [slice(i, i + 1) for i in at]
         base = self._base_steps.read(values, first=first, last=last, most=most, until=self._until)
@@ -304,16 +305,17 @@ class Source:
         return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
 
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
-        """Return what one row of `control.times` says of all ranks of the newest generation's plan, and how many ranks there are."""
+        """Return one row of `control.times` for all ranks of the newest generation's plan, and the number of ranks."""
         world = self._times.width() // len(times.ROWS)
         return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
 
     def times_span(self) -> tuple[int, int] | None:
-        """The first and the last step that all ranks have told of; None where they have not."""
+        """The first and the last step that all ranks have reported; None if there are none."""
         return self._times.span()
 
     def goodput(self) -> tuple[ledger.Goodput, float] | None:
-        """The account of the run's time, and the seconds that it is of: of a long log, of its end. None before there is any time."""
+        """Return the use of the run's time, and the seconds that it covers: in a long log, only the end. None before there is any
+        time."""
         with contextlib.suppress(OSError):
             path = epochs.newest(self.run_dir, events.FILE)
             size = path.stat().st_size
@@ -328,7 +330,8 @@ class Source:
         return self._account[2], self._account[2].wall
 
     def nodes(self) -> dict[str, Any]:
-        """Nodes that are in the mesh, spare, and quarantined, as the run's controller noted last; empty where there is none."""
+        """Return the nodes in the mesh, the spares and the quarantined ones, as the run's controller last noted; empty if there
+        is none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(epochs.newest(self.run_dir, "ranks/fleet.json").read_text(encoding="utf-8"))
             state = found.get("state", found)
@@ -340,8 +343,8 @@ class Source:
         return {}
 
     def tokens_a_byte(self) -> dict[str, float]:
-        """Tokens a byte of each domain's held-out text, and of all of it under "": a loss in bits a byte is the loss in nats times this,
-        over the logarithm of 2. Empty where the data's manifest cannot be read."""
+        """Return the tokens a byte of each domain's held-out text, and of all of it under "". The loss in bits a byte is the loss
+        in nats times this, divided by the logarithm of 2. Empty where the data's manifest cannot be read."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
             path = Path(str(self.setting("data", "path")))
             domains = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["domains"]
@@ -356,7 +359,7 @@ class Source:
         return max(0.0, time.time() - self.last_time) if self.last_time else None
 
     def free(self) -> int | None:
-        """Bytes that are free where the run folder lies."""
+        """Return the free bytes on the disk of the run folder."""
         with contextlib.suppress(OSError):
             found = os.statvfs(self.run_dir)
             return found.f_bavail * found.f_frsize
@@ -364,7 +367,7 @@ class Source:
 
 
 def _left_out(log: Path, end: int) -> int:
-    """The updates that a run has left out by the last step in its log before byte `end`."""
+    """Return the updates that a run has skipped by the last step in its log before byte `end`."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, end - TAIL))
         for line in reversed(file.read(min(end, TAIL)).split(b"\n")):
@@ -375,7 +378,7 @@ def _left_out(log: Path, end: int) -> int:
 
 
 def _joined(one: View, other: View) -> View:
-    """Join two views. The second continues the last piece of the first, unless its steps begin before the first one's end."""
+    """Join two views. The second continues the last piece of the first, unless its steps begin before the end of the first."""
     if not len(one) or not len(other):
         return one if len(one) else other
     whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""Waits of sites for each other, by hand and beside what was measured on a wire between two namespaces."""
+"""Waits of sites for each other, by hand and compared with measurements on a wire between two namespaces."""
 
 from itertools import product
 from typing import Any
@@ -39,7 +39,7 @@ SLOW_START = sum(0.1 - packets * PACKET / RATE for packets in (10, 20, 40, 80))
 
 
 def _transfer(size: float) -> float:
-    """Seconds until the answer to `size` bytes is back, sent after a pause."""
+    """Return the seconds until the answer to `size` bytes, which are sent after a pause."""
     return size / RATE + SLOW_START + 0.1
 
 
@@ -74,7 +74,7 @@ def test_a_transfer_hides_behind_the_steps_of_its_overlap() -> None:
 
 
 def test_a_link_that_is_too_slow_holds_the_sites_to_its_rate() -> None:
-    """Fragments queue: a round takes as long as its bytes, however much may overlap."""
+    """Fragments queue: a round takes as long as its bytes, whatever the overlap."""
     found = _predicted(inner_steps=10, fragments=5, overlap=9)
     seconds = found.bytes / RATE
     assert 10 * STEP + found.waited == pytest.approx(seconds, rel=2 / ROUNDS)
@@ -126,7 +126,7 @@ def _use_of(sites: SitesSpec, *, share: float = 1.0) -> float:
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(link: tuple[float, float]) -> None:
-    """All methods that were to be tried are looked at here."""
+    """All methods in the search are compared here."""
     found = _chosen(link)
     assert _use_of(found, share=HEADROOM) >= GOOD
     for interval in INTERVALS[: INTERVALS.index(found.inner_steps)]:

@@ -1,4 +1,4 @@
-"""Intervals hold as many rows as they say, and own rows are followed as far as they can be trusted."""
+"""Intervals contain their stated share of rows, and own rows count according to their reliability."""
 
 import random
 from math import exp, log, sqrt
@@ -11,7 +11,7 @@ SPREAD = Spread(bias=0.05, between=0.15, within=0.08, reach=1.4, reach_known=1.4
 
 
 def drawn(seed: int, groups: int = 40, rows: int = 12) -> dict[str, list[float]]:
-    """Stacks that are off by factors of their own, and rows by others."""
+    """Draw stacks and rows, each with random factors of error."""
     draw = random.Random(seed)
     return {
         str(group): [draw.gauss(own, 0.08) for _ in range(rows)]

@@ -151,7 +151,7 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
 def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and_noted():
     asked = ask(Question(model="llama3.1-8b", cluster="h100:8"))
     assert (asked.run.train.seq_len, asked.run.train.global_batch) == (8192, 512)
-    assert "--seq-len was not said: 8,192" in asked.notes[0] and "--global-batch was not said: 512" in asked.notes[1]
+    assert "--seq-len was not given: 8,192" in asked.notes[0] and "--global-batch was not given: 512" in asked.notes[1]
     assert ask(Question(model="tiny", cluster="h100:8")).run.train.seq_len == 256
 
 

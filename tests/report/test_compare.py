@@ -64,7 +64,7 @@ def test_a_folder_without_a_run_is_refused_and_so_is_a_trace_of_two(tmp_path: Pa
     assert call("report", str(one), str(tmp_path)).exit_code == 1
     refused = call("report", str(one), str(one), "--trace")
     assert refused.exit_code == 2
-    assert "--trace is of one run" in refused.stderr
+    assert "--trace shows one run" in refused.stderr
 
 
 def test_a_run_that_has_not_begun_has_no_numbers_yet(tmp_path: Path) -> None:

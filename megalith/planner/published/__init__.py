@@ -1,1 +1,1 @@
-"""Published measurements of training speed and memory, each with its source, and how their rows are said as workloads."""
+"""Published measurements of training speed and memory, each with its source, and how their rows are expressed as workloads."""

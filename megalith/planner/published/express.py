@@ -1,7 +1,7 @@
 """A published row as workloads: its model, plan and cluster in the project's own types.
 
-What a source does not state (recomputation, the microbatch, interleaving) is left open: every choice is a workload of its own, and
-the planner's pick among them, the fastest that fits, is the prediction. A row that cannot be expressed has the reason instead.
+If a source does not state something (recomputation, the microbatch, interleaving), every choice is a workload of its own. The
+prediction is the planner's pick among them: the fastest that fits. A row that cannot be expressed has the reason instead.
 """
 
 import re
@@ -36,7 +36,7 @@ GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
 """Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
-"""A hybrid's layers, as the file of measurements shortens them, and the preset that has them in full."""
+"""The abbreviated layers of a hybrid in the file of measurements -> the preset with all its layers."""
 
 PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a block here
     "core_attn": ("attention.core",),
@@ -51,14 +51,16 @@ PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a bl
 
 @dataclass(frozen=True)
 class Expressed:
-    """A row in the project's words: `choices` holds one workload, or several where the source leaves something open. If there is
+    """A row in the project's own types: `choices` holds one workload, or several where the source leaves something open. If there
+    is
     a `reason`, the row has no workload."""
 
     row: Row
     choices: tuple[Workload, ...] = ()
     reason: str = ""
     transformer: bool = True
-    """Attention and feed-forward blocks alone: dense or mixture of experts. Hybrids are predicted, and nothing is fitted on them."""
+    """True for attention and feed-forward blocks only: dense or mixture of experts. Hybrids are predicted, and nothing is fitted
+    on them."""
 
     @property
     def expert(self) -> bool:
@@ -271,7 +273,7 @@ def _chunks(row: Row, model: ModelSpec) -> list[int]:
 
 
 def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
-    """(policy, parts): what the source says, or every usual choice where it says nothing."""
+    """Return (policy, parts) as the source states them, or every usual choice if it does not."""
     text = row.text("recompute")
     core = ("attention.core",)
     if text.startswith("full"):
@@ -291,7 +293,8 @@ def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
-    """Uneven stages: embedding and head counted as a block each where that comes out even (Llama 3), or shared out by cost."""
+    """Uneven stages: embedding and head count as a block each if that gives equal stages (Llama 3); otherwise blocks are divided
+    by cost."""
     blocks = len(model.blocks)
     if stages == 1:
         return None
@@ -306,7 +309,7 @@ def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
 
 
 def _by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Split the layers as evenly as whole blocks allow; the head counts as the blocks its product is worth."""
+    """Split the layers as evenly as whole blocks allow; the head counts as as many blocks as its product costs."""
     one = model.model_copy(update={"blocks": model.blocks[:1]})
     block = step_flops(one, tokens=1, seq_len=model.context, causal="full", recomputed=False, head=False)
     head = 6 * model.dim * model.head.vocab / block

@@ -1,8 +1,8 @@
 """`python -m megalith.planner.published.fit`: fit the calibration on all published rows, and again without each source group.
 
-It writes calibration.toml, which predictions use; left_out.toml, the figures that differ where a group had no part in the fit, so that
-a group can be judged by a fit that never saw it; and doubt.toml, how far such judgements are off. The start are the physical values of
-starts.toml, and nothing is drawn at random: the same rows and the same code give the same figures again.
+It writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that each
+group can be judged by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the physical
+values of starts.toml, and nothing is drawn at random: the same rows and the same code give the same figures.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LEFT_OUT = "left_out.toml"
 
 
 def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
-    """Return the scored rows that can be said, at most `most` of each source group, evenly taken."""
+    """Return the scored rows that can be expressed, at most `most` of each source group, evenly spaced."""
     found: list[Observation] = []
     for group in sorted({row.group for row in rows if row.scored}):
         mine = (row for row in rows if row.scored and row.group == group)
@@ -55,7 +55,7 @@ def without(group: str, everything: Sequence[Observation], start: Calibration, s
 
 @cache
 def left_out() -> Mapping[str, Calibration]:
-    """Return the calibration that each source group had no part in."""
+    """Return for each source group the calibration that was fitted without it."""
     text = files("megalith.planner.published").joinpath(LEFT_OUT).read_text(encoding="utf-8")
     return {group: calibration().changed(figures) for group, figures in tomllib.loads(text).items()}
 

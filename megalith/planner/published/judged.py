@@ -1,6 +1,6 @@
-"""Judgement of published rows on predictions and of their intervals: coverage and width, few-shot errors, and what choosing by them costs.
-
-Rows come with residuals of fits that their source group had no part in, and each group is judged by the deviations of the others."""
+"""Judgement of published rows on predictions and of their intervals: coverage and width, few-shot errors, and the cost of
+choosing by them. Each row's residual is from a fit without its source group, and each group is judged by the deviations of the
+others."""
 
 import random
 from collections import defaultdict
@@ -19,7 +19,7 @@ Groups = Mapping[str, Sequence[float]]
 """Logarithms of measured over predicted by source group."""
 
 ENOUGH, DRAWS = 8, 20
-"""Rows of a stack from which few are drawn, and how often."""
+"""Minimum rows of a stack from which a few are drawn, and the number of draws."""
 
 CLEAR = 1.1
 """Two measured steps differ clearly if one is longer by this factor."""
@@ -33,7 +33,7 @@ def others_of(groups: Groups) -> Callable[[str], Spread]:
 
 @dataclass(frozen=True)
 class Covered:
-    """How an interval did: every group weighs alike."""
+    """Score of an interval; every group has the same weight."""
 
     rows: int
     groups: int
@@ -49,7 +49,7 @@ class Covered:
 
 
 def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Covered:
-    """Return how intervals did. `interval` returns the interval of a row of a group."""
+    """Return the scores of intervals. `interval` returns the interval of a row of a group."""
     shares, widths, scores = list[float](), list[float](), list[float]()
     for group, logs in groups.items():
         found = [interval(group, place) for place in range(len(logs))]

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def ran_out(self) -> bool:
-        """The source says that this did not fit."""
+        """True if the source says that this did not fit."""
         return self.text("primary") == "1" and self.text("value_kind") == "measured-OOM"
 
     @property

@@ -79,10 +79,10 @@ GRAPHED = 26.04
 """Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
 
 PARTLY = 25.11
-"""Release from which they record attention and router, but on H100."""
+"""Release from which they record attention and router, except on H100."""
 
 RECORDED = ("GB200", "GB300", "B300")
-"""Hardware for which they do."""
+"""Hardware for which they record these."""
 
 FORMATS: dict[str, str] = {
     "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
@@ -143,7 +143,8 @@ def practice_of(row: Row) -> Practice:
 
 
 def _tuned_experts(row: Row, practice: Practice) -> Practice:
-    """Apply what Megatron-Bridge's tuned recipes for experts record, and overlap: in MXFP8, DeepSeek's all-to-all; elsewhere none."""
+    """Apply the recorded graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: DeepSeek's all-to-all in
+    MXFP8, otherwise none."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
     early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
