@@ -34,7 +34,7 @@ wrong."""
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """True if storage is to blame, and not the program: it is full, or away. Either may pass."""
+    """True if the error is due to storage that is full or unavailable, not to the program. It may pass."""
     return isinstance(error, OSError) and error.errno in UNAVAILABLE
 
 
@@ -52,8 +52,8 @@ def leads_to(path: Path, inode: int) -> bool:
 
 
 class Place:
-    """A folder as it was first used. It is away when it was there and is gone, and when nothing is mounted any more where its file system
-    was: the bare mount point is another folder, in which nothing must be written."""
+    """A folder as it was first used. It is away if it existed and is gone, or if its file system is no longer mounted: the bare
+    mount point is another folder, in which nothing must be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -129,11 +129,11 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 class Journal:
-    """Lines appended to a file which may be full, away, forbidden or deleted. What cannot be written now waits, the oldest of more than
-    `most` lines is lost; no method raises an OSError.
+    """Lines appended to a file which may be full, away, forbidden or deleted. Lines that cannot be written now wait; beyond
+    `most` lines the oldest is lost. No method raises an OSError.
 
-    `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument says
-    whether this journal made the new file.
+    `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument is True
+    if this journal made the new file.
     """
 
     def __init__(self, path: Path, *, most: int, renewed: Callable[[bool], Iterable[bytes]] = lambda made: ()) -> None:
@@ -191,7 +191,8 @@ class Journal:
         return file
 
     def _is_replaced(self, file: int) -> bool:
-        """True if the open file was deleted, replaced or truncated. While its folder is away nobody knows, and it stays open."""
+        """True if the open file was deleted, replaced or truncated. While its folder is away that is unknown, and the file stays
+        open."""
         mine = os.fstat(file)
         try:
             there = self._path.stat()
@@ -236,7 +237,8 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """Leave the block when a path that was used before cannot be used now, and go on without `path`, if one is given. The path is
+    """Leave the block when a path that was used before cannot be used now, and continue without `path`, if one is given. The path
+    is
     reported once, and again if it was usable in between. Raises any other OSError."""
     try:
         yield

@@ -1,7 +1,7 @@
 """The names that each owner of a run folder writes under, so that nothing an earlier one still writes is ever read.
 
 An owner that was suspended until another took its place may wake up and finish a write. So owners that may overlap have
-different epochs. What epoch 0 writes has the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and
+different epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and
 `checkpoints-2/`. Readers use the file with the highest number. A new epoch starts from the previous one's content: files are
 copied, and folders are renamed atomically, so that no path of an earlier owner leads into them.
 """
@@ -47,7 +47,7 @@ def begin(run_dir: Path, epoch: int) -> None:
 
 
 def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
-    """Return the epochs, of those `below` one, that have a file or folder."""
+    """Return the epochs (only those less than `below`) that have a file or folder."""
     path = run_dir / file
     stem, dot, ending = path.name.partition(".")
     pattern = re.compile(rf"{re.escape(stem)}(?:-([1-9]\d*))?{re.escape(dot + ending)}")

@@ -3,7 +3,8 @@
 The same ranks are seen three ways. **Work**: the share that a rank computes: its pipeline place, which samples (`data`), which
 part of a sequence (`context`), which part of each matrix product (`tensor`). **State**: which part of the dense weights,
 gradients and moments it keeps.
-**Experts**: the same for the experts' weights, which are laid out apart. The work axes go from slowest to fastest varying: neighbouring
+**Experts**: the same for the experts' weights, which have a layout of their own. The work axes go from slowest to fastest
+varying: neighbouring
 ranks share the fastest links, and tensor parallelism needs them most; pipeline stages exchange least, so they sit furthest apart.
 
 A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. For the state,
@@ -67,8 +68,8 @@ class Mesh:
 
     @property
     def replica_shift(self) -> int:
-        """How many data ranks further the replica is that has the same parts of everything: experts that ranks share out among data ranks
-        belong to one replica. 0: there is no other."""
+        """Distance, in data ranks, to the next replica with the same parts of everything; data ranks that divide experts among
+        them belong to one replica. 0: there is no other replica."""
         line = self.expert * self.expert_tensor
         shift = line // gcd(line, self.context * self.tensor)
         return shift if self.data % shift == 0 and shift < self.data else 0

@@ -1,6 +1,6 @@
 """A user's own parts: objects that a run file names as `module:object`, imported only for a command that was given that run.
 
-What only opens a checkpoint, a run folder or an exported model never calls `load`, whatever the files in it name.
+Code that only opens a checkpoint, a run folder or an exported model never calls `load`, whatever its files name.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ class AlteredError(ValueError):
 
 
 def digest(content: bytes) -> str:
-    """Return the digest that a file of this content is sealed with."""
+    """Return the digest that seals a file with this content."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -21,7 +21,7 @@ def seal(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def read(path: Path, sealed: Mapping[str, str]) -> bytes:
-    """Return the content of a file. Raises AlteredError if it is sealed and another one than it was, OSError if it cannot be read."""
+    """Return the content of a file. Raises AlteredError if it is sealed and has changed, OSError if it cannot be read."""
     content = path.read_bytes()
     before, now = sealed.get(str(path.resolve())), digest(content)
     if before not in (None, now):

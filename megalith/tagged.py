@@ -17,7 +17,7 @@ Value = TypeVar("Value", bound=Tagged)
 
 
 class Family(Generic[Value]):
-    """The tagged classes below `bases`, those that exist when the family is made. `classes` maps each tag to its class.
+    """The tagged subclasses of `bases` that exist when the family is made. `classes` maps each tag to its class.
 
     A record holds the tag under `key`, as entry number `place` of the dict; None: as the last. Raises ValueError if two classes share
     a tag.

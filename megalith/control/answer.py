@@ -41,7 +41,7 @@ class Answer:
         self._requests, self._say, self._beats, self._copies = requests, say, beats, copies
 
     def __call__(self) -> None:
-        """Say both lines. Must be called after the request was passed on: looking at the copies may take seconds."""
+        """Print both lines. Must be called after the request was passed on: looking at the copies may take seconds."""
         number = self._requests[0][0]
         begun = [beat.step for beat in self._beats() if beat.ready]
         stopping = (
@@ -65,5 +65,5 @@ class Answer:
             return " and lose the steps since the newest copy of the state, which cannot be listed just now"
         steps = done - source.step
         if steps == 0:
-            return f" and lose this step alone ({source} is kept)"
+            return f" and lose only this step ({source} is kept)"
         return f" and lose {steps} step{'s' * (steps > 1)} (the newest copy of the state is {source})"

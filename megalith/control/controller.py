@@ -1,8 +1,8 @@
 """Keeps a run going through faults: signs -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
 
-What is decided is `policy.decide`'s alone; here is what must be seen for it, and how its commands are obeyed. Ranks are never mended
-while they run: every rank is killed, and the same logical ranks begin anew from the newest whole copy of the state. A controller
-that was killed itself leaves nothing that the next one could not pick up: copies are files, and its own memory is `ranks/fleet.json`.
+Only `policy.decide` decides; this module observes what it needs, and carries out its commands. Ranks are never mended
+while they run: every rank is killed, and the same logical ranks begin anew from the newest whole copy of the state. If a
+controller is killed, the next one can take over everything: copies are files, and its own memory is `ranks/fleet.json`.
 """
 
 import secrets
@@ -97,7 +97,7 @@ class Controller:
     # The loop
 
     def run(self) -> Outcome:
-        """Until the last step, a request to stop, or a fault that a person must see to."""
+        """Run until the last step, a request to stop, or a fault that needs a person."""
         try:
             if self._await_store():
                 self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
@@ -113,8 +113,8 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed: whoever does not know of them would begin anew. False if somebody wants to stop
-        meanwhile. Raises OSError if it takes longer than a node would be waited for."""
+        """Wait until the checkpoints can be listed: without them, the run would begin anew. False if somebody wants to stop
+        meanwhile. Raises OSError if it takes longer than the run would wait for a node."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
             try:
@@ -130,7 +130,7 @@ class Controller:
         return False
 
     def _generation(self, order: Start) -> None:
-        """Start all ranks and stay with them; take what came of it."""
+        """Start all ranks, watch them until they end, and handle the outcome."""
         self._next, self._done, self._end_now = None, -1, False
         self._shrunk = isinstance(order, commands.Shrink)
         self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
@@ -162,8 +162,8 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks, once the stores that the run has used are there, and what the ranks meet by can be written. False if somebody
-        wants to stop meanwhile. Raises StoresAwayError where that takes too long, AlteredError for a file that must stay as it is."""
+        """Start all ranks, once the run's stores are available and the rendezvous file can be written. False if somebody wants to
+        stop meanwhile. Raises StoresAwayError where that takes too long, AlteredError for a sealed file that has changed."""
 
         def start() -> None:
             sealed.check(self._job.sealed)
@@ -179,7 +179,7 @@ class Controller:
         return self._stores.start(start, limit=self._fleet.wait_limit, tell=tell, pause=pause)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before a start, but not for somebody who wants to stop."""
+        """Wait before a start, unless somebody wants to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._requests:
             self._turn()
@@ -211,7 +211,7 @@ class Controller:
             self._nodes.check(node)
 
     def _final(self, outcome: Outcome) -> Outcome:
-        """How the run ended: as its ranks did, or as the policy stopped it."""
+        """Return how the run ended: as its ranks did, or as the policy stopped it."""
         if self._stop_code is None or self._requests:
             return outcome
         return replace(outcome, code=self._stop_code, report=self._report)
@@ -228,7 +228,7 @@ class Controller:
         return max(self._begun, 0)
 
     def _observe(self, heard: list[Sign], beats: list[Beat]) -> bool:
-        """Every turn of a generation's loop; whether it must end."""
+        """Handle one turn of a generation's loop; return whether the generation must end."""
         for sign in heard:
             self._hear(sign)
         self._progress(beats)
@@ -247,7 +247,7 @@ class Controller:
             self._take(seen)
 
     def _hear(self, sign: Sign) -> None:
-        """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
+        """Handle a rank's report, or news of a node. Signs that end the generation are decided once all ranks have ended."""
         if _is_ours(sign, self._watch):
             return
         if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
@@ -274,7 +274,7 @@ class Controller:
             self._state = policy.decide(self._state, signs.Progressed(time=time.time(), step=least), fleet=self._fleet).state
 
     def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
-        """The ranks go on: after a start when all have begun a step, in place once they get beyond the step of the incident."""
+        """Close incidents when the ranks continue: all have begun a step, or, in place, are past the incident's step."""
         for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
             self._open.remove(one)
             restored = None if in_place else str(self._state.restored)
@@ -310,7 +310,7 @@ class Controller:
         return [*news, self._ended(outcome).failed(outcome.first_cause)]
 
     def _after_order(self, outcome: Outcome) -> list[Seen]:
-        """All ranks ended in order: at the last step, or because they agreed to save, or were to before there was anything to save."""
+        """Handle an orderly end of all ranks: at the last step, or after a request to save and stop."""
         if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
             return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
@@ -321,7 +321,7 @@ class Controller:
     # Deciding and obeying
 
     def _take(self, seen: Seen) -> None:
-        """Have a sign decided on, write down what it was, and obey."""
+        """Let the policy decide on a sign, log the decision, and carry it out."""
         if seen.sign.step == 0:  # whoever saw it does not know the step
             seen = replace(seen, sign=replace(seen.sign, step=self._step))
         if self._end_now or not isinstance(
@@ -359,10 +359,10 @@ class Controller:
         return self._listed
 
     def _tell_of_plan(self, order: Start) -> None:
-        """Whose plan the ranks follow from now on, when that changes."""
+        """Report which plan the ranks follow from now on, when that changes."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
-            words = f"from {order.source} on under fleet.fallback, on {nodes}: not bit for bit what the run's own plan gives"
+            words = f"from {order.source} on under fleet.fallback, on {nodes}: its bits are no longer those of the run's own plan"
             self._log.write(Problem("warning", words))
         elif isinstance(order, commands.Grow):
             self._log.write(Problem("warning", f"from {order.source} on under the run's own plan again"))
@@ -430,7 +430,7 @@ def run_here(
     """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
 
     Signals and `owner` as in `supervisor.run`, which passes on the exceptions of this function. Copies stay where they are unless
-    the run ended in order, and so has its state in a checkpoint.
+    the run ended normally, because then its state is in a checkpoint.
     """
     job.check()
     with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:

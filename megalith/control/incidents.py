@@ -1,4 +1,4 @@
-"""The file of an incident: all that was seen when ranks failed, for a person. The terminal shows the report's first lines."""
+"""The file of an incident: everything observed when ranks failed, for a person. The terminal shows the report's first lines."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -39,7 +39,7 @@ def _text(outcome: Outcome, cause: Failure, number: int) -> str:
 
 
 def _told(failure: Failure) -> str:
-    """A failure with all that it left behind: its whole traceback, if its file is still there."""
+    """Return a failure as text with its whole traceback, if its file still exists."""
     written = causes.read_error(failure.log.with_name(f"rank-{failure.rank}.error.json"))
     evidence = written.traceback if written is not None and failure.error == written.line else failure.traceback
     lines = [f"{failure.name} {failure.reason}", *([failure.error] if failure.error else []), f"output: {failure.log}"]
@@ -47,7 +47,7 @@ def _told(failure: Failure) -> str:
 
 
 def count(run_dir: Path) -> int:
-    """Return how many incidents the run's log holds: they are numbered through. None of a log that cannot be read."""
+    """Return how many incidents the run's log holds; they are numbered in sequence. 0 for a log that cannot be read."""
     with disk.if_available(run_dir / events.FILE):
         return len(events.of_kind(events.read(run_dir), events.Incident))
     return 0

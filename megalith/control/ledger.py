@@ -58,7 +58,7 @@ MEANING: dict[Cause, str] = {
     Cause.AWAY: "no process ran: stopped, or waiting for the scheduler",
     Cause.RECOVERY: "from a decision to the first step after it",
     Cause.DETECTION: "from a fault to the decision about it",
-    Cause.OTHER: "nothing of these",
+    Cause.OTHER: "none of these",
 }
 
 
@@ -172,7 +172,7 @@ def _of_steps(steps: Sequence[Step], lost: Sequence[Step], events: Sequence[Even
 
 
 def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """When a straggler was being borne: from its first slow step to the end of the incident."""
+    """Times during which a straggler was tolerated: from its first slow step to the end of the incident."""
     ends = _recoveries(events)
     stragglers = [one for one in of_kind(events, Incident) if one.cause == Straggler.kind]
     return [(one.began, ends[one.incident].time if one.incident in ends else one.time) for one in stragglers]
@@ -184,8 +184,8 @@ def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """A validation, or a comparison, stands right before its event. A save's wait is somewhere before its event: as late as possible is
-    near enough."""
+    """Yield the pauses. A validation, or a comparison, ends at its event. The wait for a save is somewhere before its event; the
+    latest place is accurate enough."""
     found = []
     for event in events:
         match event:
@@ -199,9 +199,8 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
 
 
 def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
-    """Detection, then recovery up to the first step after it. What the broken step had done is lost, too.
-
-    That step's own time is none of it, though the incident is over only once that step is seen to run.
+    """Detection, then recovery up to the first step after it. The work of the broken step is lost, too. The time of the first
+    step after it does not count, although the incident ends only once that step is seen to run.
     """
     ends = sorted(step.time for step in steps)
     begins = sorted(step.time - step.seconds for step in steps)

@@ -21,7 +21,8 @@ State = Literal["in use", "ended", "abandoned"]
 @dataclass(frozen=True)
 class Leftover:
     """One folder of copies. `run` is the run folder that it belongs to; `state` says "in use" while a process of the run lives, and
-    "abandoned" if no command can go on from the copies, because the run folder is gone or another one. `step`: the newest that any rank
+    "abandoned" if no command can resume from the copies, because the run folder is gone or is another run's. `step`: the newest
+    that any rank
     has a copy of; None if it is not known."""
 
     path: Path
@@ -43,7 +44,7 @@ def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Lef
 
 
 def clear(one: Leftover) -> bool:
-    """Remove a folder of copies, and return whether it is gone: one that a process uses by now stays."""
+    """Remove a folder of copies, and return whether it is gone: a folder that a process has begun to use stays."""
     with _claimed(one.path) as owner:
         if owner is not None:
             shutil.rmtree(one.path, ignore_errors=True)

@@ -25,7 +25,8 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Standing:
-    """Status of a node. `quarantined` since when, None: it may be used. `faults` are (time, detail) since it last passed a check, oldest
+    """Status of a node. `quarantined`: since when; None: it may be used. `faults` are (time, detail) since it last passed a
+    check, oldest
     first."""
 
     node: str
@@ -34,13 +35,13 @@ class Standing:
     checks: tuple[tuple[float, bool], ...] = field(default=())
 
     def faults_since(self, time: float) -> tuple[float, ...]:
-        """When it had faults after a time."""
+        """Return the times of its faults after `time`."""
         return tuple(at for at, _ in self.faults if at > time)
 
 
 def note(path: Path, record: NodeRecord) -> None:
-    """Append to a ledger of nodes; it outlives runs, and several runs may write to one. One write a record; none on a full disk, or one
-    that is away: its folder must be there."""
+    """Append to a ledger of nodes; it outlives runs, and several runs may write to one. Each record is one write. Nothing is
+    written if the disk is full or unavailable: the folder must exist."""
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     with disk.if_available(path), path.open("a+b", buffering=0) as file:
         disk.append(file.fileno(), line.encode())

@@ -1,6 +1,5 @@
 """Orders of a person to a run that trains: files in its folder, which the run's controller takes and its policy decides about.
-
-Whoever may write to the run folder may order. No order reaches a rank but as what the policy orders anyway: to save, or to stop.
+Whoever may write to the run folder may give orders. An order reaches ranks only as a command of the policy: to save, or to stop.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ KNOWN = ("save", "stop", "quarantine")
 def write(run_dir: Path, what: str, node: str = "") -> Path:
     """Write an order atomically, and return its file. Raises ValueError for an invalid order, OSError if it cannot be written."""
     if what not in KNOWN:
-        raise ValueError(f"{what!r} is no order. Order {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
+        raise ValueError(f"{what!r} is not an order. Use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
     if (what == "quarantine") != bool(node):
-        raise ValueError("the order to quarantine names a node, and no other does")
+        raise ValueError("only the order to quarantine names a node, and it must")
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json"

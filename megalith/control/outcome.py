@@ -51,7 +51,7 @@ class Outcome:
         return "\n".join([*self._what_failed(cause)[: MOST_LINES - len(where) - len(after)], *after, *where])
 
     def _what_failed(self, cause: Failure) -> list[str]:
-        """The cause. The policy's report, if there is one, says it in its own words."""
+        """Return lines about the cause: the policy's report, if there is one, has its own words."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
         if cause.secondary or _reported(cause):  # lost connections say nothing, and what was reported is in the report
@@ -70,7 +70,7 @@ class Outcome:
             said.append(f"{_ranks(self.ended)} {'were' if len(self.ended) > 1 else 'was'} ended")
         early = [end.rank for end in self.exits if end.code in ORDERLY]
         if early:
-            said.append(f"{_ranks(early)} had ended in order")
+            said.append(f"{_ranks(early)} had ended normally")
         return ["; ".join(said)] if said else []
 
 
@@ -86,7 +86,8 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
 
 def _reported(cause: Failure) -> bool:
-    """Tell whether a rank ended because it had reported a sign. The supervisor may have killed it before it could exit by itself."""
+    """Return whether a rank ended because it had reported a sign. The supervisor may have killed it before it could exit by
+    itself."""
     return cause.code == ExitCode.REPORTED or cause.error.startswith(f"{Reported.__module__}.{Reported.__qualname__}:")
 
 

@@ -1,7 +1,8 @@
 """Ownership of a run folder: one command at a time writes to it; the error of a second command names the owner.
 
-On a local file system the owner holds a lock, which ends with its process. Where others see the folder too, a lock may not reach
-them: there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created atomically:
+On a local file system the owner holds a lock, which ends with its process. If other machines see the folder too, a lock may not
+exclude them: there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created
+atomically:
 
     00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
     00000003.beat   changes with each renewal
@@ -113,7 +114,8 @@ class Owner:
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. A process that could not for too long, and whose ranks `check` has not stopped, ends."""
+        """Renew the lease while the block runs. If the process could not renew it for too long, and `check` has not stopped its
+        ranks, the process ends."""
         if not self._claim.lease:
             yield
             return
@@ -134,7 +136,7 @@ class Owner:
         silence = time.monotonic() - self._renewed
         if self._claim.lease and silence > STOP * self._claim.lease:
             raise LeaseError(
-                f"the lease of {self.run_dir} could not be renewed for {silence:.0f} s{self._trouble}: the ranks were stopped, for "
+                f"the lease of {self.run_dir} could not be renewed for {silence:.0f} s{self._trouble}: the ranks were stopped, because "
                 f"another owner may begin after {self._claim.lease:.0f} s"
             )
 
@@ -163,7 +165,8 @@ class Owner:
         raise LeaseError(f"the lease of {self.run_dir} could not be renewed for {seconds:.0f} s{self._trouble}")
 
     def leave(self) -> None:
-        """Say that this owner and its ranks have ended. A store that is away hears nothing: the next owner waits then."""
+        """Record that this owner and its ranks have ended. If the store is unavailable, nothing is recorded, and the next owner
+        must wait."""
         with contextlib.suppress(OSError):
             self._claims.leave(self._claim)
 
@@ -189,7 +192,7 @@ class Owner:
                 self._trouble = f" ({error.strerror})"
 
     def _watch(self, done: threading.Event) -> None:
-        """The thread that ends the process, and with it all ranks, should nobody else have stopped them."""
+        """Run the thread that ends the process, and with it all ranks, if nothing else has stopped them."""
         while not done.wait(self._claim.lease / RENEWALS / 2):
             if not self._idle and time.monotonic() - self._renewed > END * self._claim.lease:
                 why = self._taken or f"the lease of {self.run_dir} could not be renewed{self._trouble}"
@@ -230,7 +233,7 @@ def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
 
 
 def owned(run_dir: Path, owner: Owner | None) -> contextlib.AbstractContextManager[Owner]:
-    """The caller's ownership where there is one, else one's own while the block runs, as by `hold`."""
+    """Use the caller's ownership if there is one; otherwise own the folder while the block runs, as `hold` does."""
     return hold(run_dir) if owner is None else contextlib.nullcontext(owner)
 
 
@@ -252,7 +255,8 @@ def place() -> str:
 
 
 def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: bool) -> int:
-    """The epoch of who follows an owner: another one, if that held the folder by a lease, and anything of it may still run. `locked`: the
+    """Return the epoch of an owner's successor: a new one if the owner held the folder by a lease and some process of it may
+    still run. `locked`: the
     lock is this process's.
 
     Raises InUseError if the owner itself still runs.
@@ -267,7 +271,7 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
     if before.place == place():
         return before.epoch + before.wide
     if not before.lease:
-        way_out = f"if that has ended, start the command there, or remove {claims.folder}"
+        way_out = f"if that process has ended, start the command there, or remove {claims.folder}"
         raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
     print(
         f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether it still is",
@@ -293,7 +297,7 @@ class _Claims:
         self.folder = self._run_dir / "ranks" / "owners"
 
     def newest(self) -> Claim | None:
-        """The newest claim; None without any. One that was damaged says no more than that there was an owner."""
+        """The newest claim; None without any. A damaged claim shows only that there was an owner."""
         found = sorted(path for path in self.folder.glob("*.json") if path.stem.isdecimal())
         if not found:
             return None
@@ -307,7 +311,8 @@ class _Claims:
             )  # fmt: skip
 
     def make(self, claim: Claim) -> bool:
-        """Make a claim, if it is the first of its number and none is newer; whether it was made. Older ones are removed."""
+        """Make a claim, if it is the first of its number and none is newer; return whether it was made. Older ones are
+        removed."""
         self.folder.mkdir(exist_ok=True)
         path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
         part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
@@ -351,7 +356,7 @@ class _Claims:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run folder, and a file in it: whoever deletes the file, and the claims beside it, lets nobody in."""
+    """Lock the run folder, and a file in it: deleting the file, and the claims beside it, lets no second owner in."""
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context((run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8"))
         folder = os.open(run_dir.resolve(), os.O_RDONLY | os.O_DIRECTORY)

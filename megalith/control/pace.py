@@ -73,7 +73,7 @@ class Pace(Limits):
             self._starts.setdefault(self._tier, deque(maxlen=KEPT)).append(max(beat.time for beat in beats) - self._began)
 
     def _key(self, beat: Beat) -> str:
-        """The first step of a generation is apart: it compiles, and meets cold caches."""
+        """Return the key of a beat's phase. The first step of a generation has its own: it compiles, and finds cold caches."""
         first = beat.step <= self._first_step
         return f"first {beat.phase}" if first else beat.phase
 
@@ -85,7 +85,7 @@ class Pace(Limits):
         return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(like)))
 
     def usual_start(self) -> float:
-        """Seconds that a start took in the median, so far."""
+        """Median seconds of a start, so far."""
         starts = [seconds for like in self._starts.values() for seconds in like]
         return percentile(starts, 0.5) if starts else self._start
 

@@ -21,7 +21,7 @@ ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLo
 """Signs that are incidents even if nothing is ordered."""
 
 CHECKS, HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Signs that a person is warned of if they hold the run or a node up, and the commands that do so."""
+"""Signs that cause a warning if they delay the run or a node, and the commands that delay it."""
 
 _ENDING = (
     signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong, signs.DataDamaged,
@@ -81,7 +81,7 @@ class Ended:
         return Seen(sign, hang.since, self.evidence() | {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind})
 
     def evidence(self) -> dict[str, Any]:
-        """Return what else there was to see: the first cause, exit statuses and phases by rank."""
+        """Return the other evidence: the first cause, exit statuses and phases by rank."""
         cause, found = self.outcome.first_cause, {}
         if cause is not None:
             found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}

@@ -1,4 +1,4 @@
-"""Waiting for storage: the folders and files that a run has used are there before its ranks start again."""
+"""Waiting for storage: the folders and files that a run has used must be available before its ranks start again."""
 
 import sys
 import time
@@ -13,14 +13,14 @@ class StoresAwayError(RuntimeError):
 
 
 class Stores:
-    """The run folder, and whatever else was found to be away once."""
+    """The run folder, and every other path that was once found unavailable."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = disk.Place(run_dir)
         self._others: list[Path] = []
 
     def add(self, path: str) -> None:
-        """Look for this path as well from now on."""
+        """Check this path as well from now on."""
         if Path(path) not in self._others:
             self._others.append(Path(path))
 
@@ -30,8 +30,8 @@ class Stores:
         return self._run.away()
 
     def start(self, start: Callable[[], None], *, limit: float, tell: Callable[[str], None], pause: Callable[[], bool]) -> bool:
-        """Call `start` once everything can be used, and again while it meets storage that is away. `pause` waits between two tries; False
-        if it says that there must be no other.
+        """Call `start` once everything can be used, and again while it finds storage unavailable. `pause` waits between two
+        tries. Return False if `pause` forbids another one.
 
         A line is printed when the wait begins, and given to `tell` when it ends. Raises StoresAwayError when it takes more than `limit`
         seconds.
@@ -56,7 +56,7 @@ class Stores:
         return True
 
     def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:
-        """Call `start` if everything can be used; what could not be, and why."""
+        """Call `start` if everything can be used; return the path that could not be used, and why."""
         if why := self._run.away():
             return str(self._run.folder), why
         try:

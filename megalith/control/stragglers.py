@@ -1,4 +1,4 @@
-"""Ranks that compute longer than they should: by their own work alone, since all of them wait for the slowest."""
+"""Ranks that compute longer than they should: judged by their own work alone, since all of them wait for the slowest."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -53,7 +53,8 @@ def run(
 
 @contextlib.contextmanager
 def requests_to_stop() -> Iterator[list[Request]]:
-    """The signals that ask to stop, as they come: (number, monotonic seconds). Outside the main thread none can be caught."""
+    """Yield a list that collects signals that ask to stop: (number, monotonic seconds). Signals can be caught only in the main
+    thread."""
     received: list[Request] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -43,8 +43,8 @@ def block(row: str, ranks: int) -> slice:
 
 
 class Times:
-    """Writes the record of each step once all ranks have reported it, or once some have reported the step after the next: a
-    reader that polls beats misses a few. A disk that is full or away costs the record and nothing else."""
+    """Writes the record of each step once all ranks have reported it, or once some have reported the step after the next, because
+    polling misses some beats. If the disk is full or unavailable, only the record is lost."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self._folder, self._ranks = run_dir / FOLDER, ranks

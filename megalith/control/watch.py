@@ -36,12 +36,12 @@ _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent w
 Observe = Callable[[list[Sign], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
-"""The innermost call of a rank that waits for others."""
+"""Matches the innermost call of a rank that waits for others."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Nobody went on. `rank` None: no rank is furthest behind. `behind`: the same by steps and phases alone."""
+    """No rank made progress. `rank` None: no rank is furthest behind. `behind`: the same by steps and phases alone."""
 
     rank: int | None
     behind: int | None
@@ -53,8 +53,8 @@ class Hang:
 
 
 class Watch:
-    """The loop over one generation, which restores `source`. `observe` hears signs and beats at every turn, and says whether the
-    generation must end now. `answer` is called once, when a request to stop has been passed on."""
+    """The loop over one generation, which restores `source`. `observe` gets signs and beats at every turn, and returns whether
+    the generation must end now. `answer` is called once, when a request to stop has been passed on."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Watch:
         return bool(late)
 
     def _pass_on_requests(self) -> bool:
-        """Pass the first request on to the ranks. True when there is nobody to wait for: no rank yet, or a person insists."""
+        """Pass the first request on to the ranks. True if there is nothing to wait for: no rank yet, or a second request."""
         if self._requests and not self._answered:
             self._answered = True
             if not self._stopping:
@@ -188,7 +188,7 @@ class Watch:
         return any(number == signal.SIGINT and at - begun > BOUNCE_SECONDS for number, at in self._requests[1:])
 
     def _late(self) -> tuple[list[int], float]:
-        """Ranks for which the run stands still beyond its limits, none while time is left; and that limit."""
+        """Return the ranks that were silent beyond the run's limit (none while time is left), and that limit."""
         running = [rank for rank in range(self._job.ranks) if rank not in self._exits]
         if self._ready_at is None:
             unready = [rank for rank in running if not self._beats[rank].ready]
@@ -218,7 +218,8 @@ class Watch:
         return False
 
     def _hangs(self, late: list[int], limit: float) -> list[Failure]:
-        """A failure for each late rank, with its stack. All wait for whoever is furthest behind: the others are secondary."""
+        """Return a failure for each late rank, with its stack. All wait for the rank that is furthest behind: the other failures
+        are secondary."""
         processes = self._nodes.running()
         if not processes:
             return [self._nodes.unstarted()]
@@ -232,7 +233,8 @@ class Watch:
         numbers = standing.behind({rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped})
 
         def place(rank: int) -> tuple[int, ...]:
-            """First who does not answer, then who is in no call that waits; of these, whom others wait for in a collective. (Others may
+            """Sort key: first ranks that do not answer, then ranks in no call that waits; of these, ranks that others wait for in
+            a collective. (Others may
             also wait for a rank that itself waits for a message.)"""
             look = looks.get(rank, Look(""))
             if look.stopped or not look.stack:
@@ -279,7 +281,7 @@ class Watch:
         return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
-        """Kill what still runs, and hear how it ended."""
+        """Kill all processes that still run, and record how they ended."""
         killed = self._nodes.running()
         self._nodes.send(signal.SIGKILL, killed)
         until = time.monotonic() + KILL_SECONDS

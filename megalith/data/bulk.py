@@ -2,7 +2,7 @@
 
 A byte-level BPE is reproduced when it splits text by one regular expression and its merges make ids in rising order, so
 that "merge the pair with the lowest rank" (Sennrich et al. 2016) and "merge the pair whose token has the lowest id"
-(tiktoken) are one rule. Whether two engines agree on a regular expression only text can show: callers compare ids.
+(tiktoken) are one rule. Only a comparison on text shows that two engines agree on a regular expression, so callers compare ids.
 """
 
 import os
@@ -22,7 +22,7 @@ _BLANK_BLOCK = 1 << 14
 
 
 class Bulk:
-    """A tiktoken encoding, with the texts left out that it cannot do."""
+    """A tiktoken encoding; it leaves out texts that it cannot encode."""
 
     def __init__(self, encoding: tiktoken.Encoding, ranks: dict[bytes, int]) -> None:
         self._encoding = encoding
@@ -30,7 +30,7 @@ class Bulk:
         self._lengths[list(ranks.values())] = [len(token) for token in ranks]
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64] | None]:
-        """The ids of each text, on all cores; None for a text that tiktoken would fail on, or whose bytes it lost."""
+        """The ids of each text, on all cores; None for a text on which tiktoken would fail, or whose bytes it would lose."""
         easy = ["" if _has_long_blank(text) else text for text in texts]
         found = [np.array(ids, np.int64) for ids in self._encoding.encode_ordinary_batch(easy, num_threads=os.cpu_count() or 1)]
         # A pattern may leave text unmatched, which tiktoken drops and `tokenizers` keeps: count the bytes.
@@ -50,7 +50,7 @@ def byte_characters() -> dict[str, int]:
 
 
 def reproduce(definition: dict[str, Any]) -> Bulk | None:
-    """The tiktoken encoding of a tokenizer.json, or None when tiktoken has no way to give the same ids."""
+    """The tiktoken encoding of a tokenizer.json, or None when tiktoken cannot give the same ids."""
     model = definition["model"]
     plain = (
         model.get("type", "BPE") == "BPE"
@@ -71,7 +71,7 @@ def reproduce(definition: dict[str, Any]) -> Bulk | None:
 
 
 def _pattern(splitter: dict[str, Any] | None) -> str | None:
-    """The one regular expression a pre-tokenizer splits by, or None when it does something else besides."""
+    """The one regular expression a pre-tokenizer splits by, or None when it does anything else as well."""
     steps = splitter.get("pretokenizers", []) if splitter and splitter["type"] == "Sequence" else [splitter]
     last, first = (steps[-1], steps[0]) if steps else (None, None)
     if last is None or first is None or last["type"] != "ByteLevel" or last.get("add_prefix_space", True):

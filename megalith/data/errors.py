@@ -5,9 +5,8 @@ from pathlib import Path
 
 
 class DataError(ValueError):
-    """A source, tokenizer or prepared folder that cannot be used; says the value, the reason and the way out.
-
-    `parts` are its problems, each as (reason, way out), where the way out is said apart; else it is "".
+    """A source, tokenizer or prepared folder that cannot be used; the message has the value, the reason and the way out. `parts`
+    are its problems as (reason, way out); the way out is "" if the reason includes it.
     """
 
     def __init__(self, reason: str, way_out: str = "") -> None:
@@ -23,7 +22,8 @@ class DataError(ValueError):
 
 
 class AwayDataError(DataError):
-    """Prepared data that cannot be reached: nothing is known against it. `path` is what to wait for, by a run that has read it before."""
+    """Prepared data that cannot be reached, but may be intact. `path` is the path that a run which has read it before waits
+    for."""
 
     def __init__(self, path: Path, reason: str, way_out: str = "") -> None:
         super().__init__(reason, way_out)

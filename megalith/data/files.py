@@ -1,4 +1,4 @@
-"""The files of a source: which are read, which are left out and why, and how one is opened.
+"""The files of a source: which are read, which are left out and why, and how a file is opened.
 
 A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary
 files, and files with the same bytes as an earlier one, are listed but not read.
@@ -26,7 +26,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
 PARQUET = ".parquet"
 KINDS_READ = (
-    f"Read are JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text of any other name, "
+    f"Megalith reads JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text of any other name, "
     f"plain or compressed ({', '.join(COMPRESSED)}), and Parquet ({PARQUET}, with the extra `parquet`)."
 )
 HEAD = 8192
@@ -161,7 +161,8 @@ def is_json_lines(path: Path, *, in_folder: bool) -> bool:
 
 
 def is_parquet(path: Path) -> bool:
-    """True if a file is a Parquet table by its ending. Its pages are packed inside; one that is packed as a whole is not read."""
+    """True if a file is a Parquet table by its ending. Its pages are compressed inside; a table that is compressed as a whole is
+    not read."""
     return path.name.lower().endswith(PARQUET)
 
 
@@ -215,7 +216,7 @@ def _ending_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file's bytes as they lie on disk, and unpacked. Raises DataError for damage that shows while the block reads them."""
+    """Yield a file's bytes as stored on disk, and unpacked. Raises DataError for damage found while the block reads them."""
     try:
         with path.open("rb") as raw, _unpacked(raw, path) as stream:
             yield raw, stream
@@ -254,5 +255,5 @@ def _is_damage(error: Exception) -> bool:
 
 
 def ending(path: Path, endings: tuple[str, ...]) -> str:
-    """The one of these endings that a file's name has, or ""."""
+    """Return which of these endings a file's name has, or ""."""
     return next((one for one in endings if path.name.endswith(one)), "")

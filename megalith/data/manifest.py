@@ -1,7 +1,7 @@
 """Manifest of a prepared folder: `manifest.json`, written last, and the checks that need no other file.
 
 Equal sources, tokenizer and options give a manifest equal byte for byte: it holds no time, machine or path. So its digest
-says which data a run saw.
+identifies the data that a run saw.
 """
 
 import hashlib
@@ -77,8 +77,8 @@ class LeftOut(Spec):
 
 
 class SourceRecord(Spec):
-    """One source as it was when it was read: its last path component, files, bytes on disk, and a digest over all of them, read or not;
-    what was not read. Where nothing was left out the manifest has no key for it, as before there was one."""
+    """One source as it was when it was read: its last path component, files, bytes on disk, a digest over all files, read or not;
+    and the files left out. If nothing was left out, the manifest has no key for that, as in earlier versions."""
 
     domain: str
     name: str
@@ -180,7 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()) -> None:
     """Check that every shard exists, with the length in the manifest, in the folder or in a copy; contents are not read. Raises
-    DataError naming each that is not."""
+    DataError naming each missing or wrong shard."""
     elsewhere = [_wrong_sizes(copy, manifest) for copy in copies]
     way_out = "Copy it back, or prepare the data again."
     problems = [
@@ -193,7 +193,7 @@ def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()
 
 
 def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Files of shards that are missing or of another length, with words for a person."""
+    """Files of shards that are missing or have another length, each with a description."""
     problems: dict[str, str] = {}
     for shard in manifest.shards():
         sizes = {shard.file: shard.tokens * int(shard.dtype[4:]) // 8, shard.index: 8 * (shard.documents + 1)}
@@ -207,7 +207,8 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
-    """Every copy holds the same data, as manifests go (None: some data). Raises DataError naming each that does not."""
+    """Check by manifests that every copy holds the same data (None: any data). Raises DataError naming each copy that does
+    not."""
     way_out = "Copy the folder whole, or take it out of data.copies."
     problems: list[DataError] = []
     for copy in copies:
@@ -230,7 +231,7 @@ def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """The folder's tokenizer.json is the one its tokens were made with. Raises DataError when it is missing or another one."""
+    """Check that the folder's tokenizer.json is the one that made its tokens. Raises DataError if it is missing or differs."""
     path = folder / TOKENIZER_FILE
     mend = "Copy the right one back, or prepare the data again."
     try:
@@ -245,7 +246,7 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
 
 
 def file_digest(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """sha256 of a file's content; `advance` is told of every piece of bytes read."""
+    """sha256 of a file's content; `advance` gets the number of bytes of every piece read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):

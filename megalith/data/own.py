@@ -27,10 +27,10 @@ class SampleSource(Protocol):
 
 
 class OwnStream(Stream):
-    """Prepared data with training samples from a user's own source."""
+    """A stream of prepared data whose training samples come from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
-        """`source`: what `name` names; it is called with the prepared stream. The rest is as for `Stream`."""
+        """`source`: the object that `name` names; it is called with the prepared stream. The rest is as for `Stream`."""
         super().__init__(*args, **how)
         self._name = name
         self._source: SampleSource = source(Stream(*args, **how))

@@ -14,7 +14,8 @@ def rows(path: Path, field: str, told: Callable[[int], None]) -> Iterator[str]:
     """Yield the text of column `field` of each row, in order, without blank ones; `told` is called with the approximate number of
     bytes read.
 
-    Raises DataError, with the row where there is one, for a table without that column of text, an empty cell, text that is not UTF-8, and
+    Raises DataError, with the row if one is at fault, for a table without that column of text, an empty cell, text that is not
+    UTF-8, and
     a damaged file."""
     import pyarrow  # an extra
     from pyarrow import parquet

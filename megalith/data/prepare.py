@@ -77,7 +77,7 @@ def prepare(
                 shown.say(damage)
             if differences and not overwrite:
                 raise DataError(
-                    f"{out} already holds data prepared otherwise: {'; '.join(differences)}. "
+                    f"{out} already holds data with other inputs: {'; '.join(differences)}. "
                     "Choose another folder, or overwrite it (--overwrite)."
                 )
         read = _Read(total=sum(size(source, reading) for source in found))
@@ -129,7 +129,7 @@ def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[t
 
 
 def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
-    """How what is asked for differs from what a folder holds, in words."""
+    """Describe how the request differs from what a folder holds."""
     found: list[str] = []
     if previous.tokenizer != tokenizer.record:
         found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")
@@ -142,7 +142,7 @@ def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sou
 
 
 def _contents(sources: Sequence[SourceRecord]) -> list[SourceRecord]:
-    """The sources without what was left out, which older manifests do not say."""
+    """The sources without the files left out, which older manifests do not record."""
     return [source.model_copy(update={"left_out": ()}) for source in sources]
 
 
@@ -157,7 +157,7 @@ def _damage(out: Path, manifest: Manifest) -> str | None:
 
 @contextmanager
 def _folder_for(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name, and its place, when the block ends well and is removed when it does not."""
+    """Yield a folder beside `out`. It replaces `out` when the block succeeds, and is removed when the block fails."""
     out = out.resolve()
     disk.make_folder(out.parent)
     folder = out.with_name(f".{out.name}.partial")
@@ -206,9 +206,8 @@ def _put_in_place(folder: Path, out: Path) -> None:
 
 @dataclass
 class _Read:
-    """How far the sources were read: bytes on disk, bytes of text in them, how many of these are encoded, and bytes of tokens that gave.
-
-    The encoder reads ahead of what it gives.
+    """Progress in the sources: bytes on disk, bytes of text, how many of these are encoded, and bytes of the resulting tokens.
+    The encoder reads ahead of its output.
     """
 
     total: int
@@ -218,7 +217,7 @@ class _Read:
     tokens: int = 0
 
     def wanted(self) -> int:
-        """About the bytes all tokens will take, from those so far; 0 where nothing is encoded."""
+        """Estimated bytes of all tokens, from those so far; 0 if nothing is encoded yet."""
         return round(self.tokens * (self.text / self.encoded) * (self.total / self.done)) if self.encoded and self.done else 0
 
 
@@ -287,7 +286,7 @@ def _texts(
     read: _Read,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
-    """The documents of one domain; what each weighs goes to `sizes`, as the encoder reads ahead of what it gives."""
+    """Yield the documents of one domain; the size of each goes to `sizes`, because the encoder reads ahead of its output."""
     for source in sources:
         for text in documents(source, reading, advance, unread[source]):
             sizes.append(len(text.encode()))
@@ -331,7 +330,8 @@ def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokeni
 
 
 def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, options: Options, *, chosen: bool) -> None:
-    """The last document mends what the hash left wanting: a domain without validation, or all of a domain in one document."""
+    """Write the last document, which fills the gaps that the hash left: a domain without validation, or a domain with only one
+    document."""
     if train.documents and (chosen or (options.validation > 0 and validation.documents == 0)):
         validation.write(last.tokens, text_bytes=last.bytes)
     elif train.documents or options.validation == 0 or len(last.tokens) < 2:

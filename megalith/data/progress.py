@@ -19,16 +19,16 @@ class Bars:
         self._progress = progress
 
     def start(self, what: str, *, total: int | None) -> TaskID:
-        """A new bar over `total` bytes; with None, for work of unknown length, it only moves and counts seconds."""
+        """Start a bar over `total` bytes; with None, for work of unknown length, it only moves and counts seconds."""
         return TaskID(0) if self._progress is None else self._progress.add_task(what, total=total)
 
     def advance(self, bar: TaskID, count: int) -> None:
-        """`count` more bytes are done."""
+        """Record `count` more bytes as done."""
         if self._progress is not None:
             self._progress.advance(bar, count)
 
     def finish(self, bar: TaskID) -> None:
-        """The work is done, even where the count says otherwise (a source that grew, a length that was unknown)."""
+        """Mark the work as done, whatever the count (a source may have grown, or its length was unknown)."""
         if self._progress is not None:
             task = self._progress.tasks[bar]
             sized = task.total is not None
@@ -48,7 +48,7 @@ class Bars:
 
 
 class _Amount(ProgressColumn):
-    """How much is done, how fast, and how long it still takes; once it is done, how much it was and how long it took."""
+    """Column with the amount done, the speed and the time left; after the end, the total amount and time."""
 
     def render(self, task: Task) -> Text:
         return Text(amount(task))

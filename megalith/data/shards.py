@@ -102,7 +102,7 @@ class SplitWriter:
 class SplitReader:
     """One split of one domain as one long sequence of tokens, in a prepared folder or, where a file of it is damaged, in `copies` of it.
 
-    `tell` is called once for each damage. Reading raises DamagedDataError where no copy is right.
+    `tell` is called once for each damage. Reading raises DamagedDataError if no copy is intact.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SplitReader:
         return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
 
     def bytes_of(self, start: int, stop: int) -> tuple[Path, int, int]:
-        """Locate the first of tokens start to stop: a shard, and its bytes from and to."""
+        """Locate the first of tokens start to stop: the shard, and the byte range in it."""
         shard, _, low, high = self._overlaps(start, stop)[0]
         width = int(shard.dtype[4:]) // 8
         return self._files.folder_of(shard), low * width, high * width
@@ -153,7 +153,7 @@ class SplitReader:
         return list(accumulate((shard.documents for shard in self._split.shards), initial=0))
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """The shards that hold start to stop: shard, where it begins, and the part of it that is asked for."""
+        """Return the shards that hold tokens start to stop: the shard, its first token, and the requested part of it."""
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
         found: list[tuple[Shard, int, int, int]] = []
         which = bisect_right(self._starts, start) - 1

@@ -1,4 +1,4 @@
-"""A shuffle that needs no memory: where a position goes is computed, not looked up.
+"""A shuffle that needs no memory: the new place of a position is computed, not looked up.
 
 A Feistel network over the smallest power of two that holds the size, and cycle walking (Black & Rogaway 2002, "Ciphers with
 arbitrary finite domains"): a result outside is permuted again until it falls inside, less than twice on average.

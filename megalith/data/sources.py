@@ -78,7 +78,7 @@ def _named(text: str) -> Source:
 
 
 def _exists(path: str) -> bool:
-    """False also for what is too long to be a path."""
+    """True if a path exists; False also for text that is too long to be a path."""
     try:
         return Path(path).exists()
     except OSError as error:
@@ -112,7 +112,7 @@ def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
 
 
 def _given_twice(sources: Sequence[Source]) -> Iterator[DataError]:
-    """A problem for each source that is another one, by its name or through a link."""
+    """Yield a problem for each source that is the same as another one, by its name or through a link."""
     for number, source in enumerate(sources):
         for other in sources[:number]:
             if _is_same(source, other):
@@ -167,7 +167,7 @@ def record(
         else:
             seen[digest] = path
     if copy and len(unread) == len(found.files):
-        raise DataError(f"The source {source.path!r} holds nothing that another does not: {copy}, and {_LEAK}", _ONCE)
+        raise DataError(f"The source {source.path!r} holds only text that another source has too: {copy}, and {_LEAK}", _ONCE)
     found = replace(found, unread=unread)
     recorded = SourceRecord(
         domain=source.domain,
@@ -183,7 +183,7 @@ def record(
 def documents(
     source: Source, reading: Reading = DEFAULT_READING, advance: Advance = lambda _: None, unread: Collection[Path] = ()
 ) -> Iterator[str]:
-    """The source's documents in order, without those of the files `unread`; `advance` is told of bytes on disk as they are read.
+    """The source's documents in order, without those of the files `unread`; `advance` gets the bytes on disk as they are read.
 
     Raises DataError for text that is not UTF-8, JSON lines without the field, damaged compression, a wrong `Reading.split`.
     """
@@ -243,7 +243,8 @@ def _whole_file(stream: IO[bytes], path: Path) -> Iterator[str]:
 
 
 def _not_utf8(path: Path) -> DataError:
-    """The error for a file that is not UTF-8: it is read again, as whoever met the wrong byte read ahead of what it gave."""
+    """The error for a file that is not UTF-8: it is read again to find the byte, because the reader that failed had read
+    ahead."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, line = 0, 1
     with files.opened(path) as (_, stream):

@@ -1,12 +1,12 @@
 """Prepared data as numbered samples: sample `i` is a pure function of (folder, seq_len, seed, weights, phases, i).
 
-- Which domain: `mixture` says it, and how many earlier samples came from that domain: the sample's number within it.
+- Which domain: `mixture` gives it, and the number of earlier samples from that domain, which is the sample's number within it.
 - Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len up to and
   including (w + 1) * seq_len, the last one as a target only. So every token but the domain's first is a target exactly once an
   epoch. The last window is filled up with end-of-text tokens that are nobody's target.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
-- Phases: mixture and sequence length may change at a sample. The pass over a domain that is under way goes on where it was: its windows,
-  put in a row in their order, are read on in pieces of the new length. So no token is left out of a pass or read twice in it, whatever
+- Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: its windows, in their
+order, are read on in pieces of the new length. So no token is left out of a pass or read twice in it, whatever
   the lengths. The domain's next pass is cut to the new length.
 
 There is no state here. The caller holds one number, the samples consumed, and any number of ranks that divide the next
@@ -78,8 +78,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class _Pass:
-    """How far a domain is: in pass `epoch` over it, which is cut in windows of `unit` tokens, `at` places of all its windows in a row are
-    read. Places are tokens, and what the last window is filled up with."""
+    """Progress in a domain: in pass `epoch`, which is cut into windows of `unit` tokens, the first `at` places of all windows in
+    a row are read. Places are tokens, and what the last window is filled up with."""
 
     epoch: int
     unit: int
@@ -88,13 +88,13 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Phase:
-    """Samples from `first` on that are of one length, from one mixture."""
+    """Samples from `first` on, with one length and one mixture."""
 
     first: int
     seq_len: int
     mixture: Mixture
     mixed: int
-    """Sample of the run that the mixture's sequence began with."""
+    """First sample of the mixture's sequence, by its number in the run."""
     before: tuple[int, ...]
     """Samples of that sequence that came from each domain before this phase."""
     passes: tuple[_Pass, ...]
@@ -134,10 +134,10 @@ class Stream:
         default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are
         changes of lengths and weights, in their order.
 
-        `copies` are folders with the same data: what is damaged in one is read from the next, and `tell` hears of it once.
+        `copies` are folders with the same data: a damaged block is read from the next one, and `tell` gets each damage once.
 
         Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
-        its domains, a split without data, or a copy of other data; reading raises DamagedDataError where no copy is right.
+        its domains, a split without data, or a copy of other data; reading raises DamagedDataError if no copy is intact.
         """
         self._folder, others = Path(folder), [Path(copy) for copy in copies]
         self._manifest = read_manifest(self._folder)
@@ -227,11 +227,11 @@ class Stream:
 
     @property
     def unchecked(self) -> list[str]:
-        """Shards whose tokens are read unchecked, for want of sums."""
+        """Shards whose tokens are read unchecked, because they have no sums."""
         return [shard.file for shard in self._manifest.shards() if not (self._folder / sums_file(shard)).exists()]
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
-        """Locate the first tokens of sample `index`: a shard of the folder, and its bytes from and to."""
+        """Locate the first tokens of sample `index`: a shard of the folder, and the byte range in it."""
         domain, _, runs = self._place(index)
         start, count = (runs[0].start, runs[0].count) if runs else (0, 1)
         return self._readers[domain].bytes_of(start, start + count + 1)
@@ -274,9 +274,8 @@ class Stream:
         )
 
     def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """Raises DataError listing all that differs from a saved `fingerprint`: sample numbers would mean other samples.
-
-        `samples`: those that are consumed; phases that had not begun may differ. None: all count.
+        """Raise DataError listing all differences from a saved `fingerprint`: with any, sample numbers would mean other samples.
+        `samples`: the number consumed; phases that had not begun may differ. None: no phase may.
         """
         now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
         saved = _begun(saved, samples)
@@ -308,7 +307,7 @@ class Stream:
         return domain, phase.seq_len, self._runs(domain, self._pieces(domain, where, phase.seq_len), where.unit)
 
     def _pieces(self, domain: int, where: _Pass, seq_len: int) -> list[tuple[int, int, int]]:
-        """The next `seq_len` places of a pass, at most to its end: window, and places in it from and to."""
+        """Return the next `seq_len` places of a pass, at most to its end, as (window, first place, end)."""
         end = min(where.at + seq_len, self._places(domain, where))
         order, found, at = self._permutation(domain, where.epoch, where.unit), list[tuple[int, int, int]](), where.at
         while at < end:
@@ -319,7 +318,7 @@ class Stream:
         return found
 
     def _runs(self, domain: int, pieces: Sequence[tuple[int, int, int]], unit: int) -> "list[_Run]":
-        """The tokens that pieces of windows hold, without what a domain's last window is filled up with."""
+        """Return the tokens in pieces of windows, without the padding of a domain's last window."""
         found, at, last = list[_Run](), 0, self._readers[domain].tokens - 1
         for window, begin, stop in pieces:
             start = window * unit + begin
@@ -333,7 +332,8 @@ class Stream:
         return _windows(self._readers[domain].tokens, where.unit) * where.unit
 
     def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
-        """How far a domain is after `samples` samples of `seq_len` more. The pass under way is read to its end, where a sample may be
+        """Return a domain's progress after `samples` more samples of `seq_len`. The pass under way is read to its end, where a
+        sample may be
         shorter; those after it are cut to `seq_len`."""
         left = -(-(self._places(domain, where) - where.at) // seq_len)
         if samples < left:

@@ -1,6 +1,6 @@
 """Text <-> token ids: bytes, or any `tokenizer.json`; and a byte-level BPE trained on one's own text.
 
-Text is text: a document that happens to spell `<|endoftext|>` never gets the id that ends documents.
+Text never becomes a special token: a document that happens to spell `<|endoftext|>` never gets the id that ends documents.
 """
 
 import json
@@ -93,7 +93,7 @@ class Tokenizer:
         """The ids of each text in order, [tokens] of `dtype`, in batches on all cores.
 
         `auto` encodes with tiktoken when it gives ids equal to tokenizers' on the first 256 thousand characters of this very
-        text. `progress` is told of the characters of every batch that is done.
+        text. `progress` gets the number of characters of every finished batch.
         """
         stream = iter(texts)
         head = _take(stream, characters=_COMPARED_CHARACTERS, documents=_BATCH_DOCUMENTS)
@@ -113,8 +113,8 @@ class Tokenizer:
         return self._engine.token_to_id(token)
 
     def save(self, folder: Path | str, more: Mapping[str, Any] | None = None) -> Path:
-        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them. `more`: what else
-        the second is to say."""
+        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them. `more`:
+        further values for the second file."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
@@ -287,13 +287,13 @@ def _bytes_text() -> str:
 
 
 def _equal(fast: Sequence[npt.NDArray[Any] | None], slow: Sequence[npt.NDArray[Any]]) -> bool:
-    """Some text has the same ids and none has others; texts the fast engine declined do not count."""
+    """True if some text has the same ids and no text has other ids; texts that the fast engine declined do not count."""
     compared = [np.array_equal(ids, others) for ids, others in zip(fast, slow, strict=True) if ids is not None]
     return all(compared) and bool(compared)
 
 
 def _take(stream: Iterator[str], *, characters: int, documents: int) -> list[str]:
-    """The next texts: until there are so many characters or documents. Empty at the end."""
+    """The next texts: up to this many characters or documents. Empty at the end."""
     taken: list[str] = []
     for text in stream:
         taken.append(text)

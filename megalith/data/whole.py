@@ -98,7 +98,8 @@ class Files:
         return self._folders[0] / shard.file
 
     def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the result from the first folder whose copy is right. Raises AwayDataError if there is none, and one cannot be reached."""
+        """Return the result from the first folder whose copy is intact. Raises AwayDataError if there is none and a folder cannot
+        be reached."""
         wrong: list[str] = []
         away: Path | None = None
         for folder in self._folders:
@@ -124,7 +125,7 @@ class Files:
             self._tell(damage)
 
     def _blocks(self, folder: Path, shard: Shard, first: int, end: int) -> bytes:
-        """A folder's bytes from block `first` to byte `end`; a copy of one's own, so that what was checked is what is used."""
+        """A folder's bytes from block `first` to byte `end`; copied, so that the checked bytes are the ones that are used."""
         begin = first * BLOCK
         file, sums = self._file(folder, shard.file), self._file(folder, sums_file(shard))
         if file is None:
@@ -172,7 +173,8 @@ def _words(error: Exception) -> str:
 
 
 class _Opened:
-    """A file to read pieces of; closed when nobody holds it any more. Unlike a map, it survives a file that is cut off."""
+    """A file that is read in pieces; closed when nothing refers to it any more. Unlike a map, it survives a file that is cut
+    off."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)

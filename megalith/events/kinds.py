@@ -196,9 +196,9 @@ class ReleasePaused(Event):
 
 @dataclass(frozen=True)
 class Spike(Event):
-    """A step with loss or gradient norm outside its band, or one that gave other numbers when it was computed again. None: not finite.
-
-    `bands` has where each band ends that was left. `answer`: "none", "repeated", "skipped", "rewound", "lowered". `causes` are likely ones
+    """A step with loss or gradient norm outside its band, or one that gave other numbers when it was recomputed. None: not
+    finite. `bands` has the limit of each band that was left. `answer`: "none", "repeated", "skipped", "rewound", "lowered".
+    `causes` are likely ones
     with their evidence, likeliest first: "hardware", "schedule", "data", "numerics".
     """
 
@@ -220,7 +220,9 @@ class Spike(Event):
         """The event in a sentence."""
         numbers = {"loss": self.loss, "norm": self.grad_norm}
         left = " and ".join(f"{name} {numbers.get(name) or 0:.4g} above {end:.4g}" for name, end in self.bands.items())
-        what = left or ("numbers that did not come again" if self.loss is not None else "numbers that are not finite")
+        what = left or (
+            "numbers that differed when they were recomputed" if self.loss is not None else "numbers that are not finite"
+        )
         why = f"; likely cause: {self.cause} ({self.causes[0]['evidence']})" if self.causes else ""
         return f"spike at step {self.step}: {what}{why}"
 

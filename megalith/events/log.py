@@ -19,8 +19,8 @@ Kind = TypeVar("Kind", bound=Event)
 
 class EventLog:
     """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks
-    and the process that watches them may write to one log. What a full disk has no room for, or a store that is away cannot take,
-    waits. A log that is deleted while it is written begins anew, with a note and the newest `RunStarted`, without which no report
+    and the process that watches them may write to one log. If the disk is full or unavailable, events wait in memory. A log that
+    is deleted while it is written begins anew, with a note and the newest `RunStarted`, without which no report
     could be made of what follows."""
 
     def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
@@ -43,7 +43,7 @@ class EventLog:
             self._step = event.step
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Lines that a log which lost all it held begins with. One of its writers makes the file, and leaves the note."""
+        """Yield the first lines of a log that lost its content. The writer that makes the file adds the note."""
         if made:
             words = f"{FILE} was removed, or emptied, during the run: its events are lost, and it begins anew here"
             yield _line(Problem("warning", words))

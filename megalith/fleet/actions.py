@@ -62,7 +62,7 @@ def _tear_connections(one: Injection, seat: Seat) -> None:
 
 
 def _unplug(one: Injection, seat: Seat) -> None:
-    """Take this node's interface down: nothing comes or goes any more, and nobody is told so."""
+    """Take this node's interface down: nothing is sent or received any more, without any notice."""
     assert networks.find() is not None, "the interface is one that others need"
     link.take_down(networks.INTERFACE)
 
@@ -105,7 +105,7 @@ def _freeze_others() -> None:
 
 
 def _lose_copies(seat: Seat) -> None:
-    """Only checkpoints are left."""
+    """Delete all copies, so that only checkpoints are left."""
     _lose_memory(seat, seat.placement)
     for node in seat.placement:
         _lose_disk(seat, node)
@@ -133,7 +133,7 @@ def _alter_checkpoint(one: Injection, seat: Seat) -> None:
 
 
 def _lose_node(one: Injection, seat: Seat) -> None:
-    """The first of the node's ranks takes its folders away; all die."""
+    """The first of the node's ranks removes the node's folders; all its ranks die."""
     if seat.memory is not None and len(seat.placement) > 1:
         _freeze_others()
         _lose_disk(seat, seat.node)
@@ -142,7 +142,8 @@ def _lose_node(one: Injection, seat: Seat) -> None:
 
 
 def _lose_with_memory(one: Injection, seat: Seat) -> None:
-    """Also of the other ranks' nodes: they may be killed before it comes to them. Disks outlive it, as they do a node's restart."""
+    """Also remove the memory of the other ranks' nodes, because these ranks may be killed before their own fault. Disks keep
+    their content, as at a restart of a node."""
     _lose_memory(seat, [seat.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -167,14 +168,14 @@ def _fill_disk(one: Injection, seat: Seat) -> None:
 
 
 def make_room(*, but: int | None) -> None:
-    """Take away what filled the disk at an earlier checkpoint."""
+    """Remove the file that filled the disk at an earlier checkpoint."""
     for ballast in _checkpoints().glob(f"{BALLAST}*"):
         if ballast.name != f"{BALLAST}{but}":
             ballast.unlink(missing_ok=True)
 
 
 def _kill_agent(one: Injection, seat: Seat) -> None:
-    """Kill the process that keeps this node's ranks: they all die with it, and nobody is left to report it."""
+    """Kill the agent of this node's ranks: they all die with it, and nothing is left to report that."""
     assert seat.agent is not None, "no process keeps this rank"
     os.kill(seat.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along
@@ -207,6 +208,6 @@ ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
 
 
 def happen(one: Injection, seat: Seat) -> None:
-    """Let a fault of processes, files or connections come."""
+    """Inject a fault of processes, files or connections."""
     print(f"fault {one.number}: {one.kind} at step {one.step} ({one.moment})", flush=True)
     ACTIONS[one.kind](one, seat)

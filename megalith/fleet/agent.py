@@ -1,7 +1,7 @@
 """The agent of one node: it starts and watches the node's ranks as the run's controller orders, and shows that the node is alive.
 
-All words go through an authenticated store (`fleet.secure`). An agent that cannot reach it must assume that its place has been given to
-another node: it ends its ranks before that can happen, and offers itself anew.
+All messages go through an authenticated store (`fleet.secure`). An agent that cannot reach it must assume that its place will be
+given to another node: it ends its ranks before that can happen, and joins again.
 """
 
 import json
@@ -40,9 +40,8 @@ PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
 
 
 class Agent:
-    """A node of a run. `order` is the engine's number for it, by which the first places are given out.
-
-    `store` and `beating` are two connections to one store: a wait for one must not silence the other. `seconds` without reaching it
+    """A node of a run. `order` is the engine's number for it, which decides the first places. `store` and `beating` are two
+    connections to one store, so that waiting on one does not stop the heartbeat. `seconds` without reaching it
     call `cut_off` in a thread, because a call to the store may never return: `cut_off` should end the process at once. `pieces`
     gives the copies of the state that this node holds.
     """
@@ -94,7 +93,8 @@ class Agent:
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
-        """Let SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) mean that this node is taken away. Only in the main thread."""
+        """Treat SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) as the loss of this node to the scheduler. Only in the
+        main thread."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._asked_to_go = True
@@ -117,7 +117,7 @@ class Agent:
             self._obey(order | what)
 
     def _read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The parts of an order that have types of their own. Raises ValueError for an order that means nothing here."""
+        """The parts of an order that have types of their own. Raises ValueError for an unknown order."""
         match order:
             case {"start": generation}:
                 return {"start": GENERATION.validate_python(generation)}
@@ -157,7 +157,7 @@ class Agent:
                 self._nodes.check(self._name)
 
     def _start(self) -> None:
-        """Start the ranks that were ordered. While what they meet by cannot be written, it is tried again and again."""
+        """Start the ranks that were ordered, retrying while their rendezvous file cannot be written."""
         if self._ordered is None or time.monotonic() < self._start_at:
             return
         self._generation, self._forked = self._ordered.name, frozenset()
@@ -174,7 +174,7 @@ class Agent:
     def _unstarted(self) -> Failure:
         if self._ordered is None:
             return self._nodes.unstarted()
-        reason = "could not write what the ranks meet by"
+        reason = "could not write the address at which the ranks meet"
         return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST)
 
     def _answer(self, key: str, value: Any) -> None:
@@ -207,13 +207,14 @@ class Agent:
             try:
                 self._beating.set(letters.beat_key(self._member), json.dumps({"count": count, **self._life}))
                 if self._beating.check([letters.expelled_key(self._member)]):
-                    self._lose_contact("this node was given up: its signs of life did not arrive in time")
+                    self._lose_contact("this node was declared lost: its heartbeats did not arrive in time")
             except RuntimeError:
                 continue  # whoever watches the contact knows how long that may go on
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:
-        """The thread that ends this node's part when the store has not been reached for too long; a call to it may never return."""
+        """Run the thread that ends this node's ranks when the store has not been reached for too long; a call to the store may
+        never return."""
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             if time.monotonic() - self._reached > self._seconds:
                 self._lose_contact(f"the store was not reached for {self._seconds:g} s")

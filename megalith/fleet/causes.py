@@ -39,8 +39,9 @@ DEVICE_FAULTS = re.compile(
 )
 """Error messages that blame the device, by the descriptions in NVIDIA's CUDA Runtime and NVML references.
 
-Not among them, since the same descriptions name a program's mistakes as the common cause: an unspecified launch failure, a hardware stack
-error, an illegal memory access. NCCL's ncclUnhandledCudaError only says that CUDA failed, and its text quotes what CUDA said.
+An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because the same descriptions
+name program errors as their common cause. NCCL's ncclUnhandledCudaError only says that CUDA failed, and its text quotes what CUDA
+said.
 """
 
 
@@ -121,7 +122,7 @@ def is_secondary(type_name: str, text: str) -> bool:
 
 
 def status(error: BaseException) -> int:
-    """The exit status that an exception asks for: its own; LOST where another rank, or storage, went away; else FAILED."""
+    """The exit status that an exception asks for: its own; LOST if another rank, or storage, was lost; else FAILED."""
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
     if code is None and isinstance(error, SystemExit):
         return ExitCode.FINISHED
@@ -173,5 +174,5 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def conclusive(failures: Sequence[Failure]) -> bool:
-    """True if a first cause is among them already, so that waiting brings nothing better."""
+    """True if a first cause is already among them, so that waiting cannot find a better one."""
     return any(not failure.secondary for failure in failures)

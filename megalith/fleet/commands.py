@@ -80,8 +80,8 @@ class CheckHealth(Command):
 
 @dataclass(frozen=True)
 class QuarantineCopy(Command):
-    """Never restore from a copy; one in memory or on a node's disk is also set aside, for a person to look at. A checkpoint in the store
-    lies where it is until that step is saved again. `slot` None: all pieces."""
+    """Never restore from a copy; one in memory or on a node's disk is also set aside, for a person to look at. A checkpoint in
+    the store stays in its place until that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int
@@ -100,7 +100,7 @@ class Wait(Command):
 
 @dataclass(frozen=True)
 class Shrink(Command):
-    """Go on under the fallback plan on the nodes that are left. The result no longer equals the plan's bit for bit."""
+    """Continue under the fallback plan on the nodes that are left. The result no longer equals the plan's bit for bit."""
 
     source: Source
     nodes: tuple[str, ...]
@@ -109,7 +109,7 @@ class Shrink(Command):
 
 @dataclass(frozen=True)
 class Grow(Command):
-    """Enough nodes are there again: start a generation under the run's own plan."""
+    """Enough nodes are available again: start a generation under the run's own plan."""
 
     source: Source
     placement: tuple[str, ...]

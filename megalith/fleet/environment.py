@@ -92,8 +92,8 @@ def _local(environment: Mapping[str, str]) -> Place:
 def _torchrun(environment: Mapping[str, str]) -> Place:
     """Ranks of TorchElastic. Its agent serves the store, unless it says otherwise.
 
-    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. So there
-    is no generation to be read here.
+    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. So no
+    generation can be read here.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")

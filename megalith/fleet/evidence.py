@@ -88,8 +88,8 @@ def dumps(
 ) -> dict[int, str]:
     """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
 
-    A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is in
-    vain. `waited` returns the seconds for which each process has waited for a processor. They do not count: a rank that cannot
+    A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is
+    useless. `waited` returns the seconds for which each process has waited for a processor. They do not count: a rank that cannot
     run cannot answer, and would be blamed for the hang of another.
     """
     before = {rank: size(log) for rank, log in logs.items()}
@@ -112,7 +112,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """Seconds since it was made in which the process that waited longest for a processor had one; a MOST_STARVED-th of all at least."""
+    """Seconds since its creation, without the time that the most starved process waited for a processor; at least 1/MOST_STARVED
+    of all."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()

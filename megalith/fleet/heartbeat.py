@@ -34,7 +34,8 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 class Beat:
     """Newest heartbeat of a rank. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
 
-    `ready` is whether the rank ever reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the step
+    `ready`: True once the rank has reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the
+    step
     before, without any waiting for others; 0: not known. `measured` is the newest step whose `seconds` by kind (KINDS) and `memory`, the
     most bytes the rank ever held, are known; -1: none is.
     """
@@ -123,7 +124,7 @@ class Heartbeat:
         self._memory[self._offset : self._offset + _USED] = _pack(now)
 
     def again(self) -> None:
-        """Say "alive, still there": the newest beat once more."""
+        """Repeat the newest beat, as a sign of life."""
         last = self.read()
         self._memory[self._offset : self._offset + _USED] = _pack(replace(last, count=last.count + 1, time=time.time()))
 

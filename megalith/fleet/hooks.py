@@ -40,7 +40,7 @@ class Faults:
         return since <= step < since + one.lasts
 
     def _mark(self, one: Injection, step: int | None) -> bool:
-        """Write down that it came; False if it did before, to another process, or to other ranks that were started again since."""
+        """Record that a fault was injected; False if it already was, in another process or in ranks that were restarted since."""
         if one.number in self._befallen:
             return True
         if any(self._is_older(mark) for mark in marks(self._path).glob(f"{one.number}-*")):
@@ -67,7 +67,7 @@ def _find(path: str) -> Faults:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Faults | None:
-    """The faults of this rank; None where none are to come."""
+    """The faults of this rank; None if there are none."""
     path = environment.get(VARIABLE)
     return _find(path) if path else None
 

@@ -1,7 +1,7 @@
 """A list of faults to inject: a file that a campaign writes and ranks read, and marks of the faults already injected in the same
 folder.
 
-Each fault comes once: a mark on the disk says that it has, whatever became of its rank.
+Each fault is injected once: a mark on the disk records it, whatever happens to its rank.
 """
 
 import json
@@ -36,7 +36,7 @@ class Injection:
 
 
 def save(path: Path, injections: Sequence[Injection]) -> None:
-    """Write a list for the ranks to find, and forget what came of an older one."""
+    """Write a list for the ranks, and delete the marks of an older one."""
     shutil.rmtree(marks(path), ignore_errors=True)
     marks(path).mkdir(parents=True)
     path.write_text(json.dumps([asdict(one) for one in injections], indent=1), encoding="utf-8")

@@ -28,7 +28,7 @@ class Unreadable:
         if self._clock() - self._told >= REPORT_SECONDS:
             self._told = self._clock()
             print(
-                f"a letter was dropped ({where}: {str(why)[:200]}); {self.count} so far. Run the same megalith on all nodes",
+                f"a message was dropped ({where}: {str(why)[:200]}); {self.count} so far. Run the same megalith on all nodes",
                 file=sys.stderr,
                 flush=True,
             )
@@ -92,7 +92,7 @@ def beat_key(member: int) -> str:
 
 
 def expelled_key(member: int) -> str:
-    """Set once an agent counts as lost: its place may be another's."""
+    """Key that is set once an agent counts as lost: its place may have been given to another node."""
     return f"expelled/{member}"
 
 
@@ -102,7 +102,7 @@ def member_key(member: int) -> str:
 
 
 def refuse(store: Store, name: str, why: str) -> None:
-    """Say of a node that it may not join, and why."""
+    """Record that a node may not join, and why."""
     store.set(refused_key(store.add(REFUSED, 1)), json.dumps({"name": name, "why": why}))
 
 
@@ -112,4 +112,4 @@ def refused_key(number: int) -> str:
 
 
 JOINED, REFUSED = "joined", "refused"
-"""How many have joined, and how often it was said of a node that it may not."""
+"""Keys of two counters: the nodes that have joined, and the refusals."""

@@ -108,8 +108,8 @@ class LocalNodes:
                 pass
 
     def _make_memory_anew(self) -> None:
-        """The same again where somebody removed them: the ranks live on, and put their copies there by themselves. That one of several
-        rehearsed nodes has no folder means that it is lost."""
+        """Make the folders again if somebody removed them: the ranks keep running, and write their copies there again. If there
+        are several rehearsed nodes, a missing folder means that its node is lost."""
         if self._memory is None:
             return
         only = node_folder(self._memory, self._names[0]) if len(self._names) == 1 else self._memory
@@ -148,7 +148,7 @@ class LocalNodes:
         self._processes.start(assignment, file)
 
     def _move_memory(self) -> None:
-        """Have other folders for copies where somebody has taken those that there were: what they hold may be theirs."""
+        """Use other folders for copies if somebody has taken the old ones: their content may be that person's."""
         if self._memory is not None and (why := roots.taken(self._memory)):
             with disk.if_available(self._memory):
                 self._memory = roots.elsewhere(self._memory, why)
@@ -170,7 +170,8 @@ class LocalNodes:
             self._heartbeats = None  # should there be no room for the next ones
 
     def _new_heartbeats(self) -> Heartbeats:
-        """In memory, if the run has a folder there: a rank that writes to a map of a store which is away stands still, or dies."""
+        """Create the heartbeats, in memory if the run has a folder there: a rank that writes to a mapped file on unavailable
+        storage hangs or dies."""
         if self._memory is not None and not roots.taken(self._memory):
             with contextlib.suppress(OSError):  # no room there
                 return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
@@ -184,7 +185,7 @@ class LocalNodes:
         return [(root, self._key) for root in (self._memory, self._disk) if root is not None and self._key is not None]
 
     def forget(self) -> None:
-        """Strike out the copies of the state that this machine's nodes hold, whether or not they are there."""
+        """Invalidate the copies of the state that this machine's nodes hold, including nodes that are lost."""
         for root, secret in self._roots():
             for name in self._names:
                 copies.forget(node_folder(root, name), key=secret)
@@ -233,7 +234,7 @@ class LocalNodes:
         return happened
 
     def _describe(self, what: Exit | Failure) -> Exit | Failure:
-        """A wrong end with its cause."""
+        """Add the cause to an abnormal end."""
         if isinstance(what, Failure) or what.code in ORDERLY:
             return what
         assert self._assignment is not None
@@ -307,7 +308,7 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """An existing node is this machine, and is measured in a thread, because that takes seconds."""
+        """Check a node, in a thread, because that takes seconds; an existing node is this machine."""
 
         def judge() -> None:
             there = node in self.there()

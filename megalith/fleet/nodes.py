@@ -17,7 +17,7 @@ from megalith.fleet.tiers import Copy, Source
 class Generation:
     """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: as the entry chooses.
 
-    `shrunk`: of the job's fallback. Copies in memory are cut for the run's own plan. Under another plan there are none, and
+    `shrunk`: it runs the job's fallback. Copies in memory are cut for the run's own plan: under another plan there are none, and
     earlier ones are lost.
     `epoch`: the owner's (`megalith.epochs`).
     """
@@ -85,8 +85,8 @@ class Nodes(Protocol):
         ...
 
     def queued(self) -> dict[str, float]:
-        """Seconds that the threads of each machine's ranks together were ready to run and had no processor, so far, by its name; nothing
-        of a machine where nobody can say."""
+        """Seconds that the threads of each machine's ranks together were ready to run and had no processor, so far, by its name;
+        machines without this count are left out."""
         ...
 
     def unstarted(self) -> Failure:

@@ -1,4 +1,5 @@
-"""Two ways to start the ranks of one machine, with one face: forks of a fork server, fresh processes where a fork is unsafe."""
+"""Two ways to start the ranks of one machine, with one interface: forks of a fork server, fresh processes where a fork is
+unsafe."""
 
 import contextlib
 import json
@@ -214,7 +215,7 @@ class ForkServer:
         return time.monotonic() - self._unreported_since > REAP_SECONDS
 
     def _lost(self, reason: str | None = None) -> Failure:
-        """The server will report nothing more: it has ended, or must."""
+        """Return the failure of a server that will report nothing more: it has ended, or must be ended."""
         self._alive = False
         at = time.time()
         if reason is not None:
@@ -228,7 +229,7 @@ class ForkServer:
         return Failure(None, reason, "", tail(output(self._log, self._generation)), self._log, at, ExitCode.LOST)
 
     def _orphans(self) -> list[Exit | Failure]:
-        """Ends that the server can report no more. How they ended nobody can know; the server's end kills its ranks."""
+        """Return the ends that the server can no longer report. How they ended is unknown; the server's end kills its ranks."""
         ended = [rank for rank in self.running() if not self._handles[rank].alive()]
         self._ended.update(ended)
         return [Exit(rank, -signal.SIGKILL, time.time()) for rank in ended]
@@ -336,7 +337,8 @@ STARTS: dict[str, Callable[..., Processes]] = {"fork": ForkServer, "spawn": Fres
 
 
 def method(environment: Mapping[str, str] = os.environ) -> str:
-    """How ranks start here: what MEGALITH_START says, else "fork" on Linux and "spawn" elsewhere. ValueError for another word."""
+    """Return how ranks start here: the value of MEGALITH_START, else "fork" on Linux and "spawn" elsewhere. ValueError for
+    another word."""
     asked = environment.get(METHOD)
     if asked is None:
         return "fork" if sys.platform == "linux" else "spawn"

@@ -35,7 +35,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor.
+    """Everything that a rank must know: the job file that the supervisor wrote. `path` is Python's module path, `lifeline` a
+    descriptor.
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
     what this supervisor (process `agent`) and its ranks write besides the run itself, `heartbeats` the file of its ranks' signs of life
@@ -136,7 +137,7 @@ def heeded() -> tuple[signal.Signals, ...]:
 
 
 def set_signals() -> None:
-    """Signals as a rank wants them, whatever the process before did with them. SIGHUP stays ignored where it was."""
+    """Signals as a rank wants them, whatever the parent process did with them. SIGHUP stays ignored where it was."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # the entry sets its own handlers; until then there is nothing to save
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's, which asks every rank to stop with SIGTERM

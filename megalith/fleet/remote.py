@@ -52,8 +52,8 @@ class Member:
 class RemoteNodes:
     """Nodes behind agents. An agent without a sign of life for `fleet.node_timeout` is lost; its later messages are ignored.
 
-    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost. What an agent says that
-    cannot be read is dropped, counted and reported: it ends no run.
+    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost. Unreadable
+    messages of an agent are dropped, counted and reported; they never end a run.
     """
 
     def __init__(self, store: RunStore, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,9 +67,8 @@ class RemoteNodes:
         self._found: list[Sign] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
-        """Wait until `wanted` nodes have joined, and be content with `least` after `seconds`.
-
-        Raises TimeoutError when there are fewer still. What there is comes first in the engine's order: neighbours stay neighbours.
+        """Wait until `wanted` nodes have joined, and accept `least` after `seconds`. Raises TimeoutError if fewer have joined.
+        The nodes are returned in the engine's order, so neighbours stay neighbours.
         """
         end = self._clock() + seconds
         while len(self.there()) < wanted and self._clock() < end:
@@ -99,8 +98,8 @@ class RemoteNodes:
             member.orders.put({"start": record})
 
     def _try_storage(self) -> None:
-        """Raise OSError where the run folder does not take what agents write there before ranks start: on one machine to write it does so,
-        and to wait for it here costs no starts."""
+        """Raise OSError if agents could not write to the run folder before ranks start. On one machine the write itself raises;
+        here, waiting beforehand costs no starts."""
         probe = self._job.run_dir / "ranks" / "room"
         try:
             probe.write_bytes(bytes(ROOM_BYTES))
@@ -124,14 +123,14 @@ class RemoteNodes:
 
     @contextlib.contextmanager
     def _dropping(self, where: str) -> Iterator[None]:
-        """Drop a letter that the block cannot make sense of."""
+        """Drop a letter that the block cannot interpret."""
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Sign]:
-        """Take note of who would join and is not fit. It stays out until it joins after all."""
+        """Return signs for the nodes that want to join and are unfit. Such a node stays out until it joins successfully."""
         found: list[Sign] = []
         while self._store.check([letters.refused_key(self._refusals + 1)]):
             self._refusals += 1
@@ -144,7 +143,7 @@ class RemoteNodes:
         return found
 
     def _newcomers(self) -> list[Sign]:
-        """Take in who joined since the last call."""
+        """Return signs for the nodes that joined since the last call."""
         found: list[Sign] = []
         while self._store.check([letters.member_key(self._joined + 1)]):
             self._joined += 1
@@ -184,7 +183,7 @@ class RemoteNodes:
                 return failure
             case {"sign": record}:
                 return signs.load(record)
-        raise ValueError(f"the agent of {member.name} says {letter}, which means nothing here")
+        raise ValueError(f"the agent of {member.name} says {letter}, which this version does not know")
 
     def _silent(self) -> list[Sign]:
         """Nodes that have shown no sign of life for too long."""

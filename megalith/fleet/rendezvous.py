@@ -1,8 +1,8 @@
 """How processes that an engine started meet in a key-value store that may hold what earlier starts left in it.
 
-The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's knows no key:
-anybody who reaches its port may have written the values read here. So they are trusted only for an address, where all processes
-then authenticate.
+The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's store has no
+authentication: anybody who reaches its port may have written the values read here. So they are trusted only for an address, at
+which all processes then authenticate.
 """
 
 import secrets
@@ -47,8 +47,8 @@ class RunStore(Store, Protocol):
 def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
     """Rank 0's `value`, on every rank of this very start.
 
-    An engine may start ranks again beside a store that lives on, and its own count of starts is no common one: agents of several
-    machines count apart. So each rank draws a fresh random word, and rank 0 answers it: the answer to a fresh word cannot be
+    An engine may start ranks again beside a store that lives on, and its count of starts is not shared: the agents of several
+    machines count separately. So each rank draws a fresh random word, and rank 0 answers it: the answer to a fresh word cannot be
     stale. Rank 0 returns once all ranks have confirmed this meeting. Until then it also answers stale words, which no rank reads.
     Raises TimeoutError on rank 0, naming ranks that did not come within `seconds`; elsewhere whatever the store's `get` raises.
     """

@@ -27,13 +27,13 @@ class Reported(RuntimeError):  # noqa: N818  # it says what was done
 
 
 class Unreachable(Reported):
-    """The same, where a store that the run has used cannot be reached: under another launcher, too, the same command gets further later."""
+    """Ends a rank that cannot reach storage which the run has used: under any launcher, the same command gets further later."""
 
     exit_code = ExitCode.LOST
 
 
 def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
-    """Tell the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
+    """Report a sign to the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
     text = json.dumps(signs.dump(sign))
     folder = environment.get(REPORTS)
     if folder is None:

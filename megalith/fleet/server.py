@@ -52,7 +52,7 @@ def impurities() -> list[str]:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`. Raises NotPristineError if that left what must not be forked, and whatever an import raises."""
+    """Import `modules`. Raises NotPristineError if that left anything that must not be forked, and whatever an import raises."""
     for module in modules:
         importlib.import_module(module)
         torch = sys.modules.get("torch")

@@ -38,9 +38,8 @@ class Progressed(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Sign):
-    """A rank's process ended wrongly. `signature` is alike for like failures; `hardware`: the machine itself reported a fault.
-
-    `blamed` says that this very node was at fault: True for signals and machine reports, False for a program's own exception.
+    """A rank's process ended wrongly. `signature` is equal for similar failures; `hardware`: the machine itself reported a fault.
+    `blamed`: True if this node was at fault: True for signals and machine reports, False for a program's own exception.
     """
 
     kind: ClassVar[str] = "rank_failed"
@@ -55,10 +54,9 @@ class RankFailed(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Sign):
-    """No rank goes on. `slot` None: no rank is furthest behind, so no node can be blamed. `limit` and `silence` in seconds.
-
-    `hardware`: the blamed node's machine is known to be broken. For a hang only the simulator knows this, because a run does not
-    ask the machine then.
+    """No rank makes progress. `slot` None: no rank is furthest behind, so no node can be blamed. `limit` and `silence` in
+    seconds. `hardware`: the blamed node's machine is known to be broken. For a hang only the simulator knows this, because a run
+    does not query the machine then.
     """
 
     kind: ClassVar[str] = "hang"
@@ -81,7 +79,7 @@ class NodesLost(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Sign):
-    """NaN or Inf in a gradient. `elsewhere`: what another replica got from the same microbatch, once it was asked."""
+    """NaN or Inf in a gradient. `elsewhere`: the result of another replica for the same microbatch, once it was asked."""
 
     kind: ClassVar[str] = "nonfinite"
     slot: int
@@ -97,7 +95,8 @@ NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
 
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Sign):
-    """A rank's live state has not the digest it must have: changed at rest, unlike its true replica, or unlike its recomputed update."""
+    """A rank's live state does not have the digest that it must have: changed at rest, unlike its true replica, or unlike its
+    recomputed update."""
 
     kind: ClassVar[str] = "state_corrupt"
     slot: int
@@ -119,7 +118,7 @@ class CopyCorrupt(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAway(Sign):
-    """A copy that was to be restored cannot be read just now: nothing is known against it. `slot` None: all of it."""
+    """A copy that was to be restored cannot be read just now, but may be intact. `slot` None: all of it."""
 
     kind: ClassVar[str] = "copy_away"
     tier: Tier
@@ -214,7 +213,7 @@ class NotThisRun(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAway(Sign):
-    """A folder or file that the run has used cannot be reached: its file system is away, or it was moved. Nothing is known against it."""
+    """A folder or file that the run has used cannot be reached: its file system is away, or it was moved. It may be intact."""
 
     kind: ClassVar[str] = "store_away"
     path: str
@@ -264,12 +263,12 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")
 
 
 def signature(text: str) -> str:
-    """Return the common part of like failures: the text without numbers, addresses and paths."""
+    """Return the common part of similar failures: the text without numbers, addresses and paths."""
     return _VARYING.sub("#", text.strip().partition("\n")[0])[:200]
 
 
 def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
-    """The sign that a rank's end is. A rank's own Python error counts as the program's, unless it reports a device fault.
+    """Classify a rank's end as a sign. A rank's own Python error counts as the program's, unless it reports a device fault.
     Anything else counts as the node's until there is more evidence."""
     what = failure.error or failure.reason
     return RankFailed(

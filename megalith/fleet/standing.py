@@ -13,7 +13,8 @@ PREFIX = "==== stands at "
 
 
 def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
-    """An answer. `begun`: collectives begun in each group so far, by the group's name; `recorded`: the last ones, in words."""
+    """Return an answer. `begun`: collectives begun in each group so far, by the group's name; `recorded`: the last ones, in
+    words."""
     return f"\n{PREFIX}{json.dumps({'begun': dict(begun), 'recorded': list(recorded)})}\n"
 
 

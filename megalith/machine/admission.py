@@ -15,7 +15,7 @@ from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
 LEAST = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
-"""With less no run begins. Far below what a run should have: `megalith doctor` judges by that."""
+"""Minimum resources to start a run; far below what a run should have, by which `megalith doctor` judges."""
 
 ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
 
@@ -26,7 +26,7 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that 
 def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
     """Check a machine before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
 
-    What is measured by time never fails here: a machine may be busy, and still be sound.
+    Measurements of time never fail here: a machine may be busy, and still be sound.
     """
     if (mount := disk.bare_mount(folder)) is not None:  # nothing may be written there, not even to look
         limit, way_out = "mounted, as /etc/fstab expects", "Mount it, or choose another --run-dir"
@@ -57,7 +57,8 @@ def admit(folder: Path) -> None:
 
 
 def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) -> bool:
-    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; whether it is. `tell` is called
+    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; return whether it is. `tell` is
+    called
     with the problems whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
     while True:

@@ -1,4 +1,4 @@
-"""Resources of this machine for training: processors, memory, GPUs. No torch, and nothing that a later fork would suffer from."""
+"""Resources of this machine for training: processors, memory, GPUs. No torch, and nothing that would harm a later fork."""
 
 import ctypes
 import os

@@ -50,7 +50,7 @@ def doctor(*, diagnose: bool = True) -> list[Finding]:
 
 
 def _ask(*command: str, seconds: float) -> tuple[int, str]:
-    """A program's status and what it said. One that does not answer in time is killed, and has said so."""
+    """Return a program's status and output. A program that does not answer in time is killed, and the output says so."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ def _ask(*command: str, seconds: float) -> tuple[int, str]:
 
 
 def _up() -> float:
-    """Seconds since the kernel started, by which its log counts."""
+    """Seconds since the kernel started; its log has the same clock."""
     try:
         return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     except OSError:
@@ -70,8 +70,8 @@ def _up() -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count (no ECC); `slowed` has the driver's names for
-    what slows it down now."""
+    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count (no ECC); `slowed` has the driver's
+    names for the current causes of a slowdown."""
 
     name: str
     place: str
@@ -135,7 +135,7 @@ def _number(text: str) -> float | None:
 
 
 def _uncorrected(counts: ElementTree.Element | None) -> int | None:
-    """All uncorrected errors of one list: drivers name them by memory, and since 2023 by how they were noticed as well."""
+    """All uncorrected errors of one list: drivers name them by memory, and since 2023 also by how they were detected."""
     if counts is None:
         return None
     values = [_number((one.text or "").strip()) for one in counts if "uncorrectable" in one.tag and "source" not in one.tag]
@@ -189,7 +189,7 @@ def _judge_heat(gpu: Gpu, check: str) -> Finding:
     value = f"{gpu.celsius:g} C" + "".join(f", {reason}" for reason in gpu.slowed)
     bad = hot or bool(gpu.slowed)
     return Finding(
-        check, "warn" if bad else "ok", value, limit, "Look after cooling and power: it computes slower" if bad else ""
+        check, "warn" if bad else "ok", value, limit, "Check cooling and power: the GPU computes slower" if bad else ""
     )
 
 
@@ -227,7 +227,7 @@ def diagnosis(code: int, text: str) -> Finding:
 
 
 def _tests(text: str) -> list[tuple[str, str]] | None:
-    """Each result as (the test's name, "pass", "fail", "warn" or "skip"); None for what is no diagnosis."""
+    """Each result as (the test's name, "pass", "fail", "warn" or "skip"); None if the text is no diagnosis."""
     try:
         record = json.loads(text[text.find("{") : text.rfind("}") + 1])  # words may stand around it
         categories = next(value["test_categories"] for value in record.values() if "test_categories" in value)

@@ -1,7 +1,8 @@
 """Is this machine fit to train on? Small checks that need neither torch nor a GPU; each measures, and a pure function judges.
 
-`megalith doctor` runs them; which of them are run before a start and before a quarantined node returns says `admission.py`. What GPUs say
-is in `gpus.py`. What needs torch (a burn-in of matrix products, a collective over the ranks) is in `prove/doctor.py`. All give findings.
+`megalith doctor` runs them; `admission.py` chooses those that run before a start and before a quarantined node returns. Checks of
+GPUs are in `gpus.py`. Checks that need torch (a burn-in of matrix products, a collective over the ranks) are in
+`prove/doctor.py`. All return findings.
 """
 
 import contextlib
@@ -97,7 +98,7 @@ def _speed(value: float) -> str:
 
 
 def memory(limit: float) -> Finding:
-    """Memory that can be had without swapping, of this machine or of the control group this process is in."""
+    """Memory that is available without swapping, of this machine or of this process's control group."""
     way_out = "Stop what else runs here, or use fewer ranks, a smaller microbatch or more recomputation"
     return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
 
@@ -119,21 +120,21 @@ def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
     return float("inf") if most == "max" else max(0.0, float(most) - float(used))
 
 
-UNSEEN = "See that its file system is mounted and answers, or use another folder"
+UNSEEN = "Check that its file system is mounted and answers, or use another folder"
 
 
 def disk_space(folder: Path, limit: float) -> Finding:
-    """Free space where the run will write. A folder that cannot be seen fails."""
+    """Free space where the run will write. A folder that cannot be accessed fails."""
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError as error:
-        return Finding("disk space", "fail", f"{folder} cannot be seen: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
+        return Finding("disk space", "fail", f"{folder} cannot be accessed: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
     way_out = f"Free some of {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
     return at_least("disk space", free, limit, form=_size, way_out=way_out)
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there already."""
+    """The folder, or the nearest existing one above it."""
     found = folder.resolve()
     while not found.exists():
         found = found.parent
@@ -154,7 +155,7 @@ def writable(folder: Path) -> Finding:
 
 
 def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
-    """How fast a file is written and flushed. A folder that cannot be written to fails."""
+    """Measure how fast a file is written and flushed. A folder that cannot be written to fails."""
     try:
         seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
     except OSError as error:
@@ -166,7 +167,7 @@ def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
 
 
 def _write(path: Path, size: int) -> float:
-    """Seconds that it took to write and flush `size` bytes to a file, which is gone after. Raises OSError."""
+    """Return the seconds to write and flush `size` bytes to a file, which is then removed. Raises OSError."""
     block = os.urandom(1 << 20)  # no file system can compress it away
     try:
         began = time.perf_counter()
@@ -188,7 +189,7 @@ def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def descriptors(limit: int) -> Finding:
-    """How many files and sockets a process may open; every rank holds one for each peer."""
+    """Check how many files and sockets a process may open; every rank holds one for each peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in (soft, hard))
     way_out = f"`ulimit -n {limit}`" if hard >= limit else f"Raise the hard limit ({hard:,}) in limits.conf or the service's unit"
@@ -219,7 +220,7 @@ def clock_synchronised() -> Finding:
 
 
 def _clock_status() -> int | None:
-    """adjtimex(2) with no change asked for; None where there is none or it is forbidden."""
+    """adjtimex(2) with no change asked for; None if it does not exist or is forbidden."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(512)  # more than struct timex takes on any machine; zero modes only read
@@ -228,9 +229,9 @@ def _clock_status() -> int | None:
 
 
 def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, timed: bool = True) -> Finding:
-    """How fast bytes go from one socket to another through this machine's own network stack: gloo on one machine.
-
-    `timed` False: one that is slow, or takes more than `patience` seconds for anything, warns, and only one that does not work fails.
+    """Measure how fast bytes go from one socket to another through this machine's network stack, as for gloo on one machine.
+    `timed` False: a slow loopback, or one that takes more than `patience` seconds for anything, warns, and fails only if it does
+    not work.
     """
     way_out = "The machine is busy, or its loopback is filtered: look for other processes and firewall rules"
     slow: Verdict = "fail" if timed else "warn"

@@ -1,6 +1,6 @@
 """A process that dies with its parent: by the kernel's parent-death signal where there is one, and by a pipe everywhere.
 
-The pipe's only writing end is held by the supervisor and never written to. Whatever way the supervisor ends, the kernel closes
+The pipe's only writing end is held by the supervisor and never written to. However the supervisor ends, the kernel closes
 that end, and every process that holds the reading end sees the end of the file.
 """
 
@@ -17,8 +17,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends; only checks for it outside Linux.
 
-    Must be called again after every fork (a child does not inherit it). If the parent was gone before the kernel was asked, this
-    process ends at once: no signal would ever come.
+    Must be called again after every fork (a child does not inherit it). If the parent had already ended, this process ends at
+    once: no signal would ever come.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

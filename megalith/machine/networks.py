@@ -1,7 +1,8 @@
 """Nodes of one machine as network namespaces of Linux, each with one interface at a switch: an unplugged node is really
 unreachable.
 
-A campaign makes them, to take interfaces down that nobody else needs; ranks enter their node's when they find `VARIABLE`.
+A campaign makes them, so that it can take interfaces down that nobody else needs; ranks enter their node's namespace when they
+find `VARIABLE`.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ class Network:
     family: str
 
     def namespace(self, node: str) -> str:
-        """The name of a node's."""
+        """The name of a node's namespace."""
         return f"{self.family}-{node}"
 
     def address(self, number: int) -> str:
-        """The address of the node that comes at this place, from 0."""
+        """The address of the node with this number, from 0."""
         return f"10.77.0.{number + 1}"
 
     def set_up(self, node: str, address: str, *, mtu: int | None = None) -> None:
@@ -66,7 +67,7 @@ class Network:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Network | None:
-    """The network of this run's nodes; None where they share the machine's."""
+    """The network of this run's nodes; None if they share the machine's."""
     family = environment.get(VARIABLE)
     return Network(family) if family else None
 
@@ -86,7 +87,7 @@ def enter(node: str) -> None:
 
 
 def missing() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
+    """Return why namespaces cannot be made here; None if they can."""
     if shutil.which("ip") is None:
         return "needs `ip` (apt install iproute2)"
     if os.geteuid() != 0:
@@ -100,7 +101,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def joined(nodes: Sequence[str]) -> Iterator[Network]:
-    """Nodes at one switch, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
+    """Make nodes at one switch while the block runs. Raises CalledProcessError if this process may not make them."""
     with apart(["switch", *nodes]) as network:
         switch = network.namespace("switch")
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -115,7 +116,7 @@ def joined(nodes: Sequence[str]) -> Iterator[Network]:
 
 @contextlib.contextmanager
 def apart(nodes: Sequence[str]) -> Iterator[Network]:
-    """Nodes without any interface, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
+    """Make nodes without any interface while the block runs. Raises CalledProcessError if this process may not make them."""
     clear_abandoned()
     network, made = Network(f"mega{os.getpid()}"), list[str]()
     try:
@@ -129,7 +130,7 @@ def apart(nodes: Sequence[str]) -> Iterator[Network]:
 
 
 def clear_abandoned() -> None:
-    """Remove the namespaces of processes that were killed before they could do so themselves."""
+    """Remove the namespaces of processes that were killed before they could remove them."""
     for line in _ip("netns", "list").splitlines():
         owner = re.match(r"mega(\d+)-", line)
         if owner and not Path(f"/proc/{owner[1]}").exists():

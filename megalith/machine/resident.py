@@ -5,7 +5,7 @@ import sys
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory now (Linux; elsewhere the most there ever were)."""
+    """Bytes of this process that are in memory now (Linux; elsewhere the maximum so far)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -14,5 +14,5 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """The most bytes of this process that ever were in memory."""
+    """The maximum bytes of this process in memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,7 +1,8 @@
 """A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
 
-As root it is a wire between two network namespaces, each with a TUN device: what crosses it are IP packets, and TCP is the kernel's own.
-Else it is a relay on the loopback address, through which one site connects to another: nothing is lost there, since it carries a stream.
+As root it is a wire between two network namespaces, each with a TUN device: it carries IP packets, and TCP is the kernel's own.
+Otherwise it is a relay on the loopback address, through which one site connects to another: nothing is lost there, since it
+carries a stream.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from megalith.machine import networks
 from megalith.machine.networks import INTERFACE, Network
 
 MTU = 9000
-"""Bytes of a packet at most: small ones would cost a processor."""
+"""Largest bytes of a packet: small packets would occupy a processor."""
 QUEUE_SECONDS = 1.0
 """Time that a packet may wait for the wire before it is dropped, or a stream is no longer read."""
 _TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
@@ -34,8 +35,8 @@ _SHARED = struct.Struct("<B7x4Q")  # cut; bytes that crossed in each direction; 
 
 @dataclass(frozen=True)
 class Conditions:
-    """A link's. `megabits`: millions of bits a second in each direction; `milliseconds`: of a round trip; `loss`: share of packets that
-    are lost; `seed`: of which."""
+    """Properties of a link. `megabits`: millions of bits a second in each direction; `milliseconds`: of a round trip; `loss`:
+    share of packets that are lost; `seed`: chooses which."""
 
     megabits: float
     milliseconds: float
@@ -50,19 +51,19 @@ class Lane:
         self._rate, self._delay = 1e6 * conditions.megabits / 8, conditions.milliseconds / 2000
         self._crossing = deque[tuple[float, bytes]]()
         self._free = 0.0
-        """When the last that was put has left its end."""
+        """Time at which the last data put has left its end."""
 
     def backlog(self, now: float) -> float:
-        """Return the seconds that what is put now waits for the wire."""
+        """Return the seconds that data put now would wait for the wire."""
         return max(0.0, self._free - now)
 
     def put(self, data: bytes, now: float) -> None:
-        """Let data cross after what was put before."""
+        """Queue data behind the data put before."""
         self._free = max(self._free, now) + len(data) / self._rate
         self._crossing.append((self._free + self._delay, data))
 
     def arrived(self, now: float) -> Iterator[bytes]:
-        """Yield what has arrived by now, in order."""
+        """Yield the data that has arrived by now, in order."""
         while self._crossing and self._crossing[0][0] <= now:
             yield self._crossing.popleft()[1]
 
@@ -81,7 +82,7 @@ class Wire:
         self._shared = mmap.mmap(-1, _SHARED.size)
 
     def cut(self, *, cut: bool) -> None:
-        """Let nothing cross from now on, or again."""
+        """Stop all traffic from now on, or (`cut` False) let it cross again."""
         self._shared[0] = int(cut)
 
     @property
@@ -91,24 +92,24 @@ class Wire:
 
     @property
     def crossed(self) -> tuple[int, int]:
-        """Bytes of TCP's streams that were put on the wire from the first end to the second, and back: without headers, and once, however
-        often TCP sends them."""
+        """Bytes of TCP's streams that were put on the wire from the first end to the second, and back: without headers, and
+        without retransmissions."""
         return _SHARED.unpack_from(self._shared)[1:3]
 
     @property
     def lost(self) -> tuple[int, int]:
-        """Packets that were lost in each direction, by chance, in a cut or for want of room in the queue."""
+        """Packets that were lost in each direction: by chance, in a cut, or because the queue was full."""
         return _SHARED.unpack_from(self._shared)[3:5]
 
     def count(self, lane: int, *, crossed: int = 0, lost: int = 0) -> None:
-        """Add to what crossed, and to what was lost."""
+        """Add to the counts of bytes that crossed, and of packets that were lost."""
         for place, more in ((1 + lane, crossed), (3 + lane, lost)):
             at = 8 * place
             struct.pack_into("<Q", self._shared, at, struct.unpack_from("<Q", self._shared, at)[0] + more)
 
 
 def missing() -> str | None:
-    """Why there can be no wire between namespaces here; None if there can."""
+    """Return why a wire between namespaces cannot be made here; None if it can."""
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs /dev/net/tun, and root, who alone may use it"
     return networks.missing()
@@ -116,7 +117,8 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
-    """Two nodes in namespaces of their own, joined by a wire while the block lasts; what enters them finds it as `networks.INTERFACE`.
+    """Two nodes in namespaces of their own, joined by a wire while the block lasts; a process that enters one finds the wire as
+    `networks.INTERFACE`.
     Raises CalledProcessError and OSError where this process may not make them."""
     with networks.apart(nodes) as network:
         ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
@@ -131,7 +133,7 @@ def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
 
 @contextlib.contextmanager
 def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iterator[Wire]:
-    """A relay to a port on this machine, as slow as the link, while the block lasts; it listens at `Wire.address`."""
+    """Run a relay to a port on this machine, as slow as the link, while the block runs; it listens at `Wire.address`."""
     server = socket.create_server((host, 0))
     wire = Wire(address=server.getsockname()[:2])
     try:
@@ -160,7 +162,8 @@ def _kept_up(work: Callable[[], None]) -> Iterator[None]:
 
 
 def _tun(network: Network, node: str, address: str) -> int:
-    """Make a node's interface; return the file by which its packets come and go. A process of its own enters the namespace for it."""
+    """Make a node's interface; return the file from which its packets are read, and to which they are written. A process of its
+    own enters the namespace for it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def make() -> None:
@@ -202,13 +205,13 @@ def _packets(end: int) -> Iterator[bytes]:
 
 
 class _Streams:
-    """How far the streams of TCP in one direction have come, by their ports."""
+    """Progress of the TCP streams in one direction, by their ports."""
 
     def __init__(self) -> None:
         self._ends: dict[bytes, int] = {}
 
     def new_bytes(self, packet: bytes) -> int:
-        """Return the bytes of a stream that a packet is the first to have; 0 for one that is not of TCP."""
+        """Return the bytes of a stream that this packet is the first to carry; 0 for a packet other than TCP."""
         if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return 0
         at = 4 * (packet[0] & 15)
@@ -245,7 +248,7 @@ class _Stream:
         return [one for one, lane, over in pairs if not over and lane.backlog(now) < QUEUE_SECONDS]
 
     def carry(self, ready: Sequence[object], wire: Wire, now: float) -> bool:
-        """Read what came and write what has arrived; False once the connection is over."""
+        """Read new data and write the data that has crossed; False once the connection is over."""
         for number, (source, lane) in enumerate(zip(self.sockets, self.lanes, strict=True)):
             if source in ready:
                 data = source.recv(1 << 14)
@@ -262,7 +265,7 @@ class _Stream:
 
 
 def _carry_streams(server: socket.socket, to: tuple[str, int], wire: Wire, conditions: Conditions) -> None:
-    """Carry all connections of a relay for ever. A cut lets nothing cross, and ends none."""
+    """Carry all connections of a relay for ever. A cut stops traffic, but ends no connection."""
     streams = list[_Stream]()
     while True:
         now = time.monotonic()

@@ -12,7 +12,7 @@ import numpy as np
 
 FAN = 4
 Kind = Literal["codes", "numbers"]
-"""uint8 with 0 for a value that is missing, or float32 with NaN for it."""
+"""uint8 with 0 for a missing value, or float32 with NaN for it."""
 
 TYPES: dict[str, np.dtype] = {"codes": np.dtype("<u1"), "numbers": np.dtype("<f4")}
 FILE = struct.Struct("<8sIIQ")  # magic, kind, level, width
@@ -24,7 +24,7 @@ NAME = re.compile(r"(\d{6})-(\d{2})-(\d{15})\.bin")
 
 
 def arrays_of(kind: str, level: int) -> int:
-    """Arrays in a record: the values, or their least and most, and of numbers their mean."""
+    """Return the number of arrays in a record: one at level 0; above, minimum and maximum, and for numbers also the mean."""
     return 1 if level == 0 else 2 if kind == "codes" else 3
 
 

@@ -18,7 +18,8 @@ BLOCK = 4096  # bytes: records up to this size are read together
 
 @dataclass(frozen=True)
 class View:
-    """Some records of a table, oldest first. Arrays have a row a record; `low`, `high` and `mean` have a column a value."""
+    """Some records of a table, oldest first. Arrays have one row for each record; `low`, `high` and `mean` have one column for
+    each value."""
 
     piece: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -172,8 +173,8 @@ class Reader:
     ) -> View:
         """Return the records of steps from `first` to `last`, about `most` of them, with the values in `values` alone.
 
-        Steps that were done again come again. Pieces of another `width` than the newest one (or the one given) are left out, and so is
-        what was written after step B of piece A where `until` is (A, B). Time and memory follow `most` times the number of values,
+        Repeated steps occur repeatedly. Pieces of another `width` than the newest one (or the one given) are left out, and so are
+        records after step B of piece A if `until` is (A, B). Time and memory follow `most` times the number of values,
         whatever the length of the run.
         """
         with self._files() as pieces:
@@ -221,8 +222,8 @@ def _ends(levels: dict[int, list[_Run]]) -> tuple[int, int] | None:
 
 
 def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) -> list[_At]:
-    """Records of one piece from the finest level that has them all and no more than `most`; what is not in a whole record of that level
-    yet, from finer ones."""
+    """Return records of one piece, from the finest level that has all steps in at most `most` records; steps that are not yet in
+    a whole record of that level come from finer levels."""
     begin = max(first, min(runs[0].segment.first for runs in levels.values()))
     for level in sorted(levels):
         runs = levels[level]
@@ -263,7 +264,7 @@ def _view(chosen: Sequence[tuple[int, _At]], values: Sequence[slice]) -> View:
 
 
 def _stretches(chosen: Sequence[_At]) -> Iterator[tuple[int, int]]:
-    """Yield from where to where records follow each other in one file."""
+    """Yield the index ranges in which records follow each other in one file."""
     begin = 0
     for end in range(1, len(chosen) + 1):
         before = chosen[end - 1]

@@ -122,7 +122,7 @@ class Writer:
         self._files[level] = file, records + 1
 
     def _most(self, level: int) -> int:
-        """Records of a file."""
+        """Return the maximum number of records of a file."""
         return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), LEAST // SEGMENTS)
 
     def _begin(self, level: int, first: int) -> int:

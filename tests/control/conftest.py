@@ -1,3 +1,3 @@
-"""The jobs and supervisors of the tests of `fleet`, for those of the loop that controls them."""
+"""The jobs and supervisors of the tests of `fleet`, also for the tests of the control loop."""
 
 from tests.fleet.conftest import job, supervise  # noqa: F401  # fixtures

@@ -1,4 +1,4 @@
-"""Another process that owns a run folder, and what is in one."""
+"""Another process that owns a run folder, and the content of a folder."""
 
 import os
 from collections.abc import Iterator
@@ -32,5 +32,5 @@ def another_process(folder: Path) -> Iterator[int]:
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """Every file of a folder, and what is in it."""
+    """Return every file of a folder with its content."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}

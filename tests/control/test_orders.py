@@ -1,4 +1,4 @@
-"""A person orders a run to save, to stop, or to take a node out: by a file, which the policy decides about."""
+"""A person orders a run to save, to stop, or to remove a node: by a file; the policy decides."""
 
 import json
 import threading
@@ -53,7 +53,7 @@ def test_no_folder_is_no_order(tmp_path: Path) -> None:
 
 
 def _run(folder: Path, when_it_runs: Callable[[], object], fleet: FleetSpec | None = None) -> Outcome:
-    """Walk STEPS steps; act once the first checkpoint is there."""
+    """Walk STEPS steps; call `when_it_runs` after the first checkpoint."""
 
     def act() -> None:
         end = time.monotonic() + PATIENCE

@@ -42,7 +42,7 @@ def test_the_message_begins_with_the_first_cause_and_ends_with_where_the_rest_is
         "1. the first thing",
         "2. the second",
         "  in /here/megalith/train/step.py, line 7, in forward: raise ValueError(text)",
-        "rank 0 failed after it; rank 2 was ended; rank 3 had ended in order",
+        "rank 0 failed after it; rank 2 was ended; rank 3 had ended normally",
         "output of rank 1: r1.log",
         "tracebacks, and the output of each rank: incidents/001.txt",
     ]
@@ -63,7 +63,7 @@ def test_a_report_of_the_policy_says_the_cause_and_it_is_not_said_again():
     ):
         lines = _lines(Outcome(1, False, cause, (), EXITS, (), 0.1, report="no spare is left"))
         assert lines[0] == "no spare is left"
-        assert lines[1].startswith("rank 3 had ended in order")
+        assert lines[1].startswith("rank 3 had ended normally")
 
 
 def test_a_lost_connection_shows_no_stack_and_a_long_error_is_cut():

@@ -1,4 +1,4 @@
-"""Ownership of a run folder: by a lock on one machine, by a lease where others see the folder too."""
+"""Ownership of a run folder: by a lock on one machine, by a lease if other machines also see the folder."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ def test_a_second_owner_is_refused_by_the_first_ones_name_and_changes_nothing(tm
 
 
 def test_an_owner_of_an_earlier_version_is_named_too(tmp_path: Path) -> None:
-    """It left its process in the lock alone, and an earlier owner a claim."""
+    """It left its process only in the lock, and an earlier owner left a claim."""
     with hold(tmp_path):
         pass
     with another_process(tmp_path):
@@ -74,7 +74,7 @@ def _end_of(process: int) -> int:
 
 
 def _die(tmp_path: Path, *, wide: bool = False) -> None:
-    """Own a folder, and end without a word."""
+    """Own a folder, and end without releasing it."""
 
     def act() -> None:
         with hold(tmp_path, wide=wide):
@@ -104,7 +104,7 @@ def test_which_file_systems_are_of_one_machine(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use leases, as on a file system that other machines see too."""
+    """Use leases, as on a file system that other machines also see."""
     monkeypatch.setattr(owner, "flock_serves", lambda folder: False)
     monkeypatch.setattr(owner, "POLL_SECONDS", 0.01)
 
@@ -116,7 +116,7 @@ def elsewhere(leased: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Non
 
 
 def test_on_one_machine_a_lease_needs_no_waiting(leased: None, tmp_path: Path) -> None:
-    """Its processes can be looked at. What of an owner's ranks on other machines still runs, nobody knows."""
+    """Its processes can be observed. Ranks of an owner on other machines cannot."""
     _die(tmp_path)
     with hold(tmp_path) as own:
         assert own.epoch == 0
@@ -239,7 +239,7 @@ def test_an_owner_that_cannot_renew_stops_its_ranks_before_the_lease_ends_and_go
 
 
 def test_a_process_whose_ranks_nobody_stops_ends(leased: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its main thread may hang in a call to the store that is away."""
+    """Its main thread may hang in a call to a store that is away."""
     monkeypatch.setattr(owner, "LEASE_SECONDS", 0.5)
 
     def act() -> None:
@@ -254,7 +254,7 @@ def test_a_process_whose_ranks_nobody_stops_ends(leased: None, tmp_path: Path, m
 
 
 def _stop_at(target: Any, name: str) -> None:
-    """From now on this process stops when it is about to call a function."""
+    """Make this process stop before its next call of a function."""
     original = getattr(target, name)
 
     def stops(*args: Any, **rest: Any) -> Any:
@@ -298,7 +298,7 @@ def _ledger(own: Owner, node: str, *, stop_at: tuple[Any, str] | None = None) ->
 
 
 def _read(run: Path) -> dict[str, Any]:
-    """All that readers find in a run folder."""
+    """Return all values that readers find in a run folder."""
     notes = owner.epochs.newest(run, "ranks/fleet.json")
     return {
         "checkpoints": [

@@ -1,4 +1,4 @@
-"""Limits follow what a run's own phases took."""
+"""Limits follow from the times of a run's own phases."""
 
 from megalith.control.pace import Limits, Pace
 from megalith.fleet.heartbeat import Beat
@@ -11,7 +11,7 @@ FLEET = FleetSpec(hang_floor=1.0, hang_factor=3.0)
 def _steps(
     pace: Pace, *, first: int, count: int, seconds: float, start: float = 0.0, source: Source = BEGINNING, ready: float = 2.0
 ) -> float:
-    """Two ranks get ready and do steps; the time at which the next begins."""
+    """Two ranks become ready and do steps; return the time at which the next one begins."""
     pace.begin(source)
     number, at = 1, start
     pace.note([Beat(number, at, -1, False, "building")] * 2)

@@ -1,4 +1,4 @@
-"""The policy on recorded evidence, and laws that hold whatever happens."""
+"""The policy on recorded evidence, and laws that hold in every case."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -81,7 +81,8 @@ def test_progress_makes_the_next_failure_a_first_one() -> None:
 
 
 def test_progress_up_to_the_step_that_failed_forgets_nothing() -> None:
-    """After a fall back the steps before the failing one are done again; that is no proof that the failure is gone."""
+    """After a return to an older copy, the steps before the failing one are repeated. That does not prove that the failure is
+    gone."""
     fleet = FleetSpec(lemon_faults=99)
     seen = [_kill(), _kill(), *(signs.Progressed(step=step) for step in range(11, 21)), _kill()]
     assert _kinds(_play(START, seen, fleet)[-1]) == ["stop"]
@@ -209,7 +210,7 @@ def test_nothing_left_to_restore_begins_anew() -> None:
 
 
 def test_checkpoints_that_cannot_be_used_are_not_given_up_for_a_new_beginning() -> None:
-    """Its own checkpoints would take their places. What cannot be used now is looked at again by the same command."""
+    """New checkpoints would replace them. The same command tries unusable ones again."""
     store = replace(START, copies=(Copy(Tier.STORE, 20), Copy(Tier.STORE, 10)), restored=Source(20, Tier.STORE))
     first = decide(store, signs.CopyCorrupt(tier=Tier.STORE, copy_step=20), fleet=FleetSpec())
     assert first.state.restored == Source(10, Tier.STORE)
@@ -265,7 +266,7 @@ def test_all_nodes_told_to_go_within_one_save_go_once_it_is_made() -> None:
 
 
 def test_a_node_told_to_go_goes_with_whatever_start_comes_before_the_save() -> None:
-    """It will be gone, and its copies in memory with it: they are read from its buddy, also where an earlier step is fallen back to."""
+    """The node and its copies in memory will be gone. Copies are read from its buddy, also for an earlier step."""
     away = signs.Preempted(node="n0", step=20)
     first = _play(START, [away, _kill("n1")], FleetSpec())[-1]
     assert first.state.placement == ("s0", "n1", "n2", "n3")
@@ -376,7 +377,7 @@ def _check_order(command: Order, state: State) -> None:
 
 
 def _check_source(source: Source, state: State) -> None:
-    """Each piece is there, and none of them failed its digest."""
+    """Check that each piece exists, and none of them failed its digest."""
     have = {(copy.tier, copy.step): copy.missing for copy in state.copies}
     if source.tier is None:
         return
@@ -391,7 +392,7 @@ def _check_source(source: Source, state: State) -> None:
 @settings(deadline=None)
 @given(st.sampled_from(["kill", "bug", "flip", "hang"]), st.integers(0, 4))
 def test_no_failure_goes_on_for_ever(kind: str, spares: int) -> None:
-    """Without a step between them the same failure comes to an end, however many spares there are to try."""
+    """Equal failures without a step between them end the run, whatever the number of spares."""
     state, fleet = replace(START, spares=tuple(f"x{i}" for i in range(spares))), FleetSpec()
     for _ in range(fleet.fruitless + 1):
         slot0 = state.placement[0]

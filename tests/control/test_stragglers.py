@@ -1,4 +1,4 @@
-"""A rank is slow by its own work, measured by what is usual for it."""
+"""A rank is slow if its own work takes longer than usual for it."""
 
 from megalith.control.stragglers import Stragglers
 from megalith.fleet.heartbeat import Beat

@@ -1,4 +1,4 @@
-"""Starting, watching and ending ranks: real processes, without torch but where it is named."""
+"""Starting, watching and ending ranks: real processes, without torch except where it is named."""
 
 import os
 import signal
@@ -253,7 +253,7 @@ def test_four_ranks_meet_over_the_file_store_and_an_error_wins_over_those_that_g
 @pytest.mark.slow
 @linux
 def test_of_ranks_that_all_wait_the_one_is_named_whose_collective_is_missing(job, tmp_path, monkeypatch):
-    """It is not stopped, its last sign of life is that of the others, and its stack says that it waits as theirs do."""
+    """It is not stopped, its last heartbeat is as old as the others', and its stack shows the same wait."""
     preload, said = ("torch", "torch.distributed"), [("step", 3)] * 4
 
     def waits() -> bool:

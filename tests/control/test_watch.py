@@ -1,4 +1,4 @@
-"""When a silence is a hang."""
+"""The silences that count as a hang."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""A run without torch: ranks that walk step by step, keep their state as checkpoints do, and meet at the end of every step."""
+"""A run without torch: ranks that walk step by step, save their state like checkpoints, and wait for each other after every
+step."""
 
 import json
 import os
@@ -54,7 +55,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
 
 
 def _restore(path: Path, *, step: int) -> tuple[int, int]:
-    """Steps and sum; a file that cannot be read is a copy that fails its digest."""
+    """Return steps and sum. An unreadable file is a copy that fails its digest."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -63,14 +64,14 @@ def _restore(path: Path, *, step: int) -> tuple[int, int]:
 
 
 def _put(path: Path, text: str, seat: Seat) -> None:
-    """Write a file so that nobody ever reads a part of it."""
+    """Write a file atomically, so that no process reads a part of it."""
     part = path.with_name(f"part-{path.name}-{seat.rank}")
     part.write_text(text)
     part.rename(path)
 
 
 def wait_for_all(folder: Path, seat: Seat, step: int) -> None:
-    """Wait until every rank of this generation has come this far."""
+    """Wait until every rank of this generation has reached this step."""
     name = f"meet-{os.environ['MEGALITH_GENERATION']}-{step}"
     (folder / f"{name}-{seat.rank}").touch()
     while len(list(folder.glob(f"{name}-*"))) < seat.world:

@@ -72,12 +72,12 @@ def test_nothing_but_parquet_without_its_extra_is_an_error_with_the_way_out(give
     with pytest.raises(DataError) as error:
         find(tmp_path if given == "folder" else tmp_path / name, Reading())
     assert says[given] in str(error.value)
-    assert given == "file" or "Read are JSON lines (.jsonl, .ndjson) and UTF-8 text" in str(error.value)
+    assert given == "file" or "Megalith reads JSON lines (.jsonl, .ndjson) and UTF-8 text" in str(error.value)
     assert given == "compressed" or "pandas.read_parquet('a.parquet').to_json('a.jsonl'" in str(error.value)
 
 
 def test_a_folder_without_files_or_with_other_endings_only_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="holds no file that is read\\. Read are"):
+    with pytest.raises(DataError, match="holds no file that is read\\. Megalith reads"):
         find(tmp_path, Reading())
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(DataError, match=r"left out are 1 another ending than asked for \(1 \.md\): a\.md"):

@@ -264,7 +264,9 @@ def test_a_copy_of_a_file_is_read_once_so_that_no_text_is_in_both_splits(tmp_pat
 def test_a_file_of_a_folder_is_not_read_again_as_a_source(tmp_path):
     (tmp_path / "d").mkdir()
     inside = _lines(tmp_path / "d" / "a.jsonl", "one", "two", "three")
-    with pytest.raises(DataError, match=r"a\.jsonl' holds nothing that another does not: .* has the same bytes as .*held out"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl' holds only text that another source has too: .* has the same bytes as .*held out"
+    ):
         prepare([f"a={tmp_path / 'd'}", f"b={inside}"], tokenizer=BYTES, out=tmp_path / "out")
     _lines(tmp_path / "d" / "b.jsonl", "four")
     prepare([f"b={tmp_path / 'd'}", f"a={inside}"], tokenizer=BYTES, out=tmp_path / "out", validation=0)

@@ -180,7 +180,7 @@ def test_text_with_a_zero_byte_alone_is_text_and_a_binary_alone_is_told_from_lat
     (tmp_path / "x.txt").write_bytes(b"a\0b\n")
     assert _read(tmp_path / "x.txt") == ["a\0b\n"]
     (tmp_path / "x.weights").write_bytes(b"\0\xff\xfe")
-    with pytest.raises(DataError, match=r"x\.weights is not text: \.weights files are not read\. Read are JSON lines"):
+    with pytest.raises(DataError, match=r"x\.weights is not text: \.weights files are not read\. Megalith reads JSON lines"):
         _read(tmp_path / "x.weights")
 
 

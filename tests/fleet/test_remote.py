@@ -185,7 +185,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
     assert run.nodes.queued().keys() == {"a", "b"}
     assert run.threads[1].is_alive()
     monkeypatch.setattr(remote, "LOOK_SECONDS", SECONDS)
-    assert run.agents["b"]._unstarted().reason == "could not write what the ranks meet by"
+    assert run.agents["b"]._unstarted().reason == "could not write the address at which the ranks meet"
     full.unlink()
     run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
     assert run.nodes.running() == {0, 1, 2, 3}

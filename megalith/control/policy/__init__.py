@@ -1,9 +1,10 @@
 """Decision about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
 
-The supervisor of a real run and the goodput simulator obey the same function, so like signs have like consequences. The rules, in
+The supervisor of a real run and the goodput simulator obey the same function, so similar signs have similar consequences. The
+rules, in
 short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
-time stops with a report; damaged copies are never used, and checkpoints never given up for a new beginning; a broken node's place
-goes to a spare; what cannot be blamed on a node is not; starts that get nowhere come at growing intervals.
+time stops with a report; damaged copies are never used, and the run never begins anew while it has checkpoints; a broken node's
+place goes to a spare; faults that a node did not cause are not blamed on it; starts without progress come at growing intervals.
 """
 
 from megalith.control.policy.placement import HOUR

@@ -25,7 +25,7 @@ def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decis
 
 
 def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
-    """The machine itself says that it is broken: it goes at once, whether there is a spare or not."""
+    """The machine itself reports that it is broken: it leaves at once, whether there is a spare or not."""
     commands: list[Order] = []
     slot = state.slot(node)
     state, _ = blame(state, node, sign, fleet)
@@ -37,9 +37,8 @@ def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int 
 def _after_fault_of_node(
     state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
-    """A fault blamed on a node that may be chance: a node with too many of them goes, if a spare can take its place.
-
-    Like faults of several nodes at one step are counted together as well: then it is not the nodes.
+    """A fault blamed on a node that may be chance: a node with too many of them leaves, if a spare can take its place. Similar
+    faults of several nodes at one step are also counted together: then the nodes are not the cause.
     """
     state, lemon = blame(state, node, sign, fleet)
     state, together = repeated(state, key, sign)
@@ -50,13 +49,13 @@ def _after_fault_of_node(
         if commands:
             return restart(state, commands, sign, fleet, reason=reason, blamed=node, rank=rank)
     if together >= 2 * fleet.same_failure:
-        report = f"{reason}: the {ordinal(together)} like failure at step {sign.step}, on several nodes. It is not the nodes."
+        report = f"{reason}: the {ordinal(together)} similar failure at step {sign.step}, on several nodes, so the nodes are not the cause."
         return stop(state, [], ExitCode.LOST, report, rank=rank)
     return after_failure(state, [], sign, fleet, key=f"{key} on {node}", reason=reason, blamed=node, rank=rank)
 
 
 def hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
-    """Everybody waits for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
+    """All ranks wait for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
     blamed."""
     reason = f"no sign of life for {sign.silence:.3g} s (limit {sign.limit:.3g} s) in phase `{sign.phase}`"
     if sign.node is None:
@@ -113,7 +112,9 @@ def gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) ->
     commands = [RollBack(source, reason), *evicted]
     state, times = repeated(state, f"wrong gradients after {sign.good_step} from {sign.suspects}", sign)
     if times >= fleet.same_failure:
-        return stop(state, commands, ExitCode.FAILED, f"{reason}: for the {ordinal(times)} time, whatever was restored.")
+        return stop(
+            state, commands, ExitCode.FAILED, f"{reason}: for the {ordinal(times)} time, although different states were restored."
+        )
     return restart(state, commands, sign, fleet, reason=reason, source=source, blamed=known)
 
 
@@ -122,7 +123,7 @@ def straggler(state: State, sign: signs.Straggler, fleet: FleetSpec) -> Decision
     reason = f"rank {sign.rank} on {sign.node} computes {sign.ratio:.2f} times as long as the others"
     slot = state.slot(sign.node)
     if sign.lost < sign.replacing or not state.spares or slot is None:
-        return Decision((), state, f"{reason}: bear it", sign.node, sign.rank)
+        return Decision((), state, f"{reason}: tolerate it", sign.node, sign.rank)
     state, _ = blame(state, sign.node, sign, fleet)
     state, commands = evict(state, slot, sign, fleet, because=reason, forced=False)
     return restart(state, commands, sign, fleet, reason=reason, blamed=sign.node, rank=sign.rank)

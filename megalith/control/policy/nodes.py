@@ -56,7 +56,7 @@ def ordered_out(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision
         state = replace(state, spares=tuple(node for node in state.spares if node != sign.node), quarantined=out)
         return Decision((QuarantineNode(sign.node, reason), CheckHealth(sign.node)), state, reason)
     if state.slot(sign.node) is None or sign.node in state.leaving:
-        return Decision((), state, f"{reason}, which is out, leaving, or no node of this run")
+        return Decision((), state, f"{reason}, but it is out, leaving, or not a node of this run")
     state = replace(state, leaving=(*state.leaving, sign.node))
     if state.waiting:  # no ranks run that could save
         return restart(state, [], sign, fleet, reason=reason)
@@ -73,7 +73,7 @@ def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decis
 
 
 def health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A node that failed its check goes, or stays out and is checked again; one that passed begins anew."""
+    """A node that failed its check leaves, or stays out and is checked again; one that passed starts with a clean record."""
     slot = state.slot(sign.node)
     why = f" ({sign.text})" if sign.text else ""
     if not sign.passed and slot is not None:
@@ -105,7 +105,7 @@ def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
 
 
 def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A healthy node: for a slot that waits for one, else a spare."""
+    """A healthy node fills a slot that waits for one; otherwise it is a spare."""
     node = sign.node
     state = replace(state, spares=(*state.spares, node))
     if len(state.spares) < len(state.vacant) or not state.vacant:

@@ -11,15 +11,15 @@ from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newes
 from megalith.spec.fleet import FleetSpec
 
 FREE_STARTS = 2
-"""Starts without a step between them that come at once; only from the next on does waiting help."""
+"""Number of starts without a step between them that happen at once; only later starts wait."""
 
 
 def restart(
     state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
-    """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help. `after`:
-    seconds to wait at least. Who was to leave once the state is saved leaves with any start."""
+    """Restart from `source` (default: the newest whole copy), or fill empty slots first; stop when starting does not help.
+    `after`: seconds to wait at least. Nodes that were to leave once the state is saved leave with any start."""
     leaving = state.leaving
     for node in leaving:
         state, orders = evict(state, state.placement.index(node), sign, fleet, because="it is taken away", forced=True)
@@ -27,7 +27,7 @@ def restart(
     if source is None or leaving:  # pieces of it may be in the memory of those who left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
     if state.fruitless >= fleet.fruitless:
-        report = f"{state.fruitless} starts in a row did not get one step done. The last reason: {reason}."
+        report = f"{state.fruitless} starts in a row finished no step. The last reason: {reason}."
         return stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
     if state.vacant:
         return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
@@ -67,7 +67,7 @@ def can_shrink(state: State) -> bool:
 
 
 def shrink(state: State, commands: list[Order], reason: str, *, blamed: str | None = None, rank: int | None = None) -> Decision:
-    """Go on under the fallback plan."""
+    """Continue under the fallback plan."""
     left = tuple(node for node in state.placement if node != VACANT)
     kept = for_any_plan(state.copies)
     source = newest(kept) or BEGINNING
@@ -83,7 +83,7 @@ def stop(
 
 
 def repeated(state: State, key: str, sign: Sign) -> tuple[State, int]:
-    """Count a failure at its step; how often it has come there."""
+    """Count a failure at its step; return how often it has occurred there."""
     name = f"{key} @ {sign.step}"
     times = state.repeats.get(name, 0) + 1
     return replace(state, repeats={**state.repeats, name: times}), times
@@ -93,12 +93,12 @@ def after_failure(
     state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
-    """Restart after a failure; when it came before at this step, from a slower tier, and at last not at all."""
+    """Restart after a failure; from a slower tier if it occurred before at this step, and in the end not at all."""
     state, times = repeated(state, key, sign)
     if times >= fleet.same_failure:
         report = (
             f"{reason}: for the {ordinal(times)} time at step {sign.step}, the last time after restoring {state.restored}. "
-            f"Another copy of the state did not help: it is in {_where(blamed)}. "
+            f"Another copy of the state did not help: the fault is in {_where(blamed)}. "
             "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
         )
         return stop(state, commands, code, report, blamed=blamed, rank=rank)

@@ -24,7 +24,7 @@ def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
 
 
 def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sign) -> Decision:
-    """Stop rather than begin anew while there are checkpoints, though none can be used: those that follow would take their places."""
+    """Stop rather than begin anew while there are checkpoints, even if none can be used: later checkpoints would replace them."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
     steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
     if not steps or not any(start.source.tier is None for start in starts):
@@ -47,7 +47,8 @@ def _with_trusted_copies(state: State) -> State:
 
 
 def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
-    """Starting, resuming and recovering are one path. Nodes that were out then are checked, and waited for where they are needed."""
+    """Starting, resuming and recovering are one path. Nodes that were out at the last end are checked, and the run waits for
+    those that it needs."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))
@@ -57,7 +58,7 @@ def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
 
 
 def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
-    """A step that was not done before: what failed at earlier steps is over."""
+    """A new step was finished: failures at earlier steps are over."""
     if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
     repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= sign.step}
@@ -68,7 +69,8 @@ def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decis
 
 
 def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
-    """The ranks have stopped together and their state is among the copies: what waited for it can be done."""
+    """The ranks have stopped together and their state is among the copies: commands that waited for the save can be carried
+    out."""
     if not state.leaving:
         if state.shrunk and not state.vacant:
             source = newest(for_any_plan(state.copies)) or BEGINNING

@@ -18,7 +18,8 @@ class State:
     """All the policy remembers. The caller refreshes `copies` before it asks; everything else changes only through `decide`.
 
     `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
-    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out,
+    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` the time since which a
+    node is out,
     `failed_checks` its health checks in a row that it did not pass. `repeats` counts failures by "signature @ step", `reruns` the runs
     in place of a step. `restored` is the copy from which this generation began, `fruitless` the number of starts since the last
     finished step. `leaving` are nodes to exclude once the state is saved, `damaged` the known damage of the data, `least` the
@@ -72,7 +73,7 @@ _STATES: TypeAdapter[State] = TypeAdapter(State)
 
 
 def dump(state: State) -> dict[str, Any]:
-    """A state as JSON can hold it: a supervisor that is started again goes on counting."""
+    """Return a state as JSON: a restarted supervisor continues its counts."""
     return _STATES.dump_python(state, mode="json")
 
 

@@ -31,8 +31,8 @@ def copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Dec
 
 
 def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
-    """A copy that cannot be read is tried again, each time after as long as it has been away, for as long as a node would be waited for:
-    only then does it count as damaged."""
+    """A copy that cannot be read is tried again; each wait is as long as it has been unavailable so far. After the time that the
+    run would wait for a node, it counts as damaged."""
     since = sign.time if state.away is None else state.away
     gone = sign.time - since
     state = replace(state, away=since)
@@ -86,14 +86,14 @@ def not_this_run(state: State, sign: signs.NotThisRun, fleet: FleetSpec) -> Deci
 
 def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decision:
     """Start again; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the
-    path. Nobody is blamed, and no start is counted; after `wait_limit` the run stops, to be started again."""
+    path. Nobody is blamed, and no start is counted; after `wait_limit` the run stops, and can be started again."""
     since = sign.time if state.away is None else state.away
     gone = sign.time - since
     reason = f"{sign.path} cannot be used just now: {sign.error}"
     if gone >= fleet.wait_limit:
         report = (
-            f"{reason}. That was so for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command again once it "
-            "can be used: the run resumes from its newest copy."
+            f"{reason}. It was unavailable for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command again once "
+            "it can be used: the run resumes from its newest copy."
         )
         return stop(state, [], ExitCode.LOST, report)
     state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))
@@ -101,5 +101,5 @@ def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decisio
 
 
 def _until_tried_again(gone: float, fleet: FleetSpec) -> float:
-    """Seconds until something is tried again that has been away for `gone` seconds."""
+    """Return the seconds until the next try of something that has been unavailable for `gone` seconds."""
     return min(max(gone, fleet.backoff), fleet.backoff_limit)

@@ -16,7 +16,7 @@ RETRYABLE = tuple(int(code) for code, meaning in MEANINGS.items() if meaning.ret
 """Exit statuses after which the same command gets further."""
 
 HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.retry and code)
-"""Exit statuses after which it does not."""
+"""Exit statuses after which the same command does not get further."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
 
 
 def label(name: str) -> str:
-    """A run's name as DNS and schedulers take it: lower case letters, digits and dashes, at most 40 characters."""
+    """Return a run's name in the form that DNS and schedulers accept: lower case letters, digits and dashes, at most 40
+    characters."""
     kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
     return kept or "run"
 

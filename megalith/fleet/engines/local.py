@@ -18,7 +18,7 @@ TORCHRUN = """\
 # Run this on each of the {nodes} nodes; the first argument is a host that all can reach, one of them.
 set -eu
 {change_folder}{exports}
-{before}head=${{1:?"name the host at which the nodes shall meet"}}
+{before}head=${{1:?"name the host at which the nodes meet"}}
 exec {command}
 """
 

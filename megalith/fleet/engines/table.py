@@ -1,4 +1,4 @@
-"""Engine -> what writes its artefact."""
+"""Table of the functions that write each engine's artefact."""
 
 from collections.abc import Callable
 
@@ -21,5 +21,5 @@ def emit(engine: str, spec: RunSpec, launch: Launch) -> Artefact:
         raise ValueError(f"{engine!r} is not an engine known here. Use one of {', '.join(ENGINES)}")
     found = problems(spec, launch)
     if found:
-        raise ValueError("this run cannot be launched so:\n" + "\n".join(f"- {problem}" for problem in found))
+        raise ValueError("this run cannot be launched in this way:\n" + "\n".join(f"- {problem}" for problem in found))
     return ENGINES[engine](spec, launch)

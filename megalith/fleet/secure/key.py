@@ -70,8 +70,8 @@ def given(environment: Mapping[str, str] = os.environ) -> Key | None:
 def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
     """The key of a run whose processes are all on this machine: the given one, or the run folder's, which is made if missing.
 
-    A damaged file is replaced, with a line that says so: copies of the state that were made under the old key are not used then. One
-    that others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey
+    A damaged file is replaced, and a line reports that copies of the state made under the old key are not used. A file that
+    others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey
     if the file belongs to another user, and OSError.
     """
     if (key := given(environment)) is not None:
@@ -88,7 +88,8 @@ def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
 
 
 def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """The key of a run on several machines: given, or that of the run folder. Raises NoKey, with the command that makes one."""
+    """Return the key of a run on several machines: the given one, or that of the run folder. Raises NoKey, with the command that
+    makes one."""
     if (key := given(environment)) is not None:
         return key
     path = path_in(run_dir)

@@ -1,4 +1,4 @@
-"""Authenticated connections between the processes that lead a run's sites: every site has one to every other that is there.
+"""Authenticated connections between the processes that lead a run's sites: every site has one to every other present site.
 
 A site connects to those before it, again and again while they are away. Both ends of a connection prove that they know the run's key
 (`fleet.secure.session`), and each frame carries a MAC and a counter, encrypted or not (`fleet.secure.tls`). Threads send and receive, so
@@ -49,7 +49,7 @@ Address = tuple[str, int]
 
 
 class PeerGone(RuntimeError):  # noqa: N818  # it says what happened
-    """Too few other sites answer. The site continues from its newest checkpoint, or with what the others have merged since."""
+    """Too few other sites answer. The site continues from its newest checkpoint, or from what the others have merged since."""
 
     exit_code = ExitCode.LOST
 
@@ -63,20 +63,20 @@ class News(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The beginning of a message, length and all, that had come when its connection broke."""
+    """The beginning of a message, including its length, that had arrived when its connection broke."""
 
     data: bytes = b""
     digest: bytes = bytes(32)
 
     @classmethod
     def of(cls, data: bytes) -> "_Part":
-        """Return so much as one, or an empty one if it is not worth a digest."""
+        """Return `data` as a part, or an empty part if it is too short for a digest."""
         return cls(data, hashlib.sha256(data).digest()) if len(data) > _LENGTH.size else cls()
 
 
 @dataclass
 class _Peer:
-    """One other site, while it is connected. `has`: bytes of a message that it has the beginning of, and their digest."""
+    """One other site, while it is connected. `has`: how many bytes of an interrupted message it has, and their digest."""
 
     site: int
     start: bytes
@@ -107,7 +107,8 @@ class Peers:
         tls: Tls | None = None,
     ) -> None:
         """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known.
-        `most_waiting`: bytes that may wait for one connection; one for which more would wait is cut. `tls`: encrypt connections. Raises
+        `most_waiting`: bytes that may wait for one connection; beyond that the connection is cut. `tls`: encrypt connections.
+        Raises
         OSError where nothing can listen."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
@@ -125,7 +126,7 @@ class Peers:
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
 
     def open(self) -> None:
-        """Begin to let others in and to connect to them. `next` returns their messages."""
+        """Begin to accept connections and to connect to the other sites. `next` returns their messages."""
         if self._server is not None:
             self._begin(self._accept, "accept")
         for site in range(self.own):
@@ -239,7 +240,7 @@ class Peers:
         self._lose(peer)
 
     def _deliver(self, peer: _Peer, came: bytearray) -> None:
-        """Take the whole messages out of what came. Raises TooLong for one that cannot be."""
+        """Deliver the complete messages of the received bytes. Raises TooLong for an impossible length."""
         while len(came) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(came)
             part = self._parts.get(peer.site, _Part())
@@ -259,7 +260,7 @@ class Peers:
             del came[:end]
 
     def _hello(self, peer: _Peer | None, site: int) -> bytes:
-        """Return what this site says first to another, once nothing comes any more from the connection `peer` that it had before."""
+        """Return this site's first message to another site, once the earlier connection `peer` delivers nothing more."""
         if peer is not None:
             self._lose(peer)
             for thread in peer.threads[1:]:  # the one that receives
@@ -279,7 +280,8 @@ class Peers:
     # --- meeting ---
 
     def _keep_connected(self, site: int) -> None:
-        """Connect to a site, and again whenever the connection breaks. Nobody may be there, or strangers take its places."""
+        """Connect to a site, and again whenever the connection breaks. The site may be absent, or strangers may occupy its
+        places."""
         last = None
         while not self._closed.is_set():
             if (peer := self._connect(site, self._hello(last, site))) is not None:
@@ -288,7 +290,7 @@ class Peers:
             self._closed.wait(AGAIN_SECONDS)
 
     def _connect(self, site: int, hello: bytes) -> _Peer | None:
-        """Connect to a site, if who listens at its address proves the key within PROOF_SECONDS; else note why not."""
+        """Connect to a site, if the listener at its address proves the key within PROOF_SECONDS; else record why not."""
         connection: Connection | None = None
         timer: threading.Timer | None = None
         where, trouble = "", "the process that listens there has another key"
@@ -324,7 +326,7 @@ class Peers:
         return None
 
     def _accept(self) -> None:
-        """Let sites in for as long as the run lasts: they may come back at any time."""
+        """Accept sites for as long as the run lasts: they may come back at any time."""
         assert self._server is not None
         places = threading.BoundedSemaphore(AT_ONCE)
         while not self._closed.is_set():
@@ -339,7 +341,7 @@ class Peers:
                 self._turn_away(connection)
 
     def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
-        """Let a connection in if it proves the key within PROOF_SECONDS, and is of a site after this one."""
+        """Accept a connection if it proves the key within PROOF_SECONDS, and belongs to a site after this one."""
         timer = _cut_later(plain)
         try:
             _prepare(plain)
@@ -372,7 +374,7 @@ class Peers:
 
 
 def _rest(peer: _Peer, data: bytes) -> bytes:
-    """Return what is to be sent of a message: all, or what comes behind the part that the other end has of it."""
+    """Return the bytes of a message to send: all, or those after the part that the other end already has."""
     size, digest = peer.has
     if not _LENGTH.size < size < len(data) or hashlib.sha256(data[:size]).digest() != digest:
         return data
@@ -381,7 +383,7 @@ def _rest(peer: _Peer, data: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Set what makes a silent link show: without these a site that was cut off would seem connected for hours."""
+    """Set the options that detect a silent link: without them a site that was cut off would seem connected for hours."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"KEEPIDLE": CUT_SECONDS // 2, "KEEPINTVL": CUT_SECONDS // 4, "KEEPCNT": 2, "USER_TIMEOUT": 1000 * CUT_SECONDS}
@@ -391,7 +393,8 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _cut_later(connection: socket.socket) -> threading.Timer:
-    """Cut a connection after PROOF_SECONDS, unless that is cancelled: each byte of a proof may come in time, and the whole not."""
+    """Cut a connection after PROOF_SECONDS, unless that is cancelled: each byte of a proof may arrive in time, but the whole
+    proof too late."""
     timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))
     timer.daemon = True
     timer.start()
@@ -404,7 +407,7 @@ def _cut(connection: Connection) -> None:
 
 
 def _first(connection: Connection, opener: Opener) -> bytes:
-    """The first message of a proved connection: a hello, which is one frame and nothing behind it."""
+    """The first message of a proved connection: a hello, which is a single frame with nothing after it."""
     while True:
         data = connection.recv(READ_BYTES)
         if not data:

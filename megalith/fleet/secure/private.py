@@ -1,7 +1,7 @@
-"""Folders and files that only this user can reach, in places that everybody can: /dev/shm, a scratch disk.
+"""Folders and files that only this user can reach, in places open to everybody: /dev/shm, a scratch disk.
 
 A name in such a place proves nothing: another user may have made it first, or made it a link. So a folder is opened without following
-links, its owner and mode are checked on what was opened, and files are opened relative to that.
+links, its owner and mode are checked on the open folder, and files are opened relative to it.
 """
 
 import contextlib

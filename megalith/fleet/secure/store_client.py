@@ -31,7 +31,7 @@ class StoreClient:
     def __init__(self, address: str, key: Key, *, seconds: float) -> None:
         """Connect to "SCHEME://HOST:PORT" within `seconds`, which are also the time limit of later calls.
 
-        Raises StoreGone if nobody answers there, and WrongKey if who answers has another key.
+        Raises StoreGone if nobody answers there, and WrongKey if the process that answers has another key.
         """
         self.address, self.seconds = address, seconds
         host, _, port = address.partition("://")[2].rpartition(":")
@@ -63,7 +63,7 @@ class StoreClient:
         return self._some(Operation.SWAP, key.encode(), _octets(expected), _octets(desired))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         return self._call(Operation.DELETE, key.encode()) is not None
 
     def delete_prefix(self, prefix: str) -> None:
@@ -128,7 +128,7 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """A proved connection. One that breaks before it is proved is tried again: strangers may crowd the store."""
+    """Return an authenticated connection. If it breaks before that, it is tried again: strangers may crowd the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())

@@ -1,7 +1,8 @@
 """A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
 
 One process, one thread. What strangers can make it do is bounded: a connection that has not proved itself gets no memory beyond its
-proof, a few seconds, and one of few places, of which the newest takes the oldest's. So 4,000 idle connections cost the run's own
+proof, a few seconds, and one of few places; when all are taken, the newest replaces the oldest. So 4,000 idle connections cost
+the run's own
 processes nothing.
 """
 
@@ -22,7 +23,7 @@ from megalith.fleet.secure.messages import Operation
 from megalith.fleet.secure.session import PROOF_BYTES, Opener, Sealer, ServerHandshake, TooLong
 
 LISTEN = "MEGALITH_LISTEN"
-"""Variable: the address to listen at, where the one that others reach is not this machine's own; "0.0.0.0" is all of them."""
+"""Variable: the address to listen at, if the one that others reach is not this machine's own; "0.0.0.0" means all addresses."""
 
 READ_BYTES = 1 << 18
 ACCEPTS = 64  # connections taken in one turn: those that are proved are served in between
@@ -30,8 +31,8 @@ ACCEPTS = 64  # connections taken in one turn: those that are proved are served 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the store. `unproved`: simultaneous connections that have not proved themselves, for `seconds` at most; `clients`: those
-    that have; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
+    """Limits of the store. `unproved`: simultaneous connections without a proof of the key, for `seconds` at most; `clients`:
+    connections with one; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
 
     unproved: int = 128
     seconds: float = 5.0
@@ -80,8 +81,8 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
     if ip_address(where[0]).is_loopback and not is_loopback(address):
         print(
-            f"{address} is {where[0]} on this machine, which no other reaches: if there are others, set {LISTEN} to the address by which "
-            "they do",
+            f"{address} is {where[0]} on this machine, which no other machine reaches. "
+            f"If the run has other machines, set {LISTEN} to the address at which they reach this one",
             file=sys.stderr,
             flush=True,
         )
@@ -89,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host is this machine itself, wherever it is looked up."""
+    """True if a host name means the local machine on every machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -4,8 +4,8 @@ steps.
 A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer clears the header,
 fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The digest
 is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that
-would also notice words that changed places, which memory does not do. It finds accidents. Against other users there are the
-folder, which is private (`secure.private`), and a MAC by the run's key over all of the header.
+would also detect swapped words, which memory errors do not cause. It finds accidents. Other users are kept out by the private
+folder (`secure.private`) and by a MAC over the whole header with the run's key.
 """
 
 import json
@@ -172,16 +172,16 @@ class Buffer:
 
     @property
     def marks(self) -> int:
-        """Why the copy is to be kept until others are pinned: VERIFIED, GOOD, both together or 0."""
+        """The marks that keep the copy until others are pinned: VERIFIED, GOOD, both or 0."""
         return self.memory[_PINNED]
 
     @property
     def pinned(self) -> bool:
-        """Is the copy to be kept until another is pinned?"""
+        """True if the copy must be kept until another one is pinned."""
         return self.marks != 0
 
     def strike_out(self) -> None:
-        """From now on it holds no copy."""
+        """Invalidate the copy in this file."""
         self.memory[: _PINNED + 1] = bytes(_PINNED + 1)
 
     def commit(self, label: Label) -> None:
@@ -210,7 +210,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: it has its digest; on a disk, its whole length: the rank that loads it looks at the rest."""
+    """One rank's part of a copy. `intact`: its digest is right; on a disk, its length is: the rank that loads it checks the
+    digest."""
 
     tier: Tier
     rank: int
@@ -305,7 +306,7 @@ def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, dista
 
 
 def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
-    """Invalidate the copies of a node: those of steps after `above`, or of `step`; all if neither is given. How many there
+    """Invalidate the copies of a node: those of steps after `above`, or of `step`; all if neither is given. Return how many there
     were."""
     count = 0
     for path, buffer, label in _labelled(folder, key):
@@ -318,8 +319,8 @@ def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None
 
 
 def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int, key: Key) -> int:
-    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. How many
-    there were."""
+    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. Return how
+    many there were."""
     slots, count = len(placement), 0
     for node in placement:
         for piece in pieces(node_folder(root, node), key=key, own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):

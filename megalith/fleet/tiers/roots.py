@@ -60,7 +60,7 @@ def elsewhere(root: Path, why: NotPrivate) -> Path:
 
 
 def taken(root: Path) -> NotPrivate | None:
-    """Why a folder is not this run's alone; None if it is, or is not there."""
+    """Return why a folder does not belong to this run alone; None if it does, or does not exist."""
     try:
         with private.opened(root):
             return None
@@ -80,7 +80,7 @@ def copies_place() -> Path:
 
 
 def _name(run_dir: Path) -> str:
-    """A name that lies in the run folder, and goes with it."""
+    """Return a name that is stored in the run folder, and is lost with it."""
     path = run_dir.resolve() / "ranks" / "name"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"name-{secrets.token_hex(4)}")
@@ -125,7 +125,8 @@ def clear_abandoned(place: Path) -> None:
 
 
 def claim(memory: Path, owner: str) -> IO[str]:
-    """Say whose copies these are. The lock ends with the process. Until then the copies are in use, even if others cannot see the
+    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until then the copies are in use,
+    even if others cannot see the
     run folder."""
     private.make(memory)  # others have no business with a run's weights
     with private.opened(memory) as folder:
