@@ -12,7 +12,7 @@ from megalith.spec.model import AttentionSpec
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Heads are inferred (-1), so a copy that holds a share of the heads runs the same lines."""
+    """Grouped-query attention. Heads are inferred (-1), so a copy that holds a share of the heads runs the same code."""
 
     def __init__(self, dim: int, spec: AttentionSpec, rope_slot: int = 0) -> None:
         super().__init__()

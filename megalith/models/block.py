@@ -1,4 +1,4 @@
-"""One block of a model: what mixes tokens, what works on each alone, or both."""
+"""One block of a model: a part that mixes tokens, a part that works on each token alone, or both."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ def _mlp(dim: int, spec: MlpSpec | MoeSpec) -> nn.Module:
 class Block(nn.Module):
     """Pre-norm: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is attention or Mamba-2, and either half may be missing.
 
-    Parallel (Wang & Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm(x)), of one norm. With post-norms, what attention and the
-    MLP add is normalised too.
+    Parallel (Wang & Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm(x)), of one norm. With post-norms, the outputs of
+    attention and the MLP are normalised too.
     """
 
     def __init__(self, dim: int, spec: BlockSpec, rope_slot: int = 0) -> None:

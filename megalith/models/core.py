@@ -18,7 +18,8 @@ class CausalCore(nn.Module):
 
     With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral
     7B, Jiang et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2,
-    Grok-1). With `batch.pieces` each document attends to itself alone. v may have other channels than q and k (multi-head latent
+    Grok-1). With `batch.pieces` tokens attend only to their own document. v may have other channels than q and k (multi-head
+    latent
     attention).
     """
 
@@ -82,7 +83,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
-    """Causal attention inside each piece of each row: in one call where a kernel knows pieces, else rows cut alike share their calls."""
+    """Causal attention inside each piece of each row: in one call if a kernel supports pieces; otherwise rows with the same
+    pieces share their calls."""
     assert len(pieces) == q.shape[0] and all(sum(row) == q.shape[2] for row in pieces), (pieces, q.shape)
     if flash_takes(q, v):
         return flash_packed(q, k, v, pieces, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -17,7 +17,7 @@ class Lookup(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled, plus a learned vector a position where there are such; takes the tokens as its input.
+    """Token embedding, scaled, plus a learned vector for each position if the model has them; its input is the tokens.
 
     It is linear in its tables, so ranks that hold some rows of each add up to the whole.
     """

@@ -84,7 +84,7 @@ class Ahead(nn.Module):
         self.norm = norm(dim, spec.block.norm)
 
     def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        """`hidden` is normalised, as the output takes it; so is what comes out. `tokens` [batch, seq] are the later tokens."""
+        """`hidden` is normalised, as for the output; so is the result. `tokens` [batch, seq] are the later tokens."""
         embedded = self.norm_embedding(self.embedding(tokens, batch))
         x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights
         return self.norm(self.block(self.project(x), batch))
@@ -110,7 +110,8 @@ class Head(nn.Module):
         return Loss(out.objective + self.ahead_weight / len(self.ahead) * self._ahead(x, batch), out.nll)
 
     def _ahead(self, x: Tensor, batch: Batch) -> Tensor:
-        """The sum of the further tokens' losses: each depth takes what the one before made, and the tokens one further."""
+        """The sum of the further tokens' losses: each depth takes the output of the one before, and the tokens one place
+        later."""
         assert batch.ahead is not None and batch.ahead_targets is not None
         assert len(batch.ahead) == len(batch.ahead_targets) == len(self.ahead), (batch.ahead.shape, len(self.ahead))
         total = torch.zeros((), device=x.device)

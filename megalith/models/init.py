@@ -41,8 +41,9 @@ def initialise(
 ) -> None:
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). What Mamba-2 has besides starts as in its own code
-    (RATES). Own parts declare theirs. Each expert is drawn separately, so a rank draws only its own experts; `held`: the numbers
+    §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). The other parameters of Mamba-2 start as
+    in its own code (RATES). Own parts declare theirs. Each expert is drawn separately, so a rank draws only its own experts;
+    `held`: the numbers
     of these experts."""
     tied, declared = tied_names(spec), dict[str, First]()
     for path, module in part.named_modules():
@@ -104,7 +105,7 @@ def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
 
 
 def _draw_part(matrix: Tensor, held: Held, name: str, *, spread: float, seed: int) -> None:
-    """One expert's matrix, drawn whole; this part of it is kept."""
+    """Draw one expert's whole matrix, and keep this part of it."""
     sizes = list(matrix.shape)
     sizes[held.dim] *= held.parts
     whole = matrix if held.parts == 1 else matrix.new_empty(sizes)

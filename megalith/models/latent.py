@@ -16,9 +16,10 @@ from megalith.spec.model import LatentAttentionSpec
 class LatentAttention(nn.Module):
     """Keys and values of all heads come from one small latent vector a token, and so may the queries.
 
-    A head's query and key have `nope_dim` channels that are not rotated and then `rope_dim` that are; all heads share the rotated
-    part of the key. Heads are inferred (-1), so a copy that holds a share of the heads runs the same lines; the way down to the
-    latents (`q_down`, `kv_down` and the norms) is whole in every copy.
+    A head's query and key have `nope_dim` channels without rotation, followed by `rope_dim` rotated ones; all heads share the
+    rotated
+    part of the key. Heads are inferred (-1), so a copy that holds a share of the heads runs the same code; the projection down to
+    the latents (`q_down`, `kv_down` and the norms) is whole in every copy.
     """
 
     def __init__(self, dim: int, spec: LatentAttentionSpec, rope_slot: int = 0) -> None:

@@ -13,7 +13,7 @@ Documents = Int[Tensor, "batch seq"]
 
 
 class CausalConv(nn.Module):
-    """Each channel's sum of its last `width` values, weighted, and a bias; none from before the token's document."""
+    """Each channel's sum of its last `width` values, weighted, plus a bias; values before the token's document do not count."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class CausalConv(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of x silu(gate), in fp32, over `width` neighbouring channels each: a group's, so that a share of the groups runs the same
-    lines."""
+    """RMS norm of x silu(gate), in fp32, over `width` neighbouring channels each: a group's, so that a share of the groups runs
+    the same code."""
 
     def __init__(self, channels: int, width: int, eps: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Rates(nn.Module):
 
 class MambaCore(nn.Module):
     """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a copy that holds a share of the
-    groups and their heads runs the same lines; with `batch.pieces` each document begins with an empty state."""
+    groups and their heads runs the same code; with `batch.pieces` each document begins with an empty state."""
 
     def __init__(self, spec: MambaSpec) -> None:
         super().__init__()
@@ -95,7 +95,8 @@ class MambaCore(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba-2's layer. What other programs project at once is projected apart here, so that every matrix is split by heads or groups."""
+    """Mamba-2's layer. Other programs have one projection for all inputs. Here they are separate, so that every matrix is split
+    by heads or groups."""
 
     def __init__(self, dim: int, spec: MambaSpec) -> None:
         super().__init__()

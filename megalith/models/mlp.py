@@ -14,7 +14,7 @@ from megalith.spec.model import MlpSpec
 
 
 class _SquaredRelu(torch.autograd.Function):
-    """Keeps its input alone, which a product has made: what comes of it can be formed again."""
+    """Saves only its input, the result of a product: its output can be computed again."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:

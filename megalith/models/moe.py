@@ -1,4 +1,5 @@
-"""Mixture of experts, in steps between which tensors alone pass. How tokens reach the experts is a seam: expert parallelism swaps it."""
+"""Mixture of experts, in steps that pass only tensors. The dispatch of tokens to experts is a seam: expert parallelism swaps
+it."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -53,7 +54,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class Arrived:
-    """Rows that had no way to go."""
+    """Rows that needed no exchange."""
 
     rows: Tensor
 
@@ -63,7 +64,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Routing data of one microbatch's rows: `rows` this rank sends, `sizes` of the experts' parts of what arrives."""
+    """Routing data of one microbatch's rows: `rows` this rank sends, `sizes` of the experts' parts of the received rows."""
 
     rows: int
     sizes: Sizes
@@ -81,15 +82,16 @@ class Exchange(Protocol):
         ...
 
     def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
-        """From `counts` [experts] of the rows to send; `kept` is their number, if known; `dealing`: tokens are dealt out evenly."""
+        """Plan the exchange from `counts` [experts] of the rows to send; `kept` is their number, if known; `dealing`: tokens are
+        distributed evenly."""
         ...
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Rows [sent, dim], sorted by expert, to the ranks that hold the experts. Differentiable."""
+        """Send rows [sent, dim], sorted by expert, to the ranks that hold the experts. Differentiable."""
         ...
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """The way back. Differentiable."""
+        """Send the results back. Differentiable."""
         ...
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
@@ -101,7 +103,7 @@ class Exchange(Protocol):
         ...
 
     def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Rows [sent, n], sorted by expert, as the experts this rank holds have them. Without autograd."""
+        """Return rows [sent, n], sorted by expert, as this rank's experts receive them. Without autograd."""
         ...
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
@@ -146,7 +148,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Rows on their way in 8 bits, which arrive as the numbers of these."""
+    """Rows in flight in 8 bits, which are unpacked when they arrive."""
 
     pending: Pending
     columns: int
@@ -162,7 +164,7 @@ def _packed(rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic
 
 
 class _Packed(torch.autograd.Function):
-    """Dispatch in 8 bits. Gradients pass the rounding as they are, and travel in their own format: in 8 bits they cost accuracy."""
+    """Dispatch in 8 bits. Gradients ignore the rounding, and are sent in their own format: in 8 bits they would cost accuracy."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic) -> Tensor:
@@ -185,7 +187,7 @@ class Deal:
 
 
 class Moe(nn.Module):
-    """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full passes by it.
+    """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full skips it.
 
     The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
     `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
@@ -253,8 +255,8 @@ class Moe(nn.Module):
         return self.exchange.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Send rows [sent, dim] to the ranks of their experts, in the format that their products have for it. Differentiable: gradients
-        are those of the rows as they arrive, and travel wide."""
+        """Send rows [sent, dim] to the ranks of their experts, in the format in which the experts round them. Differentiable:
+        gradients are those of the received rows, and are sent in the wide format."""
         scaling = self.experts.multiply.travels_as
         if scaling is None:
             return self.exchange.dispatch(rows, traffic)
@@ -266,7 +268,7 @@ class Moe(nn.Module):
         return self.exchange.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.exchange, traffic)
 
     def run(self, rows: Tensor, deal: Deal) -> Tensor:
-        """The experts on the rows that arrived."""
+        """Apply the experts to the received rows."""
         return self.exchange.run(self.experts, rows, deal.traffic)
 
     def collect(self, rows: Tensor, deal: Deal) -> Tensor:

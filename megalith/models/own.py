@@ -1,4 +1,4 @@
-"""A user's own part of a block as a module: built from its row, and held to what the row declares."""
+"""A user's own part of a block as a module: built from its row, and checked against the row's declaration."""
 
 from typing import Any
 

@@ -26,7 +26,8 @@ class Routing:
 
 
 class Sets(Protocol):
-    """The sets of tokens over which loads are measured: what the ranks that share a set add up. In one process, nothing."""
+    """The sets of tokens over which loads are measured. Ranks that share a set add up their counts; in one process there is
+    nothing to add."""
 
     sequence_ranks: int  # ranks that have a part each of every sequence
 
@@ -43,7 +44,7 @@ class Sets(Protocol):
         ...
 
     def earlier(self, choices: Tensor) -> Tensor:
-        """For each choice [batch, seq, active], how many earlier ones of its whole sequence are for the same expert."""
+        """For each choice [batch, seq, active], the number of earlier choices of the same expert in its whole sequence."""
         ...
 
     def own(self, choices: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ class Record:
 
 
 class Router(nn.Module):
-    """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice by them.
+    """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice of
+    experts by these scores.
 
     - Switch (arXiv:2101.03961): softmax, the best expert, weighted by its probability; `capacity` an expert and sequence.
     - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two, which is the softmax over all, normalised.
@@ -90,8 +92,8 @@ class Router(nn.Module):
     - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that is added for choosing only, and that each step moves towards
       even loads; groups by the sum of their two best; weights normalised, then scaled.
 
-    Loads are counted in backward, which runs once for each microbatch however often recomputation repeats the forward, and not
-    at all in validation. `end_of_step` takes them in.
+    Loads are counted in backward, which runs once for each microbatch however often recomputation repeats the forward, and never
+    in validation. `end_of_step` uses them.
     """
 
     weight: nn.Parameter
@@ -114,7 +116,7 @@ class Router(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """First values of the weight and the buffers, wherever they were allocated."""
+        """Set the weight and the buffers to their first values, wherever they were allocated."""
         nn.init.normal_(self.weight, std=0.02)
         for buffer in self.buffers():
             buffer.zero_()
@@ -153,7 +155,7 @@ class Router(nn.Module):
         self.counts.zero_()
 
     def metrics(self) -> dict[str, float]:
-        """How even the last step's loads were. Waits for the device."""
+        """Return how even the last step's loads were. Waits for the device."""
         load, dropped = self.load.double(), float(self.dropped)
         total = float(load.sum())
         if total == 0:
@@ -243,7 +245,8 @@ class Router(nn.Module):
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, list[Record]]]:
-    """Inside, all routings of `model`, by the name of the router and in order of the microbatches' first forwards."""
+    """Yield a record of all routings of `model` inside the block, by the name of the router and in order of the microbatches'
+    first forwards."""
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     found: dict[str, list[Record]] = {name: [] for name in routers}
     try:
@@ -257,7 +260,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Record]]]:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Arithmetic of choices that are dealt out evenly."""
+    """Arithmetic of choices that are distributed evenly."""
 
     batch: int
     seq: int
@@ -286,8 +289,8 @@ def earlier(choices: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
-    """Numbers of the `count` largest values, largest first; of equal ones the first, on every device. Adds to `margins` by how much
-    the last of them is larger than the next."""
+    """Numbers of the `count` largest values, largest first; of equal ones the first, on every device. Appends to `margins` the
+    difference between the last of them and the next value."""
     ordered, numbers = values.sort(stable=True, dim=-1, descending=True)
     if margins is not None:
         left = count < values.shape[-1]
@@ -296,7 +299,7 @@ def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x Wᵀ in fp32 from x of any type, which alone is kept."""
+    """x Wᵀ in fp32 from x of any type. Only x is saved, in its own type."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

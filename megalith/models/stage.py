@@ -53,7 +53,7 @@ class Stage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One parameter for all names that are tied to it, even if this stage lacks the part that owns it. To be called again
+        """Use one parameter for all names that are tied to it, even if this stage lacks the part that owns it. Call it again
         after `to_empty`, which gives each name memory of its own."""
         tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
         for name, parameter in list(self.named_parameters()):
@@ -88,7 +88,7 @@ class Stage(nn.Module):
         return replace(batch, rotary=self._rotary(batch))
 
     def _rotary(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], ...]:
-        """One table for all layers that rotate alike."""
+        """Return one table for all layers with the same rotation."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)

@@ -84,7 +84,8 @@ class Builder:
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut)
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
-        """The blocks of a part and their numbers; those that predict further tokens count on from the model's last."""
+        """The blocks of a part and their numbers; blocks that predict further tokens have the numbers after the model's last
+        one."""
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]
         ahead = part.ahead if isinstance(part, Head) else ()
@@ -99,19 +100,19 @@ class Builder:
                 part.get_submodule(owner).register_parameter(child, held.setdefault(full, parameter))
 
     def _share_experts(self, part: nn.Module) -> dict[str, Place]:
-        """Keep this rank's experts, before any has memory; where their parameters lie, by their paths in the part."""
+        """Keep this rank's experts, before any has memory; return the places of their parameters, by their paths in the part."""
         layers = [(path, module) for path, module in part.named_modules() if isinstance(module, Moe)]
         found = ((path, split_experts(moe, self.groups, self.plan)) for path, moe in layers)
         return {f"{path}.{name}": place for path, places in found for name, place in places.items()}
 
     def _split(self, part: nn.Module) -> dict[nn.Parameter, Place]:
-        """Split the part among tensor ranks; where each of its parameters lies, if it is no expert's."""
+        """Split the part among tensor ranks; return the place of each parameter that is not an expert's."""
         if self.plan.tensor > 1:
             split_part(part, self.split)
         return {p: Place(self.groups.state, (self.split.placed.get(p, Replicate()),)) for p in part.parameters()}
 
     def _keep(self, name: str, part: nn.Module, places: dict[nn.Parameter, Place]) -> list[Bucket]:
-        """Both faces of the part's parameters, and the buckets it uses."""
+        """Make the stored and the computing form of the part's parameters; return the buckets that it uses."""
         found: list[Bucket] = []
         own: dict[torch.distributed.DeviceMesh, list[Weight]] = {}
         for path, parameter in part.named_parameters():

@@ -1,4 +1,4 @@
-"""When things happened on a device, without making it wait."""
+"""Times of events on a device, without making it wait."""
 
 import time
 from typing import Any

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Move = Callable[..., Tensor]
-"""A tensor and how it travels -> what arrives."""
+"""(tensor, details of the exchange) -> the received tensor."""
 
 
 def conjugates(there: Move, back: Move) -> tuple[Move, Move]:

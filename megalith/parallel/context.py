@@ -6,14 +6,14 @@ arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
 
 - **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in
 flight (Liu et al.
-  2023, arXiv:2310.01889). In backward they travel again, and their gradients with them.
+  2023, arXiv:2310.01889). In backward they are sent again, together with their gradients.
 - **gather**: every rank gathers all keys and values, in backward again (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
   Jacobs et al. 2023, arXiv:2309.14509). With it inside (neighbours) and a ring or gather outside, both at once (Fang and Zhao 2024,
   arXiv:2405.07719).
 
 With each method, a rank saves only its local inputs for backward. Partial sums, log-sum-exps and the gradients of keys and values
-are added up in fp32 and travel so.
+are added up and sent in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -117,8 +117,8 @@ class Arriving:
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The context ranks of one sequence: `inner` ones, neighbours, exchange heads for sequence; `outer` ones, one of each inner group,
-    exchange keys and values."""
+    """The context ranks of one sequence: `inner` ones, neighbours, exchange heads for parts of the sequence; `outer` ones, one of
+    each inner group, exchange keys and values."""
 
     inner: Line
     outer: Line
@@ -167,7 +167,7 @@ class ContextCore(nn.Module):
         v: Float[Tensor, "batch part kv_heads v_channels"],
         batch: Batch,
     ) -> Float[Tensor, "batch part heads v_channels"]:
-        """Raises ValueError if the heads cannot be shared out among the ranks that exchange them."""
+        """Raises ValueError if the heads cannot be divided among the ranks that exchange them."""
         return self._attend(q, k, v, batch)  # pyright: ignore[reportCallIssue]
 
     @torch.compiler.disable  # documents, and with them who sees whom, differ in every batch
@@ -231,7 +231,8 @@ def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
-    """The block of this rank, of the one before it, and so on, with whose it is. Each is on its way while the one before is used."""
+    """Yield the block of this rank, of the one before it, and so on, each with its rank. Each is in flight while the previous one
+    is used."""
     for step in range(line.size):
         arriving = line.pass_on(block) if step < line.size - 1 else None
         yield (line.rank - step) % line.size, block

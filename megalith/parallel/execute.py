@@ -55,7 +55,7 @@ class _Flight:
 
 @dataclass
 class _Turn:
-    """A computation under way, and what it waits for."""
+    """A computation in progress, and the message that it waits for."""
 
     name: str
     steps: Steps[None]
@@ -129,8 +129,8 @@ class Executor:
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
-        """Go on with another program of the same stages, such as one of more microbatches, and with other activations. Between two steps,
-        and on all ranks together, which may have to meet in communicators that are not there yet."""
+        """Continue with another program of the same stages, such as one of more microbatches, and with other activations. Called
+        between two steps, and on all ranks together, because they may have to make new communicators."""
         self.program, self.hidden = program, hidden
         self._make_lanes()
         self._last = {
@@ -174,7 +174,8 @@ class Executor:
     # --- once more ---
 
     def _begin_again(self, check: Check, flight: _Flight) -> _Flight:
-        """Complete what is under way, drop what was computed, correct the weights; a fresh flight, which knows how long all that took.
+        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new flight with the time
+        that this took.
         No backward has run: nothing was reduced, and no router has counted."""
         for message in self._unmet:
             if message.kind.startswith("SEND"):
@@ -193,7 +194,7 @@ class Executor:
     # --- computation ---
 
     def _compute(self, slot: Slot, flight: _Flight) -> None:
-        """Run one computation, or two in turns: while one waits for what travels, the other computes."""
+        """Run one computation, or two in turns: while one waits for a message, the other computes."""
         for action in parts(slot):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
                 self._mark("WAIT", partial(wait_for, work), flight)
@@ -255,17 +256,19 @@ class Executor:
     # --- weights ---
 
     def _reduces(self, action: Action) -> bool:
-        """Do gradients leave with this computation, part by part? The REDUCE after it says so in the program."""
+        """True if gradients are reduced with this computation, part by part: a REDUCE follows it in the program."""
         if self.program.schedule.mirrored is not None:  # the two ranks of a pair run their stages in opposite orders: at the end
             return False
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
 
     def _gather(self, action: Action, flight: _Flight) -> None:
-        """ZeRO 1 and 2: the stage's weights set out now. ZeRO 3: each part's are gathered inside the computation after this action."""
+        """ZeRO 1 and 2: begin to gather the stage's weights now. ZeRO 3: each part's weights are gathered inside the computation
+        after this action."""
         self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:
-        """Gradients left inside the computation before this action, each part's as soon as it was done; or all of them leave now."""
+        """Reduce all gradients now, unless the computation before this action has already reduced each part's when it was
+        complete."""
         if self.program.schedule.mirrored is not None:
             self.stages[action.stage].reduce()
 
@@ -290,11 +293,13 @@ class Executor:
         flight.waiting[carries, stage, microbatch] = work
 
     def _tag(self, carries: str, stage: int, microbatch: int) -> int:
-        """One number a message, so that gloo matches by name rather than by order (NCCL goes by order, which `lower` keeps)."""
+        """Return a number for each message, so that gloo matches by name rather than by order (NCCL goes by order, which `lower`
+        keeps)."""
         return ((microbatch * self.program.stages) + stage) * 2 + (carries == "B")
 
     def _make_lanes(self) -> None:
-        """A communicator for each direction of activations and of gradients that the program uses, so that none waits for another."""
+        """Make a communicator for each direction of activations and of gradients that the program uses, so that none waits for
+        another."""
         messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
         for lane in used:

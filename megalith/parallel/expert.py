@@ -1,4 +1,5 @@
-"""Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): ranks share out the experts, and tokens travel to them and back.
+"""Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): experts are divided among ranks, and tokens are sent to
+them and back.
 
 Every rank routes its own tokens. On an `expert` line of e ranks, rank i holds experts [i E/e, (i + 1) E/e). The ranks of an
 `expert_tensor` group hold the same experts and split their hidden width, so each rank sees the tokens of the whole group.
@@ -35,7 +36,7 @@ SPLITS: dict[
 
 def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
     """Keep this rank's experts, which may still be on the meta device, and replace the objects that dispatch tokens and count
-    sets of tokens. Return the location of each split parameter by its name in `moe`. All others are whole.
+    sets of tokens. Return the place of each split parameter by its name in `moe`. All others are whole.
 
     A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor
     rank's share of that. Raises ValueError for experts or widths that do not divide.
@@ -84,8 +85,8 @@ def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
 
 
 def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: int = 1) -> tuple[range, ...]:
-    """Positions in their sequence of the `seq` tokens of context rank `context`, or of share `share` of that: of 2 * contexts chunks
-    rank i has the ith and the ith last, so that causal attention costs all ranks alike."""
+    """Positions in their sequence of the `seq` tokens of context rank `context`, or of share `share` of that: of 2 * contexts
+    chunks, rank i has the i-th and the i-th from the end, so that causal attention costs the same on all ranks."""
     whole = seq * shares * contexts
     pieces = [range(whole)]
     if contexts > 1:
@@ -166,7 +167,7 @@ class Travel(Traffic):
 
 
 class ByExpert:
-    """Dispatch tokens to the ranks that hold their experts. Counts travel first, unless tokens are dealt out evenly."""
+    """Dispatch tokens to the ranks that hold their experts. Counts are sent first, unless tokens are distributed evenly."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         self.expert, self.expert_tensor = groups.expert, groups.expert_tensor
@@ -258,7 +259,7 @@ class ByExpert:
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
     def _dealt(self, dealing: Dealing) -> tuple[list[int], list[list[list[int]]]]:
-        """The same, known without asking."""
+        """Return the same for evenly distributed tokens, without communication."""
         of = {
             place: dealing.counts(
                 spans_of(dealing.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)

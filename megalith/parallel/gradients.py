@@ -47,7 +47,7 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """One all-reduce for all of them."""
+    """Sum all of them in one all-reduce."""
     if not grads:
         return
     bucket = torch.cat([grad.flatten() for grad in grads])
@@ -81,7 +81,7 @@ class Norms(NamedTuple):
     """Norms of the pieces of one gradient, from which the sum of its squares follows."""
 
     rest: Tensor
-    """The norm of all, or of what is left beside whole rows: fp32."""
+    """The norm of the whole tensor, or of the remainder beside whole rows: fp32."""
     rows: tuple[Tensor, ...] = ()
     """The norms of rows: fp32 [rows], one after another."""
 
@@ -89,8 +89,9 @@ class Norms(NamedTuple):
 def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
     """Measure each gradient for `total_of`.
 
-    A CPU adds up a whole tensor in a few fp32 accumulators, which grow until they no longer take in the numbers added: of 33 million, a
-    third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU adds up in rows anyway.
+    A CPU adds up a whole tensor in a few fp32 accumulators, which grow until small numbers no longer change them: with 33 million
+    numbers, a third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU adds up in rows
+    anyway.
     """
     rests, rows = list[Tensor](), list[tuple[Tensor, ...]]()
     for share in map(local, grads):

@@ -36,7 +36,7 @@ class Graph(Protocol):
 
     @property
     def differentiable(self) -> bool:
-        """Does its input have a gradient? Tokens have none."""
+        """True if its input has a gradient; tokens have none."""
         ...
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
@@ -79,7 +79,7 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some lines of a forward, as a graph of their own."""
+    """Part of a forward, as a graph of its own."""
 
     inlets: tuple[Inlet, ...]
     outs: tuple[GradientEdge, ...]
@@ -89,8 +89,8 @@ class Piece:
         return bool(self.inlets)
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs from those of the outputs. None: an output that was not used; of a single output, a scalar's
-        own 1."""
+        """Return the gradients of the inputs from those of the outputs. None: the output was not used; for a single scalar
+        output, its gradient is 1."""
         asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
         with deferring(queue) if queue is not None else nullcontext():
             torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
@@ -104,7 +104,7 @@ class Piece:
 
 
 def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Piece]:
-    """Run `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph."""
+    """Run the function `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph."""
     inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
     outs = lines(*(x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True)))
     entered = tuple(inlet for inlet in inlets if inlet is not None)
@@ -121,7 +121,7 @@ class Replay:
         self._inputs: tuple[Tensor, ...] = ()
 
     def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
-        """Forward. Without `keep`, what runs again will be given its inputs again."""
+        """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
         if not self.again:
             return self._make(inputs)
         self._inputs = inputs if keep else ()
@@ -129,7 +129,7 @@ class Replay:
             return self.lines(*inputs)
 
     def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same, by lines that run again, with their graph."""
+        """Run the forward again, with its graph."""
         inputs, self._inputs = inputs or self._inputs, ()
         return self._make(inputs)
 

@@ -1,6 +1,7 @@
 """The mesh of `megalith.mesh` as process groups.
 
-The ranks that train need not be all that have met: `world` is the group of the ranks that train, and every rank of a mesh is
+The ranks that train need not be all ranks that have met: `world` is the group of the ranks that train, and every rank of a mesh
+is
 numbered in it. Only `Groups.build` knows torch's default group.
 """
 
@@ -98,7 +99,8 @@ def _device_mesh(
 ) -> DeviceMesh:
     """The ranks of `world` as an array over `axes`; this rank's slice of it along all but the first.
 
-    It is made from groups of this rank's own, because torch would have every rank of the default group make every rank's.
+    It is made from groups that this rank makes, because torch would make every rank of the default group create the groups of
+    every rank.
     """
     here = place(world.rank())
     places = [place(rank) for rank in range(world.size())]
@@ -144,6 +146,6 @@ def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for communication, in a function with a telling name: a rank whose stack ends here waits for another
+    """Wait for communication, in a function with a recognisable name: a rank whose stack ends here waits for another
     (`control.watch`)."""
     work.wait()

@@ -5,7 +5,7 @@ bytes as the ring (for an all-reduce N / 2 times as many). What is added is adde
 bits.
 
 These are kernels of torch's own operations for CPU tensors: callers and counters of these operations see no difference. Larger
-tensors, other operators and other backends take the way they always took.
+tensors, other operators and other backends are handled as before.
 """
 
 import warnings
@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import (
 )
 
 MOST = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
-"""Bytes of the whole tensor up to which steps take longer than bytes do (benchmarks/collectives.py). gloo has no reduce-scatter but adds
-all up everywhere, so that one round is the faster at any size that was measured."""
+"""Bytes of the whole tensor up to which the number of steps matters more than the bytes (benchmarks/collectives.py). gloo has no
+reduce-scatter: it sums everything on every rank, so one round was faster at every measured size."""
 
 ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
     ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -43,7 +43,7 @@ _installed: library.Library | None = None
 
 
 def install() -> None:
-    """Have this process's collectives of CPU tensors take one round where that is faster."""
+    """Let collectives of CPU tensors in this process take one round where that is faster."""
     global _installed
     if _installed is None:
         _installed = library.Library("c10d", "IMPL")
@@ -100,7 +100,7 @@ def reduce(
 
 
 class _Added(Work):
-    """Parts on their way, which are added up when they are waited for."""
+    """Parts in flight, which are added up by `wait`."""
 
     alive: ClassVar["set[_Added]"] = set()  # torch keeps the half of it that is not Python's
 

@@ -1,10 +1,12 @@
 """Activations that travel between tensor ranks in pieces, each while another is multiplied (Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS).
 
-What the boundary of a split module does all at once is done inside its first and its last products. First: pieces of the sequence are
-gathered, and each is multiplied when it is here, while later ones travel. Last: each piece of the product is reduced as soon as
+The exchange at the boundary of a split module is done in pieces, inside its first and its last products. First: pieces of the
+sequence are
+gathered, and each is multiplied when it arrives, while later ones are in flight. Last: each piece of the product is reduced as
+soon as
 it is computed. Backward does the reverse. While the last piece of the input's gradient is in flight, the weight gradient is
-computed. The same bytes travel, in more calls.
+computed. The same bytes are sent, in more calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from megalith.models.linear import Linear
 
 @dataclass(frozen=True)
 class Moving:
-    """A piece on its way."""
+    """A piece in flight."""
 
     piece: Tensor
     sent: Tensor  # must live until it has left
@@ -48,7 +50,7 @@ class Pieces:
         return self.group.size() if self.sequence else 1
 
     def slices(self, length: int) -> list[slice]:
-        """The pieces of a share of `length`; as even as can be, none empty."""
+        """The pieces of a share of `length`: as even as possible, none empty."""
         ends = [length * number // self.count for number in range(self.count + 1)]
         return [slice(start, end) for start, end in pairwise(ends) if end > start]
 
@@ -72,7 +74,8 @@ class Pieces:
         return Moving(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
 
     def gathered(self, x: Tensor, use: Callable[[slice, Tensor], None]) -> Tensor:
-        """Gather x [batch, length, ...] whole [batch, seq, ...]; `use` each piece [shares, batch, length, ...] when it is here."""
+        """Gather x [batch, length, ...] whole [batch, seq, ...]; call `use` on each piece [shares, batch, length, ...] when it
+        arrives."""
         if not self.sequence:
             use(slice(0, x.shape[1]), x[None])
             return x
@@ -161,7 +164,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Given(nn.Module):
-    """Stands for the product of a first layer, which `_Enter` has computed."""
+    """Returns the product of a first layer, which `_Enter` has already computed."""
 
     def __init__(self, recipe: Multiply, made: dict[int, Tensor], number: int) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class _Given(nn.Module):
 
 
 class _InPieces(nn.Module):
-    """The product of a last layer, each piece of which leaves for its sum as soon as it is there."""
+    """The product of a last layer; each piece is sent to be summed as soon as it is computed."""
 
     def __init__(self, recipe: Multiply, pieces: Pieces) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ class _InPieces(nn.Module):
 
 
 class Overlapped:
-    """A split module's forward, with the journeys at its boundary inside its first and last products.
+    """A split module's forward, with the exchanges at its boundary inside its first and last products.
 
     Its own code does not change: the outputs of the first layers are computed before it runs, and the last layer returns the
     share that the boundary would return.
@@ -193,7 +196,7 @@ class Overlapped:
     def __init__(
         self, module: nn.Module, pieces: Pieces, *, first: Sequence[Linear], last: Linear, after: Callable[[Tensor], Tensor]
     ) -> None:
-        """`first`: the layers that take the module's input; `after`: what follows the sum."""
+        """`first`: the layers that take the module's input; `after`: the function applied to the sum."""
         self._lines, self._pieces, self._first, self._after = module.forward, pieces, first, after
         self._recipes = [_recipe(layer) for layer in first]
         self._made: dict[int, Tensor] = {}

@@ -11,9 +11,9 @@ from megalith.parallel.tensor import Split, boundary, row, share
 
 
 def split_own(module: nn.Module, declared: Declared, split: Split) -> None:
-    """Leave this rank's shares of the parameters that the row cuts, between a boundary that adds up what the ranks return.
-
-    A parameter that is not cut is replicated. A norm, or an MLP without a cut, works on what flows between split modules; an attention
+    """Leave this rank's shares of the parameters that the row cuts, inside a boundary that adds up the outputs of the ranks. A
+    parameter that is not cut is replicated. A norm, or an MLP without a cut, works on the activations between split modules; an
+    attention
     without a cut is computed by every rank, each of which gives an equal share of the result."""
     if declared.kind == "norm" or (declared.kind == "mlp" and not declared.cuts):
         for name in declared.tensors:
@@ -35,7 +35,7 @@ def split_own(module: nn.Module, declared: Declared, split: Split) -> None:
 
 
 def _portion(ranks: int, _: nn.Module, args: tuple[object, ...], out: Tensor) -> Tensor:
-    """Forward hook: what each of `ranks` ranks adds to a sum that is `out`."""
+    """Forward hook: return the share that each of `ranks` ranks adds to the sum `out`."""
     return out / ranks
 
 

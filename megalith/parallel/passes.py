@@ -1,5 +1,5 @@
-"""Forward and backward of a stage, part by part: each part's graph is its own, so weights come and go, gradients leave, and a backward is
-split in two, between parts and in plain sight."""
+"""Forward and backward of a stage, part by part: each part has its own graph. So weights are gathered and dropped, gradients are
+reduced, and a backward is split in two, explicitly between parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,8 +62,9 @@ class Runner:
     # --- weights ---
 
     def gather(self, *, all_parts: bool) -> None:
-        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part sets the next
-        one's out when it is computed, so that not all are under way at once; `all_parts`: now, where ranks compute in different orders.
+        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part starts the
+        gather of the next one when it is computed, so that not all are in flight at once; `all_parts`: gather all now, if ranks
+        compute in different orders.
         """
         if self.zero < 3:
             for used in self.buckets if all_parts else self.buckets[:1]:
@@ -71,7 +72,7 @@ class Runner:
                     bucket.start()
 
     def reduce(self) -> None:
-        """Let all gradients leave now."""
+        """Reduce all gradients now."""
         for buckets in self._reduced_after:
             for bucket in buckets:
                 self.reducer.add(bucket.reduce())
@@ -83,7 +84,7 @@ class Runner:
                 bucket.free()
 
     def _enter(self, number: int, then: int | None) -> None:
-        """The part's weights whole, those of the part after it on their way."""
+        """Wait for the part's weights, and begin to gather those of the part after it."""
         for bucket in self.buckets[number]:
             bucket.gather()
         if then is not None and 0 <= then < len(self.parts):
@@ -91,7 +92,7 @@ class Runner:
                 bucket.start()
 
     def _leave(self, number: int, then: int | None) -> None:
-        """ZeRO 3: the part's weights are dropped, unless the part after it uses them too."""
+        """ZeRO 3: drop the part's weights, unless the part after it uses them too."""
         if self.zero == 3:
             kept = self.buckets[then] if then is not None and 0 <= then < len(self.parts) else ()
             for bucket in self.buckets[number]:
@@ -129,8 +130,8 @@ class Runner:
         return _whole(part, x, batch)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
-        """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a pause
-        inside `no_grad` would leave gradients off for what runs meanwhile."""
+        """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a
+        pause inside `no_grad` would disable gradients for other computations."""
         part = self.parts[number]
         if torch.is_grad_enabled() and travel.travels(part):
             return (yield from travel.forward(part, x, batch))[0]
@@ -138,7 +139,8 @@ class Runner:
             return part(x, batch)
 
     def _rerun(self, segment: Segment) -> Steps[list[Graph]]:
-        """The graphs of a segment's parts, from its input. The weights of its last part stay: backward begins with them."""
+        """The graphs of a segment's parts, from its input. The weights of its last part stay gathered, because backward begins
+        with them."""
         graphs: list[Graph] = []
         x: Tensor | Loss = segment.x
         for number in segment.parts:
@@ -153,7 +155,7 @@ class Runner:
         return graphs
 
     def _next_graph(self, kept: list[Kept]) -> Steps[Graph]:
-        """The graph of the last part that is left, used up. A segment's parts run again first."""
+        """Remove and return the graph of the last remaining part. A segment's parts run again first."""
         last = kept.pop()
         if isinstance(last, Segment):
             kept += yield from self._rerun(last)
@@ -208,8 +210,9 @@ class Runner:
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
-        """Weight gradients that the first half of a backward made already. Where each microbatch's are reduced apart (ZeRO 2 and 3), they
-        wait for their own second half, since a later microbatch's first half comes before it; else they are added up now."""
+        """Handle weight gradients that the first half of a backward has already computed. If each microbatch is reduced
+        separately (ZeRO 2 and 3), they wait for their own second half, because a later microbatch's first half comes before it;
+        otherwise they are added up now."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:

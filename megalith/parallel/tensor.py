@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
-A split module computes on its shares of the weights; collectives stand at its boundary, as pairs of conjugate functions:
+A split module computes on its shares of the weights; collectives are at its boundary, as pairs of conjugate functions:
 a gather in forward is a reduce-scatter in backward, and vice versa.
 """
 
@@ -28,8 +28,8 @@ from megalith.parallel.overlap import Overlapped, Pieces
 class Split:
     """The tensor axis for a module's splitter, and the cut of each parameter.
 
-    `sequence`: activations between split modules are split along the sequence. `placed`: how the axis holds a parameter. `partial`: the
-    parameters whose gradient on a rank is only its part of the sum.
+    `sequence`: activations between split modules are split along the sequence. `placed`: how a parameter is placed on the axis.
+    `partial`: the parameters whose gradient on a rank is only a part of the sum.
     """
 
     group: dist.ProcessGroup
@@ -139,7 +139,8 @@ def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Every rank holds the weight and applies it to what flows between split modules: with `sequence`, to its part of the sequence.
+    """Every rank holds the weight and applies it to the activations between split modules: with `sequence`, to its part of the
+    sequence.
     The ranks' gradients are then partial: `parallel.gradients` adds them up once a step."""
     for name in _own(module):
         parameter = module.get_parameter(name)
@@ -215,7 +216,7 @@ class Seams:
 
 
 def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
-    """A boundary whose journeys take place inside the module's first and last products; its layers have been split."""
+    """A boundary whose exchanges take place inside the module's first and last products; its layers have been split."""
     first = [layer for name in seams.first if isinstance(layer := getattr(module, name, None), Linear)]
     last = getattr(module, seams.last)
     pieces = Pieces(split.group, split.sequence, split.pieces)

@@ -1,7 +1,8 @@
-"""A block whose tokens travel to their experts, as graphs with the journeys between them.
+"""A block whose tokens are sent to experts, as graphs with the exchanges between them.
 
-Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are on their way, an executor runs
-something else: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and combines gradients in
+Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are in flight, an
+executor runs something else: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and
+combines gradients in
 the reverse order.
 
 Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the
@@ -27,14 +28,14 @@ from megalith.parallel.recompute import is_checkpointed, unwrapped
 
 
 def travels(part: nn.Module) -> TypeGuard[Block]:
-    """Is it a block whose tokens leave this rank? One that is compiled is a single graph."""
+    """True for a block whose tokens leave this rank. A compiled block is a single graph, so it does not count."""
     if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.exchange, Here):
         return False
     return part._compiled_call_impl is None
 
 
 class Lines:
-    """The lines of a block between its journeys, for one microbatch."""
+    """The computations of a block between its exchanges, for one microbatch."""
 
     def __init__(self, block: Block, batch: Batch) -> None:
         assert isinstance(block.mlp, Moe)
@@ -48,7 +49,7 @@ class Lines:
         return self._deal
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x with attention added; what the MLP takes; of that, the tokens that this rank sends; their weights."""
+        """Return x with attention added, the MLP's input, the tokens of it that this rank sends, and their weights."""
         residual, normal = unwrapped(self.block, "attend")(x, self.batch)
         routing = self.moe.route(normal, self.batch)
         own, weights = self.moe.enter(normal, routing)
@@ -62,7 +63,7 @@ class Lines:
         return () if made is None else (made,)
 
     def experts(self, rows: Tensor) -> tuple[Tensor]:
-        """The experts on the rows that arrived."""
+        """Apply the experts to the received rows."""
         return (unwrapped(self.moe, "run")(rows, self.deal),)
 
     def join(self, residual: Tensor, tokens: Tensor, *common: Tensor) -> tuple[Tensor]:
@@ -73,7 +74,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Again:
-    """Lines that run again in backward, from their saved inputs; `rows`: these are dispatched to their experts again."""
+    """Computations that run again in backward, from their saved inputs; `rows`: rows are dispatched to their experts again."""
 
     attend: bool
     common: bool
@@ -130,7 +131,7 @@ class Journey:
         return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, deal.order), of_weights], queue)[0]
 
     def _send_again(self) -> Pending:
-        """The rows that the experts were given, from what they were made of."""
+        """Dispatch the experts' input rows again, from the tokens that they were made of."""
         lines = self.lines
         assert self.normal is not None
         own = lines.moe.exchange.enter(self.normal).flatten(0, 1)
@@ -147,7 +148,8 @@ class Journey:
         return self.common.gradients(of_common, queue)[0]
 
     def _weigh(self, of_sent: Tensor, factors: Tensor) -> Tensor:
-        """Gradients of weighted results [rows, dim] become those of the results, in place; those of their weights [rows, 1]."""
+        """Turn gradients of weighted results [rows, dim] into those of the results, in place; return those of the weights [rows,
+        1]."""
         assert self.sent is not None
         products = (self.sent * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
         self.sent = None

@@ -31,9 +31,9 @@ from megalith.train.join import choose_device
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LITTLE = Llama(layers=1, dim=16, heads=2, kv_heads=1, ffn=32, vocab=8, context=8)
-"""Model whose operations take no longer than to start them."""
+"""Model whose operations take no longer than their start."""
 TRIES = 3
-"""Repetitions at least."""
+"""Minimum number of repetitions."""
 
 
 class Sizes(NamedTuple):
@@ -83,7 +83,7 @@ def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes 
 
     `seconds` is how long each of some thirty measurements repeats. On the processor each rank computes with its share of the processors as
     threads, as a run's ranks do. The ranks are forked from this process, which must have used no GPU and
-    one thread of torch at most. Raises RuntimeError if a rank fails, TimeoutError if one takes far longer than that.
+    one thread of torch at most. Raises RuntimeError if a rank fails, TimeoutError if one takes far longer than expected.
     """
     found = worlds.run_ranks(_measure, ranks, wanted, ranks, seconds, sizes, timeout=300 + 60 * seconds)
     name, threads, _ = found[0]
@@ -141,8 +141,8 @@ def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str,
 
 
 def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Callable[[], Any]]:
-    """Return forward and backward of a block that computes next to nothing: its time is that of starting its operations, with the Python
-    around them. Its size is the number of operations that a trace counts."""
+    """Return forward and backward of a block that computes next to nothing: its time is that of starting its operations,
+    including the Python code. Its size is the number of operations that a trace counts."""
     layout = Layout(microbatch=1, seq_len=LITTLE.context, fused=False, width=dtype.itemsize)
     operations = sum(trace_block(LITTLE.build(), 0, layout).kernels.values())
     stage = Stage(LITTLE.build(), 1, 2).to(device, dtype)
@@ -219,7 +219,8 @@ def _timed(
 def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, sizes: Sizes) -> ClusterSpec:
     """Return the cluster that points describe. `name` is torch's name of the device, "cpu" for the processor.
 
-    A device of the catalogue keeps its printed rates, and `Measured` has the shares of them that were reached. Any other device has the
+    A device of the catalogue keeps its printed rates, and `Measured` has the shares of these rates that were reached. Any other
+    device has the
     measured rates as its own, and shares of 1.
     """
     cpu, links = name == "cpu", _links(points)

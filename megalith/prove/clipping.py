@@ -1,4 +1,5 @@
-"""Clipping on one process, which a plan's is compared with: written for whole tensors, one after another, and not the trainer's."""
+"""Clipping on one process, as a reference for that of a plan: an implementation apart from the trainer's, for whole tensors, one
+after another."""
 
 from collections.abc import Mapping
 from functools import partial

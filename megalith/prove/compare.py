@@ -1,4 +1,4 @@
-"""Recording of a run, step by step, and the distance of two runs that differ in the order of sums alone."""
+"""Recording of a run, step by step, and the distance of two runs that differ only in the order of sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ USUAL = Reordered()
 AMPLIFIED_LIMIT = 1e-3
 """|difference| / reference of a loss, where an optimizer amplifies rounding"""
 Gap = tuple[float, str]
-"""How far a quantity is apart, and where."""
+"""The distance of a quantity, and its place."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recording:
     routing: list[dict[str, Routed]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
-    """Gradient of each microbatch in the first step. One process alone records it."""
+    """Gradient of each microbatch in the first step. Only one process records it."""
     maxima: dict[str, Noted] = field(default_factory=dict)
     """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and those of the
     first step that delayed scales follow in the second."""
@@ -129,7 +129,7 @@ def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: 
 
 
 def learning_rates(spec: RunSpec) -> float:
-    """Return the sum of the learning rates of all steps: about as far as a weight can go."""
+    """Return the sum of the learning rates of all steps: about the largest change of a weight."""
     return sum(learning_rate(step, spec=spec.optimizer, steps=spec.train.steps) for step in range(spec.train.steps))
 
 

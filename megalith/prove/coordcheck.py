@@ -32,13 +32,14 @@ from megalith.train.batches import Cut, to_batch
 Axis = Literal["width", "depth"]
 SEQUENCES, LENGTH, VOCAB = 2, 16, 64
 """Sizes of the random tokens that all models are trained on. They are few, because an update is the sum of every token's
-gradient. Where there are more of them than a small model is wide, the random parts of this sum hide how it grows."""
+gradient. If there are more tokens than a small model is wide, the random parts of this sum hide how it grows."""
 
 WIDTHS = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
 """Sizes of a family that grow with its width. Heads keep their size."""
 PLACES = ("half way", "last block")
 QUANTITIES = (*PLACES, "attention scores", "change of logits")
-"""The quantities that are measured. After half of the blocks and after all: a block's number means another place in a deeper model."""
+"""The quantities that are measured. Outputs are taken after half of the blocks and after all, because a block's number means
+another place in a deeper model."""
 
 
 class Series(NamedTuple):
@@ -52,7 +53,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """How one parametrization does along one axis. `sizes`: widths, or numbers of blocks."""
+    """Result of one parametrization along one axis. `sizes`: widths, or numbers of blocks."""
 
     parametrization: Parametrization
     axis: Axis
@@ -115,7 +116,7 @@ def check(
     told: Callable[[int, int], None] = lambda size, seed: None,
 ) -> Checked:
     """Train every size with every seed and return the slopes. `told` is called before each size. The smallest size is the base,
-    unless the run names one. Raises ValueError for a size that is not to be had."""
+    unless the run names one. Raises ValueError for an impossible size."""
     model = spec.model
     named = model.base_dim if axis == "width" else model.base_layers
     base = named or min(sizes)

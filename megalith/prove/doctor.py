@@ -97,9 +97,8 @@ def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
 
 
 def collectives(device: torch.device | str = "cpu", *, group: dist.ProcessGroup, size: int = 1 << 20) -> list[Finding]:
-    """An all-reduce of `size` whole numbers whose sum is known exactly, an all-gather, and their speed; alike on every rank.
-
-    Every rank of the group must call it. The ranks that got something else than the others expected are named.
+    """An all-reduce of `size` whole numbers whose sum is known exactly, an all-gather, and their speed; with the same result on
+    every rank. Every rank of the group must call it. Findings name the ranks that got a wrong result.
     """
     rank, world = group.rank(), group.size()
     device = torch.device(device)
@@ -159,8 +158,8 @@ def links(
     """Measure the bandwidth from each rank to the next in a ring, with all ranks at once, and check that the bytes arrive
     unchanged.
 
-    Every rank of the group must call it. `node`: the machine's name, by which links between machines are told apart: their slowest is
-    what a ring over all machines waits for.
+    Every rank of the group must call it. `node`: the machine's name, which identifies links between machines: a ring over all
+    machines waits for the slowest of these.
     """
     rank, world, device = group.rank(), group.size(), torch.device(device)
     if world < 2:
@@ -214,7 +213,7 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
-    """Run the checks of one of some ranks of this machine; they have met by gloo."""
+    """Run the checks of one of some ranks of this machine; they are joined by gloo."""
     device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)
@@ -237,8 +236,8 @@ def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> 
 
 
 def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float, wanted: str = "auto") -> list[Finding]:
-    """The checks of ranks that torchrun, srun or another launcher started, alike on every rank: `own`, what this rank found of its
-    machine, and a burn-in of its device, both named by machine; the collective checks among all."""
+    """The checks of ranks that torchrun, srun or another launcher started, alike on every rank: `own`, this rank's findings about
+    its machine, and a burn-in of its device, both named by machine; the collective checks among all."""
     device = choose_device(wanted, place.local_rank, place.local_world)
     patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
     world = join(place, launch=LaunchSpec(timeout=patience), device=device)
@@ -258,7 +257,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Burn in this machine's devices, and say the findings as JSON. It ends with the process that started it."""
+    """Burn in this machine's devices, and print the findings as JSON. It ends with the process that started it."""
     lifeline.die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
     parser.add_argument("--seconds", type=float, default=2.0)

@@ -1,7 +1,7 @@
-"""Plans drawn at random such that every pair of choices that can go together does: what `parity` runs to prove any combination.
+"""Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs them to prove any combination.
 
 Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software fault interactions"), so a sample in which every pair of
-values of any two axes occurs finds most of them; further draws look for what needs three.
+values of any two axes occurs finds most of them; further draws look for faults that need three.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ AXES: Axes = {
 }
 
 PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the global norm")
-"""Values that ask for nothing, which goes without saying."""
+"""Values that ask for nothing, which names leave out."""
 
 FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments", "clipping"), 0.5) | {
     "precision": 0.9
@@ -128,8 +128,8 @@ class Draw:
 
     @property
     def pairs(self) -> frozenset[Pair]:
-        """Pairs of choices that it shows to go together. Rounding may hide a fault: a rounded precision shows only that it goes with the
-        others."""
+        """Pairs of choices that this draw proves to work together. Rounding may hide a fault: a rounded precision proves only its
+        own pairs with the other choices."""
         return _pairs(self.choices)
 
 
@@ -161,7 +161,8 @@ def _cover(pool: list[Draw], count: int) -> list[int]:
     """Choose draws of a pool that show all pairs it has, as far as `count` reaches: each time the one that shows most new pairs for its
     effort.
 
-    That only becomes less as others are chosen, so what was found earlier is a bound, and few are looked at again (Minoux 1978).
+    That number only falls as others are chosen, so an earlier value is an upper bound, and few draws are examined again (Minoux
+    1978).
     """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
     bounds = [(-len(one.pairs) / one.effort, number) for number, one in enumerate(pool)]
@@ -198,7 +199,7 @@ def _words(pair: Pair) -> tuple[str, str]:
 
 
 def _pool(random: Random, tries: int, axes: Axes) -> list[Draw]:
-    """Legal combinations among `tries` random ones, and among some for each pair those have not shown."""
+    """Return legal combinations among `tries` random ones, and among further ones for each missing pair."""
     found: dict[tuple[Choice, ...], Draw] = {}
     shown: set[Pair] = set()
 
@@ -279,7 +280,8 @@ def _small(preset: str, precision: str) -> Any:
 
 def key_of(spec: RunSpec) -> Any:
     """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
-    microbatch where balance losses are over these, or where their gradients are compared one by one. Scales that span tokens span those
+    microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span
+    those
     of one rank's microbatch."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0

@@ -1,7 +1,7 @@
 """A rank's step without the machine: the trainer's own `assemble` and `train_step`, on fake tensors and fake groups, counted.
 
-What is counted is what the code does, so there is no model of it that could drift. Kernels are the CPU's: what a GPU's kernels allocate
-inside themselves, and the caching allocator's holes, are not in it.
+The real code is counted, so there is no model of it that could drift. Kernels are those of the CPU: the internal allocations of
+GPU kernels, and fragmentation of the caching allocator, are not included.
 """
 
 import time
@@ -44,7 +44,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Dry run of one rank of a world, and what it took here."""
+    """Dry run of one rank of a world, and its time and memory here."""
 
     world: int
     rank: int
@@ -107,7 +107,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
 
 
 def _outer(trainer: Trainer) -> list[torch.Tensor]:
-    """Make what merges with other sites keep on the device for this rank's weights; nothing in a run without sites."""
+    """Make the tensors that merges with other sites keep on the device for this rank's weights; none in a run without sites."""
     if (sites := trainer.run.sites) is None:
         return []
     shapes = {name.removeprefix(f"{MASTER.name}."): share.shape for name, share in trainer.state.shares(MASTER.category).items()}

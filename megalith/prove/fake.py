@@ -1,4 +1,5 @@
-"""One rank of a world that is not there: tensors without data, process groups that send nothing, and answers where data would decide.
+"""One rank of a world that does not exist: tensors without data, process groups that send nothing, and fixed answers where data
+would decide.
 
 Tensors are torch's fake tensors, which know shapes, types and storages; groups are torch's fake process groups, which finish at once.
 """
@@ -40,9 +41,8 @@ def groups_of(world: int, *, rank: int) -> Iterator[None]:
 
 class Fakes(FakeTensorMode):
     """Inside, tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's
-    parameters to another device. Where data would decide, an answer is given that is always the same.
-
-    A mode of torch's with three more lines, rather than a mode above it: every operation, and every look at a device, passes each mode.
+    parameters to another device. Where data would decide, the answer is always the same. It extends torch's mode instead of
+    adding a second one, because every operation, and every query of a device, passes through each mode.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,8 @@ class Fakes(FakeTensorMode):
 
 
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Does an operation begin and end on the meta device? Its first tensor says so; without one, the device it is to make one on."""
+    """True if an operation begins and ends on the meta device, judged by its first tensor, or without one by the device of its
+    result."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "meta":
         return False

@@ -21,7 +21,7 @@ class Lever:
 
 
 def _release(spec: RunSpec) -> Lever | None:
-    """The release of gradients, where `check` lets the run have it: those of one part are left."""
+    """Return the release of gradients, if `check` allows it for the run: only the gradients of one part remain."""
     state = spec.plan.state
     if state.optimizer != "disk" or state.release:
         return None
@@ -48,14 +48,14 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
 def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
     """The problem, if more than `limit` bytes are held at once; it names the category that holds most, and ways out, cheapest first.
 
-    A change counts as sufficient if it is so by proportion; only a dry run with it is exact.
+    A change counts as sufficient by proportion; only a dry run with the change is exact.
     """
     if memory.total <= limit:
         return None
     over = memory.total - limit
     if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
         reason = f"while a rank builds its parts, one whole at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
-        way_out = "The largest part decides, with a rank's own experts: use more of plan.expert if it has any, or devices with more memory."
+        way_out = "The largest part decides, with one rank's experts. If it has any, raise plan.expert; else use devices with more memory."
         return Problem("error", "model", None, reason, way_out)
     fullest = max(memory.peak, key=memory.peak.__getitem__)
     split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))

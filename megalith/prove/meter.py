@@ -1,6 +1,6 @@
 """Meter of a rank, where operations reach torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
 
-The same meter counts a real run and a dry one, since both come by here. What a kernel allocates inside itself is not seen.
+The same meter counts real and dry runs, because both use the dispatcher. Internal allocations of kernels are not seen.
 """
 
 import weakref
@@ -85,7 +85,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The most there ever were."""
+        """The maximum, before or in the step."""
         return max(self.building, sum(self.peak.values()))
 
 
@@ -100,7 +100,7 @@ class Work:
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered. Call `follow` once the trainer is there, and `begin_step` when building is over."""
+    """Counts while it is entered. Call `follow` once the trainer exists, and `begin_step` when building is over."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,7 +124,7 @@ class Meter(TorchDispatchMode):
     # --- what there is to know ---
 
     def follow(self, trainer: Trainer) -> None:
-        """Learn which tensors are weights, moments and buffers, what gradients become, and which group is which axis."""
+        """Learn which tensors are weights, moments and buffers, what gradients become, and which axis each group belongs to."""
         for category in STATE_CATEGORIES:
             for tensor in trainer.state.shares(category).values():
                 self.label(tensor, category)
@@ -361,13 +361,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @cache
 def _makes_new(func: Any) -> bool:
-    """Does an operation give memory of its own? Views and what is done in place may be of memory from inside another operation, as when
-    gloo reduces: that is not counted."""
+    """True if an operation returns new memory. Views and in-place operations may use memory from inside another operation, as
+    when gloo reduces; that is not counted."""
     return all(returned.alias_info is None for returned in func._schema.returns)
 
 
 def _on_meta(tensor: Tensor) -> bool:
-    """Is it one that never has memory? A fake tensor's own attribute costs nothing, `device` another dispatch."""
+    """True for a tensor that never has memory. A fake tensor's own attribute is free; `device` would cost another dispatch."""
     return tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
 
 

@@ -49,18 +49,18 @@ from megalith.train.step import accumulate, conclude, train_step, update
 from megalith.train.tally import Accumulated, Totals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
-"""Optimizer of a compared run. With the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients
-show; Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
+"""Optimizer of a compared run. With the usual eps of 1e-8, Adam turns the rounding of a gradient near 0 into a step, which
+changes later gradients; Muon's iteration in bf16 turns a change of 1e-7 in a gradient into a hundredth of a step."""
 
 LOSS_SCALE = 1024
 """Loss scale of a compared run, if it has one: gradients of small models with random weights neither overflow nor underflow."""
 
 
 SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
-"""Moments in few bits in a compared run: blocks that its small shares hold."""
+"""Moments in few bits in a compared run: blocks small enough for its small shares."""
 
 SMALL_TILE = 4
-"""Numbers that share a scale in a compared run: its small shares hold whole tiles."""
+"""Numbers that share a scale in a compared run, few enough that its small shares hold whole tiles."""
 
 
 def small_choices(precision: str, layers: int) -> dict[str, int]:
@@ -214,8 +214,8 @@ def _reference_step(
     device: torch.device,
     kept: Recording,
 ) -> float:
-    """Gradients of the step that begins with sample `first`; its loss. `faces`: of each parameter what computes, and what is kept and gets
-    the gradient, in fp32."""
+    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter the
+    computing form, and the stored fp32 form, which gets the gradient."""
     text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
@@ -301,7 +301,7 @@ def record(trainer: Trainer) -> Recording:
 
 
 def _released(trainer: Trainer, samples: list[Samples], step: int) -> Totals:
-    """Train a step that frees its gradients, which a pass that kept them has shown; what all ranks know of it."""
+    """Train a step that frees its gradients, after a pass that kept them for the recording; return its totals."""
     trainer.drop()
     trainer.noise.take(trainer.device)
     done = train_step(trainer, samples, step=step)
@@ -309,7 +309,7 @@ def _released(trainer: Trainer, samples: list[Samples], step: int) -> Totals:
 
 
 def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
-    """Put together on the first rank which maxima the scales of all ranks followed."""
+    """Collect on the first rank the maxima that the scales of all ranks followed."""
     everyone: list[dict[str, Noted]] | None = (
         [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
     )
@@ -321,7 +321,7 @@ def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
 
 
 def _settled(late: Unchecked | None) -> list[Totals]:
-    """Check an update that was made before its norm was known, if there is one; what all ranks know of its step."""
+    """Check an update that was made before its norm was known, if there is one; return the totals of its step."""
     if late is None:
         return []
     late.settle()
@@ -355,7 +355,7 @@ def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[
 
 
 def _together(tensors: Mapping[str, Tensor | Laid], trainer: Trainer) -> dict[str, Tensor]:
-    """Whole tensors of the whole model on the first rank. What its holders disagree on becomes NaN."""
+    """Return whole tensors of the whole model on the first rank. Elements on which ranks disagree become NaN."""
     mine = [(name, share.held.shape, share.held.offset, whole_of(share).cpu()) for name, share in shares(tensors).items()]
     everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)

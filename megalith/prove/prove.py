@@ -18,7 +18,7 @@ from megalith.train.assemble import assemble, mesh_groups
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0
-"""Seconds for one combination; a few are enough on a machine that has nothing else to do."""
+"""Seconds for one combination; a few are enough on an idle machine."""
 
 FEW = 20
 """Draws begin with the cheapest cases. If fewer than this are asked for, the last ones are taken, because the first have one rank

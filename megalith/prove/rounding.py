@@ -5,7 +5,8 @@ bf16 lies some way from fp32: a hundredth of a gradient, a few hundred roundings
 often (it adds only the partial sums of a few ranks), so its distance from the exact result is similar, in another direction. Its
 distance therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
 
-Less is found where rounding cancels out. Along one process's own gradient thousands of roundings become one number, the factor by which the
+Where rounding cancels out, smaller errors are found. Along one process's own gradient thousands of roundings become one number,
+the factor by which the
 gradient is longer, and it is 1 within a thousandth. So is the weight that each microbatch has in the sum of their gradients.
 """
 
@@ -23,10 +24,11 @@ from megalith.spec.run import RunSpec
 NOISE = 0.25
 """If one process's gradient has a larger relative error than this, it is mostly rounding, and its length means nothing."""
 CHANCE = 4
-"""Standard errors by which a factor may differ from 1: a run has some hundred tensors, of some of which the factor is far off by chance."""
+"""Standard errors by which a factor may differ from 1: a run has some hundred tensors, and for some of them the factor is far off
+by chance."""
 FEW = 64
 """In a tensor of fewer numbers (norms of eight channels, decays of four heads), roundings hardly cancel out, and chance grows as one over
-the root of their number: its gaps count for that much less."""
+the root of their number: gaps of such tensors count less in proportion."""
 
 
 def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
@@ -83,7 +85,7 @@ def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: i
 
 
 def _confidence(numbers: int) -> float:
-    """Return how much a gap of a tensor counts that has this many numbers."""
+    """Return the weight of a gap of a tensor with this many numbers."""
     return min(1.0, (numbers / FEW) ** 0.5)
 
 
@@ -106,7 +108,8 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
     """|factor - 1| by which `ours` is longer than `theirs`, less CHANCE standard errors of it.
 
     The factor is a regression through the origin on the middle of both. If they differ in their roundings alone, it is chance which of
-    them is which, so the expected factor is 1. On one of them it is less, since a regression on what is rounded itself falls short.
+    them is which, so the expected factor is 1. In a regression on only one of them it would be less, because a rounded regressor
+    lowers the slope.
     A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest over numbers, rows and
     columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
     """
@@ -120,8 +123,8 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _maxima(alone: Recording, found: Recording) -> list[Gap]:
-    """Return how far the maxima that scales followed are from those of one process: a rank that takes its own part for the whole has
-    less. Gradients that ranks have only parts of are not compared."""
+    """Return how far the maxima that scales followed are from those of one process: a rank that mistakes its part for the whole
+    has a lower maximum. Gradients of which ranks have only parts are not compared."""
     names = [name for name in alone.maxima if name in found.maxima]
     return [(abs(log2(found.maxima[name].value / alone.maxima[name].value)), name) for name in names]
 

@@ -40,7 +40,7 @@ class Fault:
     """Fault that starts at step `step` (0 is the first) and lasts `lasts` steps for "poison" and "rate".
 
     `strength`: the share of tokens that are random; the factor of the learning rate; the bit of an fp32 number that flips (30: the
-    largest of the exponent). `place` in 0..1 picks the number. A flipped gradient is that of one computation, and comes once.
+    largest of the exponent). `place` in 0..1 picks the number. A flipped gradient affects one computation, once.
     """
 
     kind: Kind
@@ -93,7 +93,7 @@ class Flips(Watcher):
         return found
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """A gradient's fault is prepared."""
+        """Prepare the fault of a gradient."""
         self.step = step
         for fault in self._due(step, "gradient"):
             stage = trainer.runners[max(trainer.runners)].stage
@@ -101,7 +101,7 @@ class Flips(Watcher):
             self._hooks.append(_Once(computed[int(fault.place * len(computed))], fault))
 
     def resting(self, trainer: Trainer, step: int) -> None:
-        """A bit of a weight or a moment flips."""
+        """Flip a bit of a weight or a moment."""
         for fault in self._due(step, "weight", "moment"):
             shares = trainer.state.shares("weights" if fault.kind == "weight" else "optimizer")
             held = sorted(name for name, share in shares.items() if share.numel() and share.dtype == torch.float32)

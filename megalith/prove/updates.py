@@ -1,4 +1,4 @@
-"""Updates of a whole model on one process, which a plan's updates are compared with: implementations that are not the trainer's."""
+"""Updates of a whole model on one process, as references for those of a plan: implementations apart from the trainer's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,7 +19,8 @@ Update: TypeAlias = Callable[[int, float], None]
 """Update all parameters from their gradients: (updates before this one, learning rate)."""
 
 Made: TypeAlias = Callable[[Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update]
-"""Makes the update of some parameters: their treatments by name, the optimizer, and what the model says of each parameter."""
+"""Makes the update of some parameters, from their treatments by name, the optimizer, and the model's description of each
+parameter."""
 
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:

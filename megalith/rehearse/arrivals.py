@@ -1,4 +1,4 @@
-"""When faults come to a simulated run: Poisson arrivals of single nodes, of racks and of switches, and planned stops."""
+"""Times of faults in a simulated run: Poisson arrivals of single nodes, of racks and of switches, and planned stops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Fault:
 
 def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list[Fault]:
     """Return all faults of a run on this many nodes, as if all nodes computed all the time: only the simulation knows whether a
-    node is idle when its fault occurs. The list is in the order in which they were drawn, which decides between those that come
-    at one time."""
+    node is idle when its fault occurs. The list is in the order in which they were drawn, which decides the order of faults at
+    the same time."""
     own = plan.reliability
     weights = np.ones(nodes)
     lemons = random.random(nodes) < own.lemon_share
@@ -57,7 +57,7 @@ def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, 
 def _outages(
     plan: Scenario, random: np.random.Generator, what: str, *, nodes: int, size: int, rate: float, hours: float
 ) -> Iterator[Fault]:
-    """Outages of groups of `size` neighbouring nodes, each group at `rate` a second, each outage of so many `hours` in the mean."""
+    """Outages of groups of `size` neighbouring nodes, each group at `rate` a second, each outage lasting `hours` on average."""
     groups = -(-nodes // size)
     for time in _poisson(plan, random, rate * groups):
         group = int(random.integers(groups))
@@ -71,7 +71,7 @@ def planned_stops(plan: Scenario, random: np.random.Generator) -> list[float]:
 
 
 def _poisson(plan: Scenario, random: np.random.Generator, rate: float) -> np.ndarray:
-    """Return the seconds at which something of this rate a second comes within the run, in order."""
+    """Return the seconds of events with this rate (per second) within the run, in order."""
     horizon = plan.days * DAY
     count = random.poisson(rate * horizon) if rate else 0
     return np.sort(random.random(count) * horizon)

@@ -1,4 +1,4 @@
-"""Settings of merges between simulated sites: as said, else as the run has them, else as assumed."""
+"""Settings of merges between simulated sites: as given, else those of the run, else assumed."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from megalith.spec.simulation import SimulationSpec
 from megalith.spec.sizes import model_parameters
 
 BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides")
-"""Keys of a simulation that mean something with several sites alone."""
+"""Keys of a simulation that have a meaning only with several sites."""
 MERGE_SECONDS, RETURN_SECONDS, PATIENCE, LEAST_GRACE = 300.0, 60.0, 4200.0, 5.0
-"""Assumed where nobody says; the last is the least that a run's own pace gives."""
+"""Assumed if not given; the last is the minimum of a run's own pace."""
 
 
 def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
@@ -19,7 +19,7 @@ def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
 
 
 def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dict[str, Any]:
-    """Return the fields of a scenario that say how several sites merge. A run's are those of its table `[sites]`."""
+    """Return the fields of a scenario for the merges of several sites. Those of a run are in its table `[sites]`."""
     sites = None if run is None else run.sites
     every, round_seconds, held, back = MERGE_SECONDS, MERGE_SECONDS, 0.0, RETURN_SECONDS
     if run is not None and sites is not None:

@@ -1,7 +1,7 @@
 """A campaign: a run with injected faults, and the same run without faults.
 
-The runs are the command that a user would type, as processes of their own. When a fault kills the supervisor itself, the same command
-is typed again. `rehearse.judge` judges both.
+The runs are the command that a user would type, as processes of their own. When a fault kills the supervisor itself, the same
+command is run again. `rehearse.judge` judges both.
 """
 
 import contextlib
@@ -39,8 +39,9 @@ def possible(
     fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """The kinds of fault that a run with this fleet can survive, and the reasons why others are left out. `own_disk`: its
-    checkpoints go to a file system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`); `no_network`:
-    why its nodes cannot have one of their own (`networks.missing`); `agents`: each node has one (`rehearse.crew`)."""
+    checkpoints go to a file system that nothing else needs (`small_disk`); `own_data`: its data is a copy (`data_of`);
+    `no_network`: why its nodes cannot have networks of their own (`networks.missing`); `agents`: each node has an agent
+    (`rehearse.crew`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -56,12 +57,12 @@ def possible(
             out[name] = "agents on one machine share its network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
-                f'fleet.verify = "{fleet.verify}": a computation apart from the step cannot see an error that came once in it'
+                f'fleet.verify = "{fleet.verify}": it recomputes apart from the step, so it cannot detect a one-off error within the step'
             )
         elif name == "full" and not own_disk:
             out[name] = "no checkpoints, or no right to mount a small disk for them"
         elif name == "shard" and not own_data:
-            out[name] = f"the data is larger than the {MOST_COPIED >> 30} GiB that a campaign copies, to hurt the copy"
+            out[name] = f"the data is larger than the {MOST_COPIED >> 30} GiB that a campaign copies in order to damage the copy"
         elif name == "interface" and no_network:
             out[name] = f"a network of the run's own {no_network}"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
@@ -73,20 +74,21 @@ def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
 
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
-    """Kinds of fault that come at that step at the earliest: of two checkpoints one may be damaged, while the only one is the whole run."""
+    """Kinds of fault, each with its earliest step: one of two checkpoints may be damaged, but damage to the only one would lose
+    the run."""
     return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 
 def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) -> dict[str, str]:
-    """Return the kinds to come that hit chosen steps only, each with its meaning for the others."""
+    """Return the planned kinds that are injected only at chosen steps, each with an explanation."""
     every = fleet.verify_every
     found = {"full": f"when a checkpoint is due, every {ordinal(checkpoint_every)} step"}
     if every == 1:
         found["once"] = "all steps are verified: it is found for certain, whenever it comes"
     elif every:
         found["once"] = (
-            f"at steps that are verified, every {ordinal(every)}, where it is found for certain; in another step it never is, so that one "
-            f"that comes at any time is found with probability 1/{every}"
+            f"at steps that are verified, every {ordinal(every)}, where it is found for certain; in another step it is never found, so a "
+            f"fault at a random step is found with probability 1/{every}"
         )
     return {kind: why for kind, why in found.items() if kind in kinds}
 
@@ -132,14 +134,15 @@ def may_copy(data: Path) -> bool:
 
 
 def data_of(spec: DataSpec, folder: Path) -> DataSpec:
-    """Data of the run that is hurt: a copy in `folder`, whose shards may be damaged, and behind it what the other run reads."""
+    """Data of the run with faults: a copy in `folder`, whose shards may be damaged, and as its fallback the data of the other
+    run."""
     shutil.copytree(spec.path, folder)
     (folder / injection.OWN_DATA).touch()
     return spec.model_copy(update={"path": str(folder), "copies": (str(Path(spec.path).resolve()), *spec.copies)})
 
 
 def clear(folder: Path) -> None:
-    """Empty a campaign's folder, also of the small disk of one that was killed."""
+    """Empty a campaign's folder, and unmount the small disk of a killed campaign."""
     disk = folder / FAULTED / CHECKPOINTS
     if disk.is_mount():
         _unmount(disk)
@@ -154,7 +157,7 @@ def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContext
 
 
 def mender(injections: Path, network: Network | None) -> Callable[[], None]:
-    """Return a function that brings interfaces up again, a while after they were taken down."""
+    """Return a function that brings interfaces up again, some time after they were taken down."""
     left = {one.number for one in injection.load(injections) if one.kind == "interface"}
 
     def mend() -> None:
@@ -168,7 +171,7 @@ def mender(injections: Path, network: Network | None) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Ran:
-    """How one of the two runs went."""
+    """Outcome of one of the two runs."""
 
     folder: Path
     seconds: float

@@ -13,7 +13,8 @@ def young(mtbf: float, stall: float) -> float:
 
 
 def daly(mtbf: float, stall: float) -> float:
-    """The best interval to higher order (Daly 2006, equation 37); beyond stall = 2 mtbf saving no longer pays and it is mtbf."""
+    """The best interval to higher order (Daly 2006, equation 37); beyond stall = 2 mtbf, saving no longer pays, and the result is
+    mtbf."""
     if stall >= 2 * mtbf:
         return mtbf
     share = stall / (2 * mtbf)

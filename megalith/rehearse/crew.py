@@ -1,6 +1,7 @@
 """The machines of a run as agents on this machine, supervised as an engine would: killed agents are started again.
 
-For a campaign, which kills some. The first agent directs the run; the process that starts it calls `tend` for the others.
+It is for a campaign that kills some of them. The first agent directs the run; the process that starts it calls `tend` for the
+others.
 """
 
 import signal
@@ -67,7 +68,7 @@ class Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the agents to end, as those do whose run is over, then kill those that are left."""
+        """Wait for the agents to end, as they do when their run is over, then kill those that are left."""
         end = time.monotonic() + LEAVE_SECONDS
         for process in self._running.values():
             try:

@@ -1,7 +1,7 @@
 """Fate of each fault of a campaign, matched with the incidents in the run's event log, and incidents that no fault explains.
 
-What is told apart rather than counted as the best case:
-- a fault whose incident is another's (`Fate.hidden`): the run resumed, but this fault was not detected separately. Nobody is
+These are listed separately, and not counted as the best case: - a fault whose incident is another's (`Fate.hidden`): the run
+resumed, but this fault was not detected separately. Nobody is
 credited for blame
 - the right node named together with others (`Fate.among`)
 - incidents that no fault explains (`FalseAlarm`), one by one, with what each cost
@@ -51,9 +51,9 @@ _OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt |
 class Fate:
     """Fate of one fault. Seconds; None: not known. `blamed` None: no node is at fault.
 
-    `interrupted`: the supervisor was killed before the run went on, which the next one's start is counted for.
-    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: it has another cause than this kind is
-    seen as, or came for several faults at once and names another. The run resumed from both; nothing else is known of this fault.
+    `interrupted`: the supervisor was killed before the run went on, so the time until the next supervisor's start counts instead.
+    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: its cause is not the sign of this
+    kind, or it covers several faults and names another. The run resumed from both; nothing else is known of this fault.
     """
 
     injection: Injection
@@ -105,8 +105,9 @@ def fates_of(
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
-    """Match each fault with the first incident after it that it can have caused; else with the first at all, which hid it, except for
-    faults that had the run to themselves. `restarts`: seconds that each start of a killed supervisor took, in their order."""
+    """Match each fault with the first incident after it that it can have caused; otherwise with the first incident after it,
+    which hid it, unless no other fault was near. `restarts`: seconds that each start of a killed supervisor took, in their
+    order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
@@ -149,7 +150,7 @@ def fates_of(
 
 
 def _went_on(events: Sequence[Event], *, after: float) -> float | None:
-    """When the first step of the next start was done."""
+    """Return when the first step of the next start was done."""
     later = iter([event for event in events if event.time > after])
     started = any(isinstance(event, RunStarted) for event in later)  # and leaves the rest
     return next((event.time for event in later if isinstance(event, Step)), None) if started else None
@@ -203,7 +204,7 @@ def _nodes(together: Sequence[Injection], came: Mapping[int, tuple[float, str]])
 
 
 def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[FalseAlarm]:
-    """Incidents that no fault explains."""
+    """Yield the incidents that no fault explains."""
     over = {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
     for incident in of_kind(events, Incident):
         if not _is_explained(incident, fates):

@@ -1,6 +1,6 @@
 """The kinds of faults that a campaign can inject, and the draw of a list of them, which a seed reproduces.
 
-The mix is that of a published table (`spec/faults.toml`): MIX says which kind of fault stands for which of its causes. Ranks inject the
+The mix is that of a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the
 faults of a list into themselves (`fleet.hooks`).
 """
 
@@ -19,8 +19,8 @@ class Kind:
     """A kind of fault. `moment` is when it is injected, `needs` the settings of the run's fleet that are needed to survive or
     detect it.
 
-    `blames`: whether a rank, or its node, is to be named. `lasts`: steps; `room`: steps until it can have been noticed, in which no other
-    fault comes.
+    `blames`: True if a rank, or its node, must be named. `lasts`: steps; `room`: steps until it must have been noticed, in which
+    no other fault comes.
     """
 
     title: str
@@ -111,7 +111,8 @@ RECOVERING: tuple[Moment, ...] = ("joining", "building", "restoring")
 
 
 def counts(total: int, table: FaultTable, kinds: Sequence[str]) -> dict[str, int]:
-    """How many of each kind: in proportion to the table, by largest remainders; one of each at least, where so many are asked for."""
+    """How many of each kind: in proportion to the table, by largest remainders; at least one of each, if `total` is large
+    enough."""
     causes = {cause.name: cause.count for cause in table.causes}
     weights: dict[str, float] = {}
     for cause, meant, share in MIX:

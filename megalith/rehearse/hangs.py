@@ -1,16 +1,16 @@
-"""How long a campaign's hangs were silent before they were taken for hangs, held against what the watch may wait.
+"""How long a campaign's hangs were silent before they were called hangs, compared with the time that the watch may wait.
 
-The watch (`control.watch`) looks twice, half a limit apart, at turns of its loop: a silence is its limit and two turns at most, which is
-what ALLOWED_SECONDS is for. There are two ways to be later, and the log does not tell them apart: ranks that waited for a processor half
-of the time are given another half of a limit, again and again up to MOST_LIMITS of them; and a watch that gets no processor looks late.
-Both are about the machine, so hangs that were late are counted and told. A delay above MOST_LIMITS limits and two turns (each
+The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two
+turns, which ALLOWED_SECONDS covers. It can be longer for two reasons, which the log does not distinguish: ranks that waited for a
+processor half of the time get another half of a limit, up to MOST_LIMITS limits; and a watch that gets no processor checks late.
+Both are due to the machine, so late hangs are counted and reported. A delay above MOST_LIMITS limits and two turns (each
 counted as a second at most) is impossible on any machine, so it counts against the run.
 
 The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The
 log has those of rank 0, so a limit is compared with what the slowest of as many of its steps would give: with so few of each rank in
-the window, the percentile is the slowest or next to it. One below the floor, or above that by more than BETWEEN_RANKS, is held against
-the run.
-First steps of a start, saves and starts have limits of their own, of which the log has too few durations: they are counted.
+the window, the percentile is the slowest or next to it. A limit below the floor, or above that value by more than BETWEEN_RANKS,
+counts against the run. First steps of a start, saves and starts have limits of their own, for which the log has too few
+durations: they are only counted.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 
 
 @dataclass(frozen=True)
 class Hang:
-    """One. `pace`: the most that the limit of a step should be by rank 0's steps; None: another phase, or no pace known yet."""
+    """One hang. `pace`: the most that the limit of a step should be by rank 0's steps; None: another phase, or no pace known
+    yet."""
 
     incident: int
     silence: float
@@ -44,7 +45,8 @@ class Hang:
 
 @dataclass(frozen=True)
 class Hangs:
-    """All of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: least and greatest of running steps, and
+    """All hangs of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: least and greatest of
+    running steps, and
     `of_pace` the greatest as a multiple of what rank 0's steps give."""
 
     found: int = 0
@@ -103,7 +105,7 @@ def summary(hangs: Sequence[Hang]) -> Hangs:
 
 
 def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
-    """Return the problems that no machine explains."""
+    """Return the problems that cannot be due to the machine."""
     found = []
     for hang in hangs:
         name = f"hang (incident {hang.incident})"

@@ -27,7 +27,7 @@ BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 
 @dataclass(frozen=True)
 class Aims:
-    """Speeds that are asked of a campaign, None: not asked, since they are about the machine as well. Seconds of recovery, in the median
+    """Limits on a campaign's speed; None: no limit, because speed also depends on the machine. Seconds of recovery, in the median
     and at the 99th percentile; minutes that both runs take together; silence of a hang as a multiple of its limit."""
 
     median: float | None = None
@@ -120,7 +120,8 @@ def judge(
     timeout: float,
     aims: Aims = Aims(),
 ) -> Judgement:
-    """Compare a run with its faults with the run without. `states`: all that each ended with, comparable; `timeout`: `launch.timeout`."""
+    """Compare the run with faults with the run without. `states`: the comparable end states of both; `timeout`:
+    `launch.timeout`."""
     happened = list(events.read(faulted.folder))
     fates = fates_of(injection.load(injections), injection.fired(injections), happened, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
@@ -153,7 +154,7 @@ def judge(
         aimed=aimed,
     )
     asked = _asked(aims, judged)
-    missed = [f"{one.title} {one.found:.2f}{one.unit}, {one.most:g}{one.unit} at most was asked" for one in asked if not one.met]
+    missed = [f"{one.title} {one.found:.2f}{one.unit}, {one.most:g}{one.unit} was the limit" for one in asked if not one.met]
     return replace(judged, asked=asked, problems=(*judged.problems, *missed))
 
 
@@ -193,14 +194,14 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
 
 
 def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequence[Event]) -> list[str]:
-    """In what a run is not what it is without faults."""
+    """Return the differences of a run from the run without faults."""
     other = states[0] is None or states[0] != states[1]
     found = ["the end state differs from that of the run without faults"] if other else []
     return [*found, *_other_steps(_steps(whole), _steps(faulted))]
 
 
 def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
-    """Why a campaign is not passed, besides its end and its hangs."""
+    """Return why a campaign is not passed, apart from its end state and its hangs."""
     found = []
     if ran.by_hand:
         found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")

@@ -16,8 +16,9 @@ from megalith.spec.cluster import ClusterSpec
 class Latencies:
     """All figures are in seconds except `verify`: the share of the run's time that recomputation takes.
 
-    `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision to ranks that can restore; `restore` by
-    tier, what comes after. `replace`: more when a spare joins. `stall` by tier: how long a copy stops the work; `write`: until a
+    `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision to ranks that can restore; `restore`,
+    by tier: the time after that. `replace`: added when a spare joins. `stall` by tier: how long a copy stops the work; `write`:
+    until a
     checkpoint in the store is whole; `save`: a save that is waited for. `start`: the first start. `check`: a health check.
     """
 
@@ -66,9 +67,11 @@ PROFILES: dict[str, Latencies] = {
 def of_cluster(
     cluster: ClusterSpec, profile: str = "warm", *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """A profile with what the hardware's rates say. `state_bytes`: of the whole state; `storage`: bytes/s of the shared store.
+    """Return a profile with durations from the hardware's rates. `state_bytes`: of the whole state; `storage`: bytes/s of the
+    shared store.
 
-    A blocking save takes state / storage, an asynchronous one that long to be whole. Raises ValueError for an unknown profile.
+    A blocking save takes state / storage, an asynchronous one takes as long until it is complete. Raises ValueError for an
+    unknown profile.
     """
     if profile not in PROFILES:
         raise ValueError(f"{profile!r} is not a profile of latencies. Use one of {', '.join(PROFILES)}")
@@ -78,7 +81,7 @@ def of_cluster(
 def at_rates(
     chosen: Latencies, cluster: ClusterSpec, *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """The same for any latencies: what grows with the state takes as long as its bytes at the hardware's rates."""
+    """Return the same for any latencies: durations that grow with the state are its bytes over the hardware's rates."""
     if not state_bytes:
         return chosen
     restore, notes = dict(chosen.restore), [chosen.source, f"a state of {state_bytes / 1e12:.3g} TB"]
@@ -103,8 +106,8 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
     """`base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`). `typical`:
     the median, or the mean if the totals must be correct.
 
-    The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
-    tier what its own is above that; of a tier that nothing was restored from, what `base` says.
+    The log knows recovery as a whole, so restart and restore cannot be separated: restart gets the time of the fastest tier, and
+    a slower tier the excess over that; a tier without a restore keeps the value of `base`.
     """
     whole = list(events)
     begun = {incident.incident: incident for incident in of_kind(whole, Incident)}

@@ -37,8 +37,9 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site. `since`: when it began with the period `number`; `follows`: it does not train, and can from `since` on; `merged`, `lost`:
-    periods whose work a merge has taken, or none; `lived`: seconds of its life that have passed."""
+    """One site. `since`: when it began with the period `number`; `follows`: it does not train yet, and can from `since` on;
+    `merged`, `lost`:
+    periods whose work a merge has taken, or that no merge took; `lived`: seconds of its life that have passed."""
 
     periods: list[_Period]
     number: int = 0
@@ -60,11 +61,11 @@ class _Member:
 
     @property
     def ready(self) -> float:
-        """When it has done the work of its period, or is there again to follow the merges of others."""
+        """Time at which it has done the work of its period, or is present again to follow the merges of others."""
         return self.since + (0.0 if self.follows else self.period.seconds if self.period.started is None else self.period.started)
 
     def end(self, now: float, *, taken: bool) -> None:
-        """End its period: its work was done and taken, or it was done or begun for nothing. It trains on, if it is there."""
+        """End its period: its work was taken by a merge, or is lost. The site trains on, if it is present."""
         if self.follows:
             self.since, self.follows = max(now, self.since), self.since > now
             return
@@ -172,7 +173,7 @@ def _periods(site: Site, work: float) -> list[_Period]:
 
 
 def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[Spent, float]:
-    """Return a site's seconds by use: of its life, as far as it has passed, what it waited on top, and work that no merge took as lost."""
+    """Return a site's seconds by use: its life so far, its additional waits, and (as lost) work that no merge took."""
     other = {what: seconds for what, seconds in site.seconds.items() if what is not Spent.USEFUL}
     scale = max(0.0, member.lived - (member.merged + member.lost) * work) / (sum(other.values()) or 1.0)
     shares = {what: scale * seconds for what, seconds in other.items()} | {Spent.USEFUL: member.merged * work}

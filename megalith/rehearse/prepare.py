@@ -27,10 +27,11 @@ from megalith.spec.simulation import SimulationSpec
 from megalith.spec.validate import validate
 
 STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
-"""Assumed where nobody says."""
+"""Assumed if not given."""
 
 MOST_EVENTS, MOST_NODES = 100_000, 1_000_000
-"""Faults, outages or planned stops of one simulated run, and its nodes: what can be played within minutes, and held in memory."""
+"""Faults, outages or planned stops of one simulated run, and its nodes: as many as can be simulated within minutes, and held in
+memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
@@ -46,12 +47,12 @@ WITHOUT_EFFECT: dict[str, str] = {
     "burn_in": "Use latencies.check.",
     "ledger": "Use reliability.lemon_share and lemon_factor.",
 }
-"""Keys of [fleet] that the simulation does not look at, and what does instead. A run file may have them."""
+"""Keys of [fleet] that the simulation ignores, each with the reason or a replacement. A run file may have them."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The words of the command line; None where nothing was said. `options`: keys of `SimulationSpec`, as dotted names."""
+    """The options of the command line; None where nothing was given. `options`: keys of `SimulationSpec`, as dotted names."""
 
     cluster: str | None = None
     run: Path | None = None
@@ -74,7 +75,8 @@ def prepare(
     state_bytes: Callable[[RunSpec], float | None] = lambda run: None,
     step_seconds: Callable[[Path, Sequence[str], str], float | None] = lambda run, overrides, cluster: None,
 ) -> Prepared:
-    """Make sense of the words. `state_bytes` and `step_seconds` tell what is known of a run: its whole state, and a step on a cluster.
+    """Turn the options into a scenario. `state_bytes` and `step_seconds` return what is known of a run: the bytes of its whole
+    state, and the seconds of a step on a cluster.
 
     Raises SpecErrors with everything that is wrong.
     """
@@ -186,7 +188,7 @@ def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> t
 
 
 def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
-    """The profile, with what a campaign's log knows better."""
+    """Return the profile, with measured durations from a campaign's log."""
     base = PROFILES[spec.profile]
     if wanted.log is None:
         return base
@@ -216,7 +218,7 @@ def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: Cluster
         yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:
-            reason = "is between sites, and there is one"
+            reason = "applies between sites, but there is only one"
             yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
     if spec.decides is not None and spec.decides >= sites > 1:
         yield _problem("decides", spec.decides, f"is none of the sites 0 to {sites - 1}", "Name one of these.")
@@ -233,7 +235,7 @@ def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: Cluster
 
 
 def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
-    """Yield what would make more nodes, or more events, than can be played."""
+    """Yield the values that would make more nodes, or more events, than can be simulated."""
     if cluster.nodes > MOST_NODES:
         way_out = f"Use at most {MOST_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
@@ -265,7 +267,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
 
 
 def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
-    """The cluster with what was said of how it breaks."""
+    """Return the cluster with the given settings of its reliability."""
     said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
     rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
@@ -296,7 +298,7 @@ def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, 
 
 
 def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
-    """The policy's numbers; a spare for every 128 nodes of a site where nobody says."""
+    """The policy's numbers; by default a spare for every 128 nodes of a site."""
     fleet = run.spec.fleet if run else spec.fleet
     said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
     update: dict[str, Any] = (
@@ -312,7 +314,7 @@ def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> 
 
 
 def _interval(spec: SimulationSpec, run: Resolved | None, step: float) -> tuple[float, str]:
-    """Seconds of work between checkpoints, and where they are from."""
+    """Return the seconds of work between checkpoints, and their source."""
     if spec.checkpoint_every is not None:
         return 60.0 * spec.checkpoint_every, ""
     if run is None:
@@ -330,7 +332,7 @@ def _with_said(found: Latencies, spec: SimulationSpec) -> Latencies:
     for table in ("restore", "stall"):
         said[table] = {**getattr(found, table), **said[table]}
     named = ", ".join(sorted(spec.latencies.model_fields_set))
-    return replace(found, **said, source=f"{found.source}; as said: {named}")
+    return replace(found, **said, source=f"{found.source}; as set: {named}")
 
 
 def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:

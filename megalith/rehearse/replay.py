@@ -1,4 +1,5 @@
-"""A campaign played through the simulator: the same faults at the same steps, decided by the same policy, with the latencies of its log.
+"""A campaign replayed in the simulator: the same faults at the same steps, decided by the same policy, with the latencies of its
+log.
 
 So the simulator is compared with a run that had real faults: its goodput and each cause of lost time against the record.
 """
@@ -35,7 +36,7 @@ SHOWS: dict[str, str] = {
     "interface": "crash", "preemption": "preemption", "node": "node lost",
     "agent": "node lost",
 }  # fmt: skip
-"""Kind of a campaign's fault -> as what the simulator knows it; the others are `_Hurt.own`'s."""
+"""Kind of a campaign's fault -> its symptom in the simulator; `_Hurt.own` handles the other kinds."""
 
 LOST = ("node", "interface", "agent")
 """Kinds after which a node is away until it is repaired."""
@@ -43,7 +44,7 @@ LOST = ("node", "interface", "agent")
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
 
 _UNSEEN = replace(PROFILES["memory"], restore=dict.fromkeys(PROFILES["memory"].restore, 0.0))
-"""Latencies that the log does not show: a campaign's state is small, so any tier is as fast as those that were seen."""
+"""Latencies that are not in the log: a campaign's state is small, so any tier is as fast as those that were used."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A campaign's record, and what the simulator makes of its list of faults. `seconds` by use."""
+    """A campaign's record, and the simulation of its list of faults. `seconds` by use."""
 
     recorded: Goodput
     figures: Figures
@@ -174,7 +175,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class _Hurt(Site):
-    """A run that a list of faults comes to, at their steps instead of at random times, until its last step."""
+    """A run with a list of faults, at their steps instead of at random times, until its last step."""
 
     def __init__(self, spec: RunSpec, figures: Figures, injections: Sequence[Injection]) -> None:
         fleet, step = spec.fleet, figures.step
@@ -227,7 +228,7 @@ class _Hurt(Site):
         self.first = self.figures.first
 
     def _await_next(self) -> None:
-        """Go on until the next fault, or the last step."""
+        """Continue until the next fault, or the last step."""
         until = min(self.end, self._moment(self.left[0])) if self.left else self.end
         self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
 
@@ -237,7 +238,8 @@ class _Hurt(Site):
         return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
 
     def _come(self) -> None:
-        """The faults of this moment, of which the first that ends the ranks hides the others. What failed at earlier steps is over."""
+        """Inject the faults of this moment; the first that ends the ranks hides the others. Failures at earlier steps are
+        over."""
         self.state = policy.decide(self.state, signs.Progressed(**self._when()), fleet=self.plan.fleet).state
         while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
             one = self.left.pop(0)
@@ -257,14 +259,14 @@ class _Hurt(Site):
         return (*others, *(Copy(Tier.STORE, at) for at in kept))
 
     def _begin(self, seconds: float, spending: Spent) -> None:
-        """A start, into which a fault may come."""
+        """Begin a start, during which another fault may come."""
         super()._begin(seconds, spending)
         if self.next is not None:
             one, self.next = self.next, None
             self._at(min(seconds, self.figures.failed), lambda: self._befall(one), of_group=True)
 
     def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
-        """A damaged checkpoint is met when it is read."""
+        """Carry out a command. A damaged checkpoint is found when it is read."""
         super()._obey(command, replaced=replaced, spending=spending)
         if not isinstance(command, Restart):
             return
@@ -293,8 +295,8 @@ class _Hurt(Site):
         return self.state.placement[self._slot(one)]
 
     def _left_of(self, copies: tuple[Copy, ...], one: Injection) -> tuple[Copy, ...]:
-        """The copies after what a fault did to them. At its moment none has been made after the update yet, and the buddy's of the last
-        step is on its way."""
+        """Return the copies that are left after a fault. At its moment there is no copy of the current update yet, and the
+        buddy's copy of the last step is in flight."""
         nodes, distance = self.plan.nodes, self.plan.fleet.buddy_distance(self.plan.nodes)
         slots = {slot_of(rank, world=self.ranks, slots=nodes) for rank in one.ranks}
         copies = tuple(copy for copy in copies if copy.step < one.step + (copy.tier is not Tier.BUDDY))
@@ -308,7 +310,7 @@ class _Hurt(Site):
         return copies
 
     def _spoil(self, one: Injection) -> None:
-        """Gradients are wrong until the next step that is verified, which may be this one."""
+        """Make gradients wrong until the next verified step, which may be this one."""
         every = self.plan.fleet.verify_every
         seen = -(-one.step // every) * every
         node, good = self._node(one), max(0, seen - every)
@@ -317,7 +319,7 @@ class _Hurt(Site):
         self._at(wait, lambda: self._decide(sign), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
-        """Until it has cost as much as a replacement, which is decided on then."""
+        """Slow down until the cost reaches that of a replacement; then the policy decides."""
         self._stand_still()
         self._spend(Spent.STRAGGLING)
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)
@@ -337,6 +339,6 @@ class _Hurt(Site):
         self._decide(signs.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
 
     def _kill_supervisor(self, one: Injection) -> None:
-        """The same command resumes from memory; the time in which nobody was there is not the run's."""
+        """The same command resumes from memory; the time without a supervisor does not count for the run."""
         self._stand_still()
         self._decide(signs.Started(**self._when()), spending=Spent.PERSON)

@@ -1,4 +1,4 @@
-"""A scenario: what a simulated run trains on, which faults come to it, and how long each part of a recovery takes."""
+"""A scenario: what a simulated run trains on, which faults it has, and how long each part of a recovery takes."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,7 +40,8 @@ class Outage:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Subject of a simulation. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
+    """Subject of a simulation. `nodes` in the mesh of each site; `fleet.spares` are added to these. Rates are per node-hour,
+    times in seconds.
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
     own between merges, every `merge_every` seconds of work, each of which holds it up for `merge_seconds`. A merge waits for a site for
@@ -96,9 +97,8 @@ def scenario(
     sites: int = 1,
     **rest: Any,
 ) -> Scenario:
-    """Turn a cluster's specification of faults into a scenario; its devices are divided among the sites.
-
-    `planned`: with the planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
+    """Turn a cluster's specification of faults into a scenario; its devices are divided among the sites. `planned`: include the
+    planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
     """
     known = tables()
     problems = []

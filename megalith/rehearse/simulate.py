@@ -18,8 +18,8 @@ class Life:
     """One seed's run.
 
     `seconds` by use. `faults` by cause and `fates` by effect: each adds up to all faults. `restarts` by reason; the number "for a
-    fault" equals the number of faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
-    nodes, after which the command was started again. Of several sites: `merges`, times that a site `left`, starts of all sites `anew`.
+    fault" equals the number of faults that restarted the ranks. `stops` for a person; `ended`: ends for lack of nodes, after
+    which the command was started again. Of several sites: `merges`, times that a site `left`, starts of all sites `anew`.
     `curve`: (seconds, share of that time that was useful so far).
     """
 
@@ -75,7 +75,7 @@ class Simulated:
         return dict(sorted(found.items(), key=lambda row: (-row[1], row[0])))
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """(what, mean seconds, share of the wall time) of what took time, largest first."""
+        """(use, mean seconds, share of the wall time) of each use of time, largest first."""
         wall = sum(self.seconds.values()) or 1.0
         used = sorted(((what, value) for what, value in self.seconds.items() if value > 0), key=lambda row: -row[1])
         return [(what.value, value, value / wall) for what, value in used]
@@ -100,7 +100,8 @@ class Simulated:
 
 
 def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> Simulated:
-    """Play the run once a seed, and call `tick` after each. The same seed gives the same faults whatever the policy, so settings compare
+    """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults whatever the policy,
+    so settings compare
     without noise."""
     if seeds < 1:
         raise ValueError(f"seeds = {seeds}: at least one run must be simulated. Use 1 or more")
@@ -138,7 +139,7 @@ def try_intervals(
 
 
 def try_spares(plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> list[Tried]:
-    """Goodput by spare nodes. The best in `per_device` counts what the spares cost."""
+    """Goodput by spare nodes. The best value of `per_device` includes the cost of the spares."""
     fleets = [(count, plan.fleet.model_copy(update={"spares": count})) for count in counts]
     return [_tried(count, simulate(replace(plan, fleet=fleet), seeds=seeds, tick=tick)) for count, fleet in fleets]
 

@@ -1,7 +1,7 @@
 """The event loop of the simulator: one site's run from its first start to the horizon.
 
-Events are faults, not steps: between two faults, work proceeds at a known rate. `control.policy` decides what is done about each, the same
-function that directs a real run.
+Events are faults, not steps: between two faults, work proceeds at a known rate. `control.policy` decides the response to each:
+the same function as in a real run.
 """
 
 import heapq
@@ -27,7 +27,7 @@ LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywh
 
 
 class Site:
-    """One site's run as it unfolds: a clock, a queue of what is to come, and the policy's state."""
+    """One site's run as it unfolds: a clock, a queue of future events, and the policy's state."""
 
     def __init__(self, plan: Scenario, random: np.random.Generator) -> None:
         self.plan, self.random, self.horizon = plan, random, plan.days * DAY
@@ -79,7 +79,8 @@ class Site:
         return self
 
     def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
-        """Progress, and when it was first reached: two rising series, for interpolation. Work that is done again reaches nothing new."""
+        """Progress, and the time when it was first reached: two rising series, for interpolation. Repeated work adds no
+        progress."""
         times, progress = np.array(self.reached).T
         best = np.maximum.accumulate(progress)[:-1]
         begins, ends = progress[:-1], progress[1:]
@@ -106,7 +107,7 @@ class Site:
         return sum(stall[tier] / every[tier] for tier in fleet.tiers) + plan.latencies.verify * bool(fleet.verify_every)
 
     def _advance(self, time: float) -> None:
-        """Let the time pass, and book it."""
+        """Advance the time, and record its use."""
         passed, self.now = time - self.now, time
         if not self.running:
             self.seconds[self.spending] += passed
@@ -136,7 +137,7 @@ class Site:
         return lambda: self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        """A fault comes: on nodes that are away already it shows nothing; on idle ones only hardware fails, and less often."""
+        """Apply a fault. On nodes that are already away it has no effect; on idle ones only hardware fails, and less often."""
         names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
         slots = [slot for slot in map(self.state.slot, names) if slot is not None]
         idle = not slots or (not self.running and (self.state.stopped or self.state.waiting))
@@ -157,7 +158,7 @@ class Site:
             self._break(fault, names, slots[0])
 
     def _break(self, fault: Fault, names: list[str], slot: int) -> None:
-        """Something in the mesh stops: everybody stands still until it is seen."""
+        """Break part of the mesh: all ranks stand still until the fault is seen."""
         latency, plan = self.plan.latencies, self.plan
         node = names[0]
         if fault.shows == "preemption":
@@ -202,7 +203,7 @@ class Site:
             self._decide(signs.NodeJoined(node=name, **self._when()))
 
     def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
-        """A slow node is reported once it has cost as much as replacing it would, and not before: until then it is borne."""
+        """Slow a node down. It is reported once it has cost as much as its replacement; until then it is tolerated."""
         latency, plan = self.plan.latencies, self.plan
         self.slow[node] = self.now
         replacing = latency.restart + latency.replace
@@ -232,7 +233,7 @@ class Site:
             del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
 
     def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
-        """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
+        """Wrong gradients are seen at the next verification, if there is one; until then every step is lost."""
         every = self.plan.fleet.verify_every * self.plan.step_seconds
         if not every:
             self.tally.settle(fault, Effect.UNSEEN)
@@ -299,7 +300,7 @@ class Site:
         return (*found, *(Copy(Tier.STORE, at) for at in steps))
 
     def _stand_still(self) -> None:
-        """No rank works from now on. What lies in the tiers now is what there is to go on from."""
+        """Stop all work from now on. The run can continue only from the copies that are in the tiers now."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         self.running = False
@@ -311,7 +312,7 @@ class Site:
     def _decide(
         self, sign: Sign, *, fault: Fault | None = None, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY
     ) -> Decision:
-        """Ask the policy what to do about a sign, which a fault may have brought, and obey."""
+        """Ask the policy for a decision on a sign, which a fault may have caused, and carry it out."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         if copies is not None:
@@ -358,13 +359,13 @@ class Site:
                 self._call_a_person()
 
     def _until_ranks(self, source: Source) -> float:
-        """Seconds until ranks that start now go on from `source`: a command that ended starts from nothing."""
+        """Return the seconds until ranks that start now resume from `source`. A command that has ended starts from scratch."""
         latency, anew = self.plan.latencies, self.ended
         self.ended = False
         return (latency.start if anew else latency.restart) + latency.restored(source)
 
     def _begin(self, seconds: float, spending: Spent) -> None:
-        """A new generation, or a step that is run again, will be at work in so many seconds."""
+        """Begin a new generation, or a repeated step, that will be at work in `seconds`."""
         self.turn += 1
         self._spend(spending)
         self._at(seconds, self._ready, of_group=True)
@@ -412,7 +413,7 @@ class Site:
         return None
 
     def _end_until_nodes_come(self) -> None:
-        """The command ends with a status that means "again"; who started it, an engine or a loop, does so once there are nodes."""
+        """End the command with a status that means "again"; an engine or a loop starts it again once there are nodes."""
         self._stand_still()
         self.tally.ended += 1
         self.ended = True
@@ -420,7 +421,7 @@ class Site:
         self.state = replace(self.state, stopped=False, waiting=True, repeats={}, reruns={}, fruitless=0)
 
     def _call_a_person(self) -> None:
-        """Somebody looks at the report and starts the same command again: counters begin anew, quarantines stay."""
+        """Wait until a person has read the report and started the same command again: counters are reset, quarantines stay."""
         self._stand_still()
         self.tally.stops += 1
         self.ended = True

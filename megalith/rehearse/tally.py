@@ -1,4 +1,4 @@
-"""Counts of a simulated run that add up: what became of each fault, and why the ranks were started again."""
+"""Counts of a simulated run that add up: the outcome of each fault, and the reason of each restart."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ _WHY: dict[type[Sign], Why] = {
     signs.Started: Why.STARTED,
     signs.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
-"""Sign that no fault brought -> why the ranks start after it; after any other sign the restart was planned."""
+"""Sign that no fault caused -> the reason of the restart after it; after any other sign the restart was planned."""
 
 
 class Tally:
@@ -75,7 +75,7 @@ class Tally:
         return {why.value: number for why, number in self.restarts.items()}
 
     def count(self, fault: Fault) -> None:
-        """Count a fault whose fate is open yet."""
+        """Count a fault whose fate is still open."""
         self.fates[fault] = Effect.OPEN
 
     def settle(self, fault: Fault, fate: Effect, *, if_open: bool = False) -> None:
@@ -84,11 +84,11 @@ class Tally:
             self.fates[fault] = fate
 
     def leaves(self, fault: Fault) -> None:
-        """Remember that a node was asked for: it goes once the state is saved, or with the restart that comes before."""
+        """Record that a node must leave: it leaves once the state is saved, or with an earlier restart."""
         self._leaving.append(fault)
 
     def left(self) -> Fault | None:
-        """The fault that the save which is now done was for; of several the first."""
+        """Return the fault that caused the save which has just finished; the first if there are several."""
         return self._leaving[0] if self._leaving else None
 
     def decided(self, sign: Sign, orders: Iterable[Order], fault: Fault | None) -> None:

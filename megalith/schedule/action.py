@@ -28,9 +28,9 @@ _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE)(\d
 
 
 class Action(NamedTuple):  # a tuple, since large programs make and look up a million of them
-    """One thing a rank does. `microbatch` is None for GATHER and REDUCE only: they move what a stage owns.
+    """One action of a rank. `microbatch` is None for GATHER and REDUCE only: they move the weights or gradients of a stage.
 
-    SEND_F and RECV_B stand at the upstream end of a border between stages, RECV_F and SEND_B at its downstream end: the message
+    SEND_F and RECV_B are at the upstream end of a border between stages, RECV_F and SEND_B at its downstream end: the message
     `0SEND_F3` is received as `1RECV_F3`, and `1SEND_B3` as `0RECV_B3`.
     """
 
@@ -141,15 +141,14 @@ class Schedule:
 
     @cached_property
     def crossings(self) -> tuple[bool, ...]:
-        """For each stage, whether what it makes crosses to another rank on its way to the next stage; False for the last."""
+        """For each stage, True if its output goes to another rank for the next stage; False for the last."""
         return (*(here != there for here, there in zip(self.placement, self.placement[1:], strict=False)), False)
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """True if every stage adds up its gradients in the order of the microbatches: such schedules give the same bits.
-
-        Some weights get their gradient in I and some in W, so both halves must be in order, and a full backward among them. Two
-        copies of a stage add up apart before they add to each other, which is another order.
+        """True if every stage adds up its gradients in the order of the microbatches: such schedules give the same bits. I
+        computes the gradients of some weights, and W those of the others. So both halves must be in order, and so must full
+        backwards between them. Two copies of a stage have separate sums that are added at the end, which is another order.
         """
         if self.mirrored is not None and self.mirrored < self.microbatches:
             return False
@@ -164,7 +163,7 @@ class Schedule:
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The placement that deals stages to ranks in turn, `chunks` times over: stage s on rank s % ranks."""
+    """Return the placement of stages on ranks in turn, `chunks` times: stage s on rank s % ranks."""
     return tuple(range(ranks)) * chunks
 
 
@@ -179,9 +178,8 @@ def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Ro
 
 
 def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
-    """The row with every action under its new name, or left out where `name` gives None; half of an overlap stands alone then.
-
-    Leaving out whole microbatches keeps a schedule possible, since a microbatch never waits for another one's result.
+    """Rename every action of a row, or leave it out where `name` gives None; the other half of an overlap then stays alone. A
+    schedule without some whole microbatches is still possible, because no microbatch waits for the result of another one.
     """
     found: list[Slot] = []
     for slot in row:

@@ -5,7 +5,8 @@ exchanges its experts' tokens. Written from the published order of steps (github
 "cut in half"). For p stages in the pipeline, and p microbatches each way at least (DualPipe) or p in all (DualPipeV), both idle
 (p/2 - 1) * (F&B + B - 3 W) at most until the last rank has ended, where F&B is the time of an overlapped slot, and hold p + 1 stages'
 worth of activations at most. That is exact if F = I >= W and B <= F&B <= F + B; inside a rank's own span it is
-(p/2 - 2) * (F + B - F&B) less (nothing less if p = 2). Fewer microbatches run too: in the order of a full pipeline, without those missing.
+(p/2 - 2) * (F + B - F&B) less (nothing less if p = 2). Fewer microbatches also run: in the order of a full pipeline, without the
+missing ones.
 """
 
 from collections import Counter, deque
@@ -14,9 +15,8 @@ from megalith.schedule.action import Action, Computation, Overlap, Row, Schedule
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank in a V, as ZB-V has them, and a steady state made of overlapped slots.
-
-    The p of its bubble and memory is its stages, 2 * ranks: it is DualPipe on half the ranks, with no weights held twice.
+    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped slots. The p in its bubble and memory is the number
+    of stages, 2 * ranks: it is DualPipe on half the ranks, and no weights are held twice.
     """
     full = max(microbatches, 2 * ranks)
 
@@ -29,8 +29,9 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two pipelines through the same ranks in opposite directions; every stage has a copy on the rank that mirrors its own.
 
-    The p of its bubble and memory is its ranks, an even number. The first half of the microbatches (the larger, if odd) runs one
-    way. Rank r and its mirror do what rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks does.
+    The p in its bubble and memory is the number of ranks, which is even. The first half of the microbatches (the larger, if odd)
+    runs one
+    way. Rank r and its mirror have the actions of rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks.
     """
     assert ranks % 2 == 0, ranks
     mirrored = (microbatches + 1) // 2
@@ -83,7 +84,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 class _Row:
-    """A row being written: it counts the microbatches of each stage, and knows which W are still owed."""
+    """A row being written, with a count of the microbatches of each stage and a list of the W that must still follow."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -91,7 +92,7 @@ class _Row:
         self._done: Counter[tuple[bool, int]] = Counter()
 
     def add(self, kind: Computation, stage: int) -> None:
-        """The next microbatch of F, B or I; after an I, its W is owed."""
+        """Add the next microbatch of F, B or I. After an I, its W must follow."""
         self.slots.append(self._next(kind, stage))
 
     def overlap(self, forward: int, backward: int) -> None:
@@ -99,7 +100,7 @@ class _Row:
         self.slots.append(Overlap(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:
-        """The oldest W that is owed."""
+        """Add the oldest W that must still follow."""
         self.slots.append(self.owed.popleft())
 
     def _next(self, kind: Computation, stage: int) -> Action:

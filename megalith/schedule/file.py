@@ -35,9 +35,8 @@ def dump(schedule: Schedule) -> str:
 
 
 def read(text: str) -> Schedule:
-    """The schedule of a file's text. Raises ValueError with every reason why it is none, each with its line where there is one.
-
-    Whether the schedule can be run is for `verify.problems` to say.
+    """Return the schedule of a file's text. Raises ValueError with every reason why it is not a schedule, with line numbers where
+    they exist. `verify.problems` checks whether the schedule can run.
     """
     draft = _Draft()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -51,7 +50,7 @@ def read(text: str) -> Schedule:
 
 @dataclass
 class _Draft:
-    """State of a reader: what it has read of a file so far, and its problems."""
+    """State of a reader: the values read from a file so far, and the problems."""
 
     name: str = "file"
     numbers: dict[str, int] = field(default_factory=dict)

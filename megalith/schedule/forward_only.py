@@ -6,7 +6,8 @@ from megalith.schedule.action import Row, Schedule, computations, number, steps
 
 
 def forward_only(like: Schedule, microbatches: int) -> Schedule:
-    """All microbatches through one stage of a rank, then through its next one, with the stages where `like` has them.
+    """Return the schedule of all microbatches through one stage of a rank, then through its next one, with the placement of
+    `like`.
 
     Both directions of a bidirectional schedule are used: the first half of the microbatches runs one way, the rest the other.
     """

@@ -8,9 +8,9 @@ from megalith.schedule.action import Action, Computation, Row, Schedule, loop
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through them in rounds.
 
-    A round takes its microbatches through one chunk, then the next. Rounds are as equal as they can be and never smaller than
-    `ranks` (unless all microbatches are), so that the pipeline stays full between chunks: any number of microbatches works, and
-    a multiple of `ranks` gives the order of the paper.
+    A round takes its microbatches through one chunk, then the next. Rounds are as equal as possible and never smaller than
+    `ranks` (unless there are fewer microbatches), so that the pipeline stays full between chunks. Any number of microbatches
+    works, and a multiple of `ranks` gives the order of the paper.
     """
     sizes = rounds(ranks, microbatches)
 

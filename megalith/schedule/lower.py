@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from megalith.schedule.action import Action, Kind, Row, Schedule, Slot, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
-"""Computations that take a gradient in and give one out; W only uses what I left."""
+"""Computations that take and return a gradient; W only uses tensors that I kept."""
 
 WEIGHT_GRADIENTS: frozenset[str] = frozenset({"B", "W"})
 """Computations after which a stage's weight gradients of one microbatch are complete."""
@@ -19,8 +19,8 @@ WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
 
 
 class Channel(NamedTuple):
-    """One ordered lane of messages. Every lane needs its own order: a tag (gloo) or a communicator (NCCL), because the two
-    directions of a pair of ranks, and activations and gradients, wait for each other."""
+    """One ordered lane of messages. Every lane has its own order, by a tag (gloo) or a communicator (NCCL). In one common order,
+    the two directions of a pair of ranks, or activations and gradients, would wait for each other."""
 
     source: int
     destination: int
@@ -33,12 +33,12 @@ class Program:
 
     `rows[r]` holds the slots of pipeline rank r in order.
 
-    Sends and receives are started where they stand and do not block: a receive is waited for by the computation that uses it
-    (F its activations, B or I its gradients), a send by the end of the step. Within a rank, stages hand tensors over without
-    messages. A GATHER makes a stage's weights whole until its next computation has used them (ZeRO 3) or to the end of the step
-    (ZeRO 1, 2). A REDUCE belongs to the backward (B, or W of a split one) just before it and covers all gradients not yet reduced.
-    In a bidirectional schedule both copies of a stage take part in its collectives, so every rank gathers its stages at the
-    beginning and reduces them at the end, in ascending order: the two ranks run the two stages in opposite orders in between.
+    Sends and receives start at their place in the row and do not block: the computation that uses a receive waits for it (F for
+    activations, B or I for gradients), and the end of the step waits for sends. Within a rank, stages pass tensors on without
+    messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step (ZeRO 1, 2). A
+    REDUCE belongs to the backward (B, or W of a split one) just before it and covers all gradients not yet reduced.
+    In a bidirectional schedule both copies of a stage take part in its collectives. The two ranks run their two stages in
+    opposite orders, so every rank gathers its stages at the beginning and reduces them at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -66,7 +66,7 @@ class Program:
         return self.schedule.placement
 
     def channel(self, message: Action) -> Channel:
-        """The lane a send or receive of this program goes through."""
+        """Return the lane of a send or receive of this program."""
         return channel_of(message, self.schedule)
 
     def peer(self, message: Action) -> int:
@@ -82,13 +82,13 @@ PARTNERS: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
 
 
 def partner(message: Action) -> Action:
-    """The receive a send belongs to, or the send a receive belongs to."""
+    """Return the receive of a send, or the send of a receive."""
     kind, distance = PARTNERS[message.kind]
     return Action(kind, message.stage + distance, message.microbatch)
 
 
 def channel_of(message: Action, schedule: Schedule) -> Channel:
-    """The lane a send or receive goes through."""
+    """Return the lane of a send or receive."""
     kind, stage, microbatch = message
     assert microbatch is not None, message
     here, there = schedule.rank_of(stage, microbatch), schedule.rank_of(stage + PARTNERS[kind][1], microbatch)
@@ -97,7 +97,7 @@ def channel_of(message: Action, schedule: Schedule) -> Channel:
 
 
 def needs(action: Action, schedule: Schedule) -> Action | None:
-    """The receive a computation waits for, if what it uses was made on another rank."""
+    """Return the receive that a computation waits for, if another rank computes its input."""
     kind, stage, microbatch = action
     if kind == "F" and stage > 0 and schedule.crossings[stage - 1]:
         return Action("RECV_F", stage, microbatch)
@@ -117,11 +117,10 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 
 
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
-    """The program that runs a schedule under a ZeRO stage.
-
-    A receive is started `ahead` computations before the one that uses it, so that it travels meanwhile; starting it early is
-    always safe, since it does not block, as long as each channel's receives stand in the order of its sends, which they do for
-    any schedule. ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after
+    """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so
+    that the transfer overlaps them. An early start is safe: a receive does not block, and each channel's receives are in the
+    order of its sends. ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE
+    after
     each backward. 3: also a GATHER before each F and B (or I). Raises ValueError for another `zero`, and for 2 and 3 with a
     bidirectional schedule.
     """
@@ -168,7 +167,8 @@ def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
 def _receives(
     row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
-    """The receives to start before each slot of a row: its own need `ahead` slots on, and all that the channel carries first."""
+    """Return the receives to start before each slot of a row: the one that is needed `ahead` slots later, and all that its
+    channel carries before it."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, slot in enumerate(row):

@@ -1,7 +1,7 @@
-"""A row that may be run twice: up to its first backward, and from the beginning again, if what the forwards computed with was wrong.
-
-Every rank learns this in the same step, but each in its own place: at the end of its row's `head`. By then some messages of the program
-are under way whose other end stands behind that rank's head. Before a second try they are completed, with tensors nobody reads.
+"""A row that may run twice: up to its first backward, and again from the beginning if the weights of the forwards were wrong.
+Every rank learns this in the same step, but each at its own place: at the end of its row's `head`. Some messages of the program
+have then begun whose other end is behind that rank's head. Before a second try they are completed, with tensors that nobody
+reads.
 """
 
 from collections import Counter
@@ -20,9 +20,8 @@ def head(row: Row) -> Row:
 
 
 def unmet(program: Program, rank: int) -> tuple[Action, ...]:
-    """The messages that stand behind the head of `rank`'s row while their other end is within a head, in the order of the row.
-
-    In that order, which is also that of each channel, they cannot block each other: the program had them in it.
+    """Return the messages behind the head of `rank`'s row whose other end is within a head, in the order of the row. This is also
+    the order of each channel in the program, so they cannot block each other.
     """
     begun: Counter[Channel] = Counter()  # of a channel's two ends, the one further on
     for row in program.rows:

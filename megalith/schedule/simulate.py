@@ -67,8 +67,8 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """The bubble as papers count it: the most that any rank idles inside its own span. It is what a step costs beyond its work
-        if ranks start their next step as soon as they have ended this one; `idle` counts to the end of the last rank."""
+        """The bubble as papers count it: the longest idle time of a rank inside its own span. It is the cost of a step beyond its
+        work if ranks start their next step at the end of this one; `idle` counts to the end of the last rank."""
         return max(self.gaps, default=0.0)
 
     @cached_property
@@ -89,7 +89,7 @@ def _computes(slot: Slot) -> bool:
 
 
 class Wait(NamedTuple):
-    """Rank `rank` cannot start `slot`: it needs `missing`, which rank `on` makes."""
+    """Rank `rank` cannot start `slot`: it needs `missing` from rank `on`."""
 
     rank: int
     slot: Slot
@@ -98,12 +98,10 @@ class Wait(NamedTuple):
 
 
 def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Action], float] = 0.0) -> Timeline:
-    """The timeline of a program.
-
-    `seconds` says what an action costs: by kind (GATHER, REDUCE and an absent OVERLAP cost nothing, nothing, and the sum of the
-    two), or a function of the action or overlap. `transfer` is the time of a message, once both its ends are ready; messages of
-    one channel go one after the other. A GATHER holds up its stage's next computation, so give only the part of it that is not
-    hidden; a REDUCE runs beside the computations that follow. Raises ValueError if the program cannot run to its end.
+    """Return the timeline of a program. `seconds`: the cost of an action by kind (defaults: 0 for GATHER and REDUCE, the sum of
+    the two for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both its ends are ready;
+    messages of one channel are sequential. A GATHER delays its stage's next computation, so give only the part of it that is not
+    hidden; a REDUCE runs beside later computations. Raises ValueError if the program cannot run to its end.
     """
     machine = _Machine(program, _cost(seconds), transfer if callable(transfer) else lambda _: transfer)
     if waits := machine.run():
@@ -112,21 +110,20 @@ def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Act
 
 
 def blocked(program: Program) -> list[Wait]:
-    """Return where ranks wait for ever when the program runs; empty if it runs to its end."""
+    """Return the waits that never end when the program runs; empty if it runs to its end."""
     return _Machine(program, lambda _: 0.0, lambda _: 0.0).run()
 
 
 def explain(wait: Wait) -> str:
-    """A wait in words."""
+    """Describe a wait."""
     return f"rank {wait.rank} at {wait.slot} waits for {wait.missing} of rank {wait.on}"
 
 
 def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
-    """Peak of what each rank keeps for backward, in the unit of `saved` (bytes, or any other).
-
-    `saved[stage]` is what one microbatch leaves there: F keeps it and B frees it. With a split backward, `waiting[stage]` of it is
-    still needed by W when I is done (inputs of the matrix products and gradients of their outputs); it is all of it by default,
-    as in the memory tables of the zero-bubble papers.
+    """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the
+    memory of one microbatch there. F keeps it and B frees it. With a split backward, W still needs `waiting[stage]` of it after I
+    (inputs of the matrix products and gradients of their outputs). The default is all of it, as in the memory tables of the
+    zero-bubble papers.
     """
     kept = saved if waiting is None else waiting
     return [max(accumulate(_held(row, saved, kept)), default=0) for row in schedule.rows]
@@ -138,7 +135,7 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 
 def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """Return what each computation of a row adds to memory; in an overlap both are present before either is freed."""
+    """Return the memory that each computation of a row adds; in an overlap both are present before either is freed."""
 
     def change(action: Action) -> float:
         stage = action.stage
@@ -151,7 +148,7 @@ def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[fl
 
 
 def _cost(seconds: Seconds) -> Callable[[Slot], float]:
-    """`seconds` as a function; a kind that computes and has no entry is an error."""
+    """Return `seconds` as a function. A computation without an entry is an error."""
     if callable(seconds):
         return seconds
     table = seconds
@@ -178,7 +175,7 @@ class _Lane:
 
 @dataclass
 class _Machine:
-    """All ranks of a program while it runs: each goes on until it needs what is not there yet."""
+    """All ranks of a program while it runs: each continues until an input is missing."""
 
     program: Program
     cost: Callable[[Slot], float]
@@ -197,7 +194,7 @@ class _Machine:
         self.woken: list[int] = []  # ranks whose wait has just ended
 
     def run(self) -> list[Wait]:
-        """Run to the end, or to where no rank can go on; returns what the ranks then wait for."""
+        """Run to the end, or until no rank can continue; return the waits at that time."""
         able = deque(range(self.program.ranks))
         while able:
             rank = able.popleft()
@@ -208,7 +205,7 @@ class _Machine:
         return sorted(self.waits.values())
 
     def _advance(self, rank: int) -> Wait | None:
-        """Take a rank as far as it can go; what it then waits for, or None at the end of its row."""
+        """Run a rank as far as possible; return its wait, or None at the end of its row."""
         row = self.program.rows[rank]
         for at in range(self.at[rank], len(row)):
             if wait := self._start(rank, row[at]):
@@ -218,7 +215,7 @@ class _Machine:
         return None
 
     def _start(self, rank: int, slot: Slot) -> Wait | None:
-        """Do the rank's next slot, or say what it waits for."""
+        """Run the rank's next slot, or return its wait."""
         if isinstance(slot, Action) and slot.kind in MESSAGES:
             self._message(slot, self.clock[rank])
             return None
@@ -259,7 +256,7 @@ class _Machine:
         return Wait(rank, slot, need, self.program.channel(need).source if need.kind in MESSAGES else rank)
 
     def _message(self, action: Action, now: float) -> None:
-        """Start a send or a receive; it is under way when both ends have started and the channel is free."""
+        """Start a send or a receive. The transfer begins when both ends have started and the channel is free."""
         channel = self.program.channel(action)
         lane = self.lanes[channel]
         (lane.sent if action.kind.startswith("SEND") else lane.posted).append((action, now))

@@ -1,4 +1,4 @@
-"""The table of schedules that a plan can name, with the traits of each; and why one cannot be had."""
+"""The table of schedules that a plan can name, with the traits of each, and the reasons why a schedule cannot be built."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Count: TypeAlias = Callable[[int, int], int]
 """(ranks, microbatches) -> a number of microbatches"""
 
 Idle: TypeAlias = Callable[[int, int, int, float], float | None]
-"""(ranks, microbatches, chunks, backward) -> how long a rank idles in a step"""
+"""(ranks, microbatches, chunks, backward) -> idle time of a rank in a step"""
 
 FILE = "file:"
 """Prefix of the name of a schedule from a file."""
@@ -46,17 +46,18 @@ def _one_a_rank(ranks: int, microbatches: int) -> int:
 
 
 def _two_rounds(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds. Past these, each takes another one's place."""
+    """Return the microbatches of two rounds. After these, each new one replaces an old one."""
     return min(microbatches, 2 * ranks)
 
 
 def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds, and another one if their number is odd: one way has more then."""
+    """Return the microbatches of two rounds, plus one if their number is odd: one direction then has more."""
     return min(microbatches, 2 * ranks + microbatches % 2)
 
 
 def _uneven_rounds(ranks: int, microbatches: int) -> int:
-    """Return the fewest microbatches whose first two rounds are as large. These rounds decide how many are in flight."""
+    """Return the smallest number of microbatches with the same sizes of the first two rounds, which decide how many are in
+    flight."""
     if microbatches % ranks == 0:
         return _two_rounds(ranks, microbatches)
     first = rounds(ranks, microbatches)[:2]
@@ -73,7 +74,7 @@ class Chunks(NamedTuple):
     """None: any number."""
 
     def nearest(self, wanted: int) -> int:
-        """Return the number that the schedule can have that is nearest to the one wanted."""
+        """Return the possible number that is nearest to the wanted one."""
         return max(self.least, wanted if self.most is None else min(wanted, self.most))
 
 
@@ -97,7 +98,7 @@ class Kind:
     searched: bool = False
     """The planner tries it beside 1F1B and interleaved 1F1B; one that `hides_exchange`, for models with experts only."""
     instead: str | None = None
-    """The schedule to prefer where the memory that this one costs is not worth its gain."""
+    """The schedule to prefer if this one's gain does not justify its memory."""
     needs_post_validation: bool = False
     """The bubble is filled only if the next step may begin before the global norm is known."""
     in_flight: Count = _every
@@ -108,13 +109,13 @@ class Kind:
     """A closed form of how long a rank idles, in units of its forward of one microbatch. `backward` is in the same units, and its
     two halves are equal; all stages take as long. It gives None where it does not hold; such programs are simulated."""
     fills_and_drains: bool = False
-    """A rank idles while one microbatch passes through a chunk of every other rank, however many there are and whatever each takes
+    """A rank idles while one microbatch passes through a chunk of every other rank, for any number of microbatches and any times
     (Narayanan et al. 2021): the time of a step needs no simulation."""
 
 
 def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks each way; more where too few microbatches follow each other through
-    a rank's chunks to keep it busy."""
+    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks each way; more if there are too few microbatches to keep a
+    rank busy between its chunks."""
     waiting = chunks * max(0, ranks - microbatches) + min(ranks, microbatches) - 1
     return waiting * (1 + backward) / chunks
 
@@ -135,7 +136,7 @@ def _dualpipev_idle(ranks: int, microbatches: int, chunks: int, backward: float)
 
 
 def _dualpipe_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; of an odd number of microbatches, one way has another one to compute."""
+    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; with an odd number of microbatches, one direction computes one more."""
     return ranks - 2.0 + 3 * (microbatches % 2) if microbatches >= 2 * ranks and backward == 2 else None
 
 
@@ -183,7 +184,7 @@ def interleaving(chunks: int) -> str:
 
 
 class Misfit(NamedTuple):
-    """Why a schedule cannot be had: the field of the plan, its value, the reason, and what would work."""
+    """A reason why a schedule cannot be built: the field of the plan, its value, the reason, and a value that works."""
 
     field: str
     value: str | int
@@ -195,8 +196,8 @@ class Misfit(NamedTuple):
 
 
 def misfits(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[Misfit]:
-    """Why this schedule cannot be built for this many pipeline ranks, microbatches and chunks, or not be run under this ZeRO stage;
-    empty when it can. Reads the file of a schedule from a file."""
+    """Return why this schedule cannot be built for these pipeline ranks, microbatches and chunks, or cannot run under this ZeRO
+    stage; empty if it can. Reads the file of a schedule from a file."""
     found = [
         Misfit(field, value, "is too few: a schedule needs at least one", f"Use {field} >= 1.")
         for field, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
@@ -244,7 +245,7 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
 
 
 def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[Misfit]:
-    """Does a file hold a schedule that can be run, for this plan?"""
+    """Return why a file holds no schedule that can run under this plan; empty if it does."""
     try:
         schedule = load(name)
     except (OSError, UnicodeDecodeError) as fault:
@@ -271,17 +272,19 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[M
 
 
 def load(name: str) -> Schedule:
-    """The schedule of a name `file:PATH`. Raises OSError if the file cannot be read, ValueError with all reasons if it holds none."""
+    """Return the schedule of a name `file:PATH`. Raises OSError if the file cannot be read, ValueError with all reasons if it
+    holds no schedule."""
     return file.read(Path(name.removeprefix(FILE)).read_text(encoding="utf-8"))
 
 
 def refusals(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[str]:
-    """The `misfits` in words, each with the value, the reason and what would work."""
+    """Return the `misfits` in words, each with the value, the reason and a value that works."""
     return [str(misfit) for misfit in misfits(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero)]
 
 
 def build(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why it cannot be had."""
+    """The schedule of that name: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why it cannot be
+    built."""
     if found := refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
         raise ValueError("\n".join(found))
     return kind(name).build(ranks, microbatches, chunks)

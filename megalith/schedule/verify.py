@@ -30,11 +30,10 @@ from megalith.schedule.simulate import Wait, blocked, explain
 
 
 def problems(program: Program) -> list[str]:
-    """Everything that would go wrong; empty if the program computes the whole step and ends.
-
-    Each forward and each backward (B, or I and W) of every stage and microbatch happens once, where its stage lives and in a
-    possible order; every message has both ends, on the right ranks, and each channel's sends and receives agree in order; weights
-    are gathered before use and gradients reduced as the ZeRO stage says; and no rank waits for ever.
+    """Return every problem; empty if the program computes the whole step and ends. A correct program fulfils four conditions.
+    Each forward and each backward (B, or I and W) of every stage and microbatch is there once, on the rank of its stage and in a
+    possible order. Every message has both ends, on the right ranks, and each channel's sends and receives are in one order.
+    Weights are gathered before use, and gradients reduced as the ZeRO stage requires. No rank waits for ever.
     """
     if outside := list(_outside(program)):
         return outside
@@ -51,7 +50,7 @@ def problems(program: Program) -> list[str]:
 
 
 def _outside(program: Program) -> Iterator[str]:
-    """Computations of stages and microbatches that are not there; nothing else can be said of them."""
+    """Yield computations of stages and microbatches that do not exist; they are checked no further."""
     for rank, row in enumerate(program.rows):
         for action in computations(row):
             if not 0 <= action.stage < program.stages or action.microbatch not in range(program.microbatches):
@@ -125,7 +124,7 @@ def _messages(program: Program) -> Iterator[str]:
 
 
 def _crossed(program: Program) -> Iterator[str]:
-    """Channels whose sends and receives stand in different orders."""
+    """Yield channels whose sends and receives are in different orders."""
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     for row in program.rows:
@@ -161,7 +160,7 @@ def _gathers(rank: int, row: Row, zero: int) -> Iterator[str]:
 
 
 def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
-    """Gradients are reduced directly after the backward they belong to: each one (ZeRO 2, 3) or the stage's last (ZeRO 0, 1)."""
+    """Gradients are reduced directly after their backward: each one (ZeRO 2, 3) or the stage's last (ZeRO 0, 1)."""
     left = Counter(action.stage for action in computations(row) if action.kind in WEIGHT_GRADIENTS)
     due: list[Action] = []
     for slot in (*row, None):
@@ -176,7 +175,7 @@ def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
 
 
 def _due(slot: Slot, left: Counter[int], zero: int) -> Iterator[Action]:
-    """The reductions that must follow a slot; counts down the backwards that are left of each stage."""
+    """Yield the reductions that must follow a slot; subtract its backwards from `left`."""
     stages = [action.stage for action in parts(slot) if action.kind in WEIGHT_GRADIENTS]
     for stage in stages:
         left[stage] -= 1
@@ -194,7 +193,7 @@ def _at_the_ends(rank: int, row: Row, program: Program) -> Iterator[str]:
         begin, end, found = (format_row(actions) or "no collectives" for actions in (first, last, there))
         yield (
             f"rank {rank}: a bidirectional schedule begins with {begin} and ends with {end} (ZeRO {zero}); here the collectives are "
-            f"{found}, or stand elsewhere"
+            f"{found}, or are in other places"
         )
     if zero >= 2:
         yield f"rank {rank}: ZeRO {zero} exchanges something for each microbatch, and the two copies of a stage run in different orders"

@@ -9,9 +9,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """No bubble if F, I and W take the same time, with 1F1B's memory on every rank.
 
     Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage: a microbatch's backward starts where its
-    forward began. The order is made for F = I = W (of one stage) and at least 2 * ranks - 1 microbatches: then no rank idles inside its
-    own span, and holds 2 * ranks stages' worth of activations at most, which is `ranks` microbatches of two stages each. Other
-    times and fewer microbatches run too, with some bubble. As with ZB-H2, ranks end one after the other.
+    forward began. The order is optimal for F = I = W (of one stage) and at least 2 * ranks - 1 microbatches: then no rank idles
+    inside its own span, and each holds the activations of at most 2 * ranks stages, which are `ranks` microbatches of two stages
+    each. Other times and fewer microbatches also run, with some bubble. As with ZB-H2, ranks end one after the other.
     """
     full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches there are none of are left out
 

@@ -1,4 +1,4 @@
-"""Specifications: frozen values that say what to train, where, and how. No torch."""
+"""Specifications: frozen values for what to train, where, and how. No torch."""
 
 from megalith.spec.families import Model
 from megalith.spec.families.llama import Llama

@@ -1,4 +1,4 @@
-"""When a person is told about a run, and how."""
+"""When and how a person gets alerts of a run."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -45,7 +45,7 @@ class AlertsSpec(Spec):
 
 def address_of(target: str, environment: Mapping[str, str]) -> str:
     """Return the address that `alerts.post` names. Raises ValueError if it is not an address. The message leaves the address out,
-    because whoever knows it may post there."""
+    because anyone who knows it may post there."""
     address, what = target, "alerts.post"
     if target.startswith(ENVIRONMENT):
         name = target.removeprefix(ENVIRONMENT)

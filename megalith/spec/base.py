@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class AbsentError(AttributeError):
-    """A value of a spec that is not there, because the one given was faulty."""
+    """A value of a spec is absent, because the given one was faulty."""
 
 
 class Spec(BaseModel):

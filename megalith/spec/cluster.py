@@ -18,7 +18,7 @@ from megalith.spec.problem import Problem, SpecErrors, near
 class Accelerator(Spec):
     """One device. Rates are per second and per device; links count ONE direction (vendors print the sum of both).
 
-    A figure that nobody published is None, or missing from `peak`: it is never guessed.
+    An unpublished figure is None, or missing from `peak`: figures are never guessed.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Accelerator(Spec):
 
     @property
     def wide(self) -> float:
-        """Dense FLOP/s in `half`. Raises KeyError if nobody published them."""
+        """Dense FLOP/s in `half`. Raises KeyError if they are not published."""
         return self.peak[self.half]
 
 
@@ -64,11 +64,11 @@ class Measured(Spec):
     at: str = Field(description="date and time of the measurement, in UTC")
     torch: str = Field(description="version of PyTorch that was measured with")
     ranks: PositiveInt = Field(description="ranks that computed at once")
-    threads: PositiveInt = Field(default=1, description="compute threads of each of them")
+    threads: PositiveInt = Field(default=1, description="compute threads of each rank")
     wide: PositiveFloat = Field(description="share of peak that a large product reaches")
-    ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that")
+    ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that share")
     attention_forward: PositiveFloat = Field(description="share of the 16-bit peak that attention reaches")
-    attention_backward: PositiveFloat = Field(description="and its backward")
+    attention_backward: PositiveFloat = Field(description="share of the 16-bit peak that the backward of attention reaches")
     memory: PositiveFloat = Field(description="share of the memory bandwidth that element-wise operations reach")
     fast: PositiveFloat | None = Field(
         default=None, description="share of scale_up that a large collective reaches; unset with one rank"
@@ -83,7 +83,7 @@ class Measured(Spec):
 
 
 class HostSpec(Spec):
-    """One host of a cluster, with what its devices share. None: an assumed figure for each device (`cost.host`)."""
+    """One host of a cluster, with the resources that its devices share. None: an assumed figure for each device (`cost.host`)."""
 
     memory: PositiveInt | None = Field(default=None, description="bytes of memory; training state may take half of it")
     memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s that its memory reads and writes at most")
@@ -97,7 +97,7 @@ class HostSpec(Spec):
 
 
 class ClusterSpec(Spec):
-    """A number of like accelerators, and what joins, breaks and pays for them. None: as the accelerator's own entry says."""
+    """A number of equal accelerators, with their links, faults and prices. None: as in the accelerator's own entry."""
 
     accelerator: Accelerator
     count: PositiveInt
@@ -106,7 +106,7 @@ class ClusterSpec(Spec):
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
     interruptions: NonNegativeFloat = Field(
         default=419 / (54 * 24 * 16_384),
-        description="unexpected ones a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
+        description="unexpected interruptions a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
     )
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
     measured: Measured | None = Field(default=None, description="what `megalith doctor --calibrate` measured")
@@ -114,7 +114,7 @@ class ClusterSpec(Spec):
 
     @property
     def nodes(self) -> int:
-        """Hosts, the last one perhaps not full."""
+        """The number of hosts; the last one may not be full."""
         return -(-self.count // self.per_node)
 
     @property
@@ -154,7 +154,7 @@ ALIASES = {
     "tpuv6e": "tpu-v6e",
     "trillium": "tpu-v6e",
 }
-"""Short names of accelerators in the catalogue: of several sizes, the one that most clusters have."""
+"""Short names of accelerators in the catalogue. If there are several sizes, the name means the most common one."""
 
 OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
 
@@ -179,7 +179,8 @@ def _accelerator(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def find(device_name: str) -> Accelerator | None:
-    """The accelerator torch calls `device_name`; None for one the catalogue does not know, whose peak is not to be guessed."""
+    """Return the accelerator that torch calls `device_name`; None if the catalogue does not contain it, because peaks are not
+    guessed."""
     wanted = device_name.strip().lower()
     for accelerator in catalogue().values():
         if wanted in (name.lower() for name in accelerator.device_names):
@@ -188,10 +189,11 @@ def find(device_name: str) -> Accelerator | None:
 
 
 def load(text: str) -> ClusterSpec:
-    """The cluster `text` names: "h100" (one node of them), "h100:16384" or "16384xh100" (so many), or a TOML file (`clusters/mine.toml`).
+    """Return the cluster that `text` names: "h100" (one node), "h100:16384" or "16384xh100" (that many devices), or a TOML file
+    (`clusters/mine.toml`).
 
     The file's keys are those of ClusterSpec, with `accelerator` a name from the catalogue or a table of its own.
-    Raises SpecErrors for a name the catalogue has not, with the nearest it has.
+    Raises SpecErrors for a name that is not in the catalogue, with the nearest name that is.
     """
     if text.endswith(".toml"):
         return _read(Path(text))
@@ -245,7 +247,7 @@ def _read(path: Path) -> ClusterSpec:
 
 
 def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
-    """Return a problem for each way in which a file's measured figures are not of its own devices."""
+    """Return a problem for each sign that a file's measured figures come from other devices."""
     found, device = cluster.measured, cluster.accelerator
     if found is None:
         return []

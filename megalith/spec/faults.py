@@ -12,10 +12,11 @@ from megalith.spec.base import Spec
 Shows = Literal[
     "crash", "bug", "hang", "node lost", "preemption", "straggler", "corrupt state", "not finite", "wrong gradient", "full disk"
 ]
-"""Symptom of a fault in a run: a rank's process dies; its program raises; nobody makes progress; and so on."""
+"""Symptom of a fault in a run: a rank's process dies; its program raises; no rank makes progress; and so on."""
 
 Repair = Literal["none", "reboot", "part", "node", "maintenance"]
-"""Repair of a node: nothing is broken; a reset or a reboot; a part is replaced; the whole node is; its maintenance ends."""
+"""Repair of a node: none, because nothing is broken; a reset or a reboot; replacement of a part; of the whole node; the end of
+its maintenance."""
 
 
 class FaultCause(Spec):
@@ -50,7 +51,8 @@ class FaultTable(Spec):
 
 
 class Reliability(Spec):
-    """How a cluster's nodes break, together and alone, and how long they are away. A default of 0: nobody published a figure."""
+    """Rates of faults of a cluster's nodes, together and alone, and the times of repair. A default of 0: no figure is
+    published."""
 
     faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")
     reboot_hours: PositiveFloat = Field(
@@ -68,8 +70,8 @@ class Reliability(Spec):
     rack_nodes: PositiveInt = Field(
         default=2, description="nodes of a rack; Llama 3: two servers of eight (arXiv:2407.21783, 3.3.1)"
     )
-    rack_outages: NonNegativeFloat = Field(default=0.0, description="a rack and a year")
-    rack_hours: PositiveFloat = Field(default=4.0, description="mean until a rack is back; assumed")
+    rack_outages: NonNegativeFloat = Field(default=0.0, description="outages of a rack in a year")
+    rack_hours: PositiveFloat = Field(default=4.0, description="mean time until a failed rack is back; assumed")
     switch_racks: PositiveInt = Field(
         default=192, description="racks under one switch; Llama 3: pods of 192 racks (same section)"
     )
@@ -79,12 +81,12 @@ class Reliability(Spec):
     )
     lemon_share: NonNegativeFloat = Field(default=0.0, lt=1.0, description="share of nodes that fail much more often")
     lemon_factor: PositiveFloat = Field(
-        default=1.0, ge=1.0, description="how much more often they fail; the mean over all nodes stays the same"
+        default=1.0, ge=1.0, description="how much more often these nodes fail; the mean over all nodes stays the same"
     )
     person_hours: PositiveFloat = Field(default=0.5, description="time until a person has dealt with a run that stopped; assumed")
 
     def hours(self, repair: Repair) -> float:
-        """Mean hours until a node is back that needs this repair."""
+        """Return the mean hours of this repair."""
         if repair == "none":
             return 0.0
         return float(getattr(self, f"{repair}_hours"))

@@ -1,9 +1,9 @@
-"""Run files: TOML in, a checked RunSpec out, with where each value came from.
-
-Values are laid over each other in this order: defaults < preset (`[model] preset = "llama3-8b"`) < file < command line
-(`--set train.steps=100`). Tables are laid key by key, anything else is replaced. Paths inside a run file, if relative, start at
-the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies. Only a
-cluster's file, which is written beside run files, is looked for from the run file's folder first.
+"""Run files: from TOML to a checked RunSpec, with the origin of each value. Values override each other in this order: defaults <
+preset (`[model] preset = "llama3-8b"`) < file < command line
+(`--set train.steps=100`). Tables are merged key by key, all other values are replaced. Paths inside a run file, if relative,
+start at
+the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies. The
+exception is a cluster's file, which is usually beside run files: it is looked for in the run file's folder first.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ SPEC_FILE = "spec.json"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run as it will be run. `provenance` names the origin of each value by its dotted key:
+    """A run with all its values. `provenance` names the origin of each value by its dotted key:
     "default", "preset llama3-8b", "file run.toml" or "command line"."""
 
     spec: RunSpec
@@ -49,7 +49,7 @@ class Reading:
     problems: list[Problem]
 
     def whole(self) -> Resolved:
-        """The run, if nothing is wrong with it; raises SpecErrors with every problem."""
+        """Return the run if it has no problems; raises SpecErrors with every problem."""
         if self.problems:
             raise SpecErrors(self.problems)
         return self.resolved
@@ -64,7 +64,7 @@ class Layer:
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
-    """The run a file describes, with `overrides` ("train.steps=100") laid over it. Raises SpecErrors with every problem."""
+    """Return the run that a file describes, changed by `overrides` ("train.steps=100"). Raises SpecErrors with every problem."""
     return read(path, overrides=overrides).whole()
 
 
@@ -87,7 +87,7 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
 
 
 def _cluster_missing(resolved: Resolved, path: Path) -> list[Problem]:
-    """The problem that the run file names a cluster's file that is in neither place where it is looked for; empty if it does not."""
+    """Return the problem of a cluster's file that the run file names and that is in neither possible place; else empty."""
     source = resolved.provenance.get("cluster", "")
     if not source.startswith("file "):
         return []
@@ -110,7 +110,8 @@ def _is_relative_file(cluster: Any) -> TypeGuard[str]:
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
-    """Lay values over each other, later over earlier, on top of the preset they name. Raises SpecErrors with every problem."""
+    """Merge layers of values, the preset that they name first; later layers override earlier ones. Raises SpecErrors with every
+    problem."""
     return _lay_all(layers, path=None).whole()
 
 
@@ -137,7 +138,7 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
 
 
 def _placed(spec: RunSpec) -> RunSpec:
-    """Return a run as the command of its site trains it; as it is where that cannot be told, for want of values."""
+    """Return a run as the command of its site trains it; unchanged if the values for that are missing."""
     with contextlib.suppress(AbsentError):
         return at_site(spec)
     return spec
@@ -214,7 +215,7 @@ def _printable(text: str) -> str:
 
 
 def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path: tuple[str, ...] = ()) -> None:
-    """Lay values over a tree, tables key by key; `sources` notes where each is from."""
+    """Merge values into a tree, tables key by key; note the origin of each in `sources`."""
     for name, value in values.items():
         here = (*path, name)
         if isinstance(value, dict):
@@ -227,7 +228,8 @@ def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path:
 
 
 def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
-    """The layer of the preset that the topmost layer with one names; none, and the problem, if there is no such preset."""
+    """Return the layer of the preset that the last layer with one names; no layer, and the problem, if there is no such
+    preset."""
     for layer in reversed(layers):
         model = layer.values.get("model")
         if not isinstance(model, dict) or "preset" not in model:

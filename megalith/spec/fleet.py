@@ -9,7 +9,7 @@ from megalith.spec.plan import Plan
 
 
 class FleetSpec(Spec):
-    """The policy's own numbers (`control.policy`). What is switched off here costs nothing."""
+    """The policy's own numbers (`control.policy`). A feature that is switched off costs nothing."""
 
     recover: bool = Field(
         default=True,
@@ -24,8 +24,8 @@ class FleetSpec(Spec):
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
-        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); also for space "
-        "for the run's last checkpoint, and for one that is away",
+        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); also to wait "
+        "for space for the run's last checkpoint, and for a checkpoint that is away",
     )
     fallback: Plan | None = Field(default=None, description="plan to continue with when too few nodes are left")
     memory_every: NonNegativeInt = Field(
@@ -38,7 +38,8 @@ class FleetSpec(Spec):
     )
     disk_every: NonNegativeInt = Field(default=0, description="steps between copies on the node's own disk; 0: none")
     disk: str = Field(
-        default="/var/tmp", description="folder on each node's own disk for them; best one that outlives a restart of the node"
+        default="/var/tmp",
+        description="folder for these copies on each node's own disk, preferably one that survives a restart of the node",
     )
     digest: bool = Field(default=True, description="digest the state after each update and before the next: finds flips at rest")
     verify_every: NonNegativeInt = Field(
@@ -48,8 +49,8 @@ class FleetSpec(Spec):
     )
     verify: Literal["one", "all"] = Field(
         default="one",
-        description="microbatches recomputed then. one: apart from the step, which never detects a one-off error; all: every one, "
-        "compared with the step itself, which detects it if its step is verified (always, if verify_every is 1)",
+        description="microbatches recomputed in such a step. one: apart from the step, which never detects a one-off error; all: every "
+        "one, compared with the step itself, which detects it if its step is verified (always, if verify_every is 1)",
     )
     hang_factor: PositiveFloat = Field(default=3.0, description="a step may take this many times the rolling 99th percentile")
     hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress that are never called a hang")
@@ -82,7 +83,7 @@ class FleetSpec(Spec):
 
     @property
     def looks_before_start(self) -> bool:
-        """True if a machine is checked before ranks first start there."""
+        """True if a machine is checked before ranks first start on it."""
         return self.recover and self.check == "start"
 
     @property

@@ -1,6 +1,6 @@
 """Names of settings in other trainers, each with the corresponding key of a run file and the meaning of that key.
 
-Only unknown keys and options are looked up, so a name in this table that a later version takes as a key of its own is never refused.
+Only unknown keys and options are looked up, so a name in this table may become a key in a later version.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """The key of a run file that a foreign name stands for, and what a user of that name should know. `key` is "" if Megalith has
+    """The key of a run file for a foreign name, and a note for users of that name. `key` is "" if Megalith has
     no such key."""
 
     key: str

@@ -34,7 +34,7 @@ Change = Literal["ahead", "context", "layers", "rope_scaling", "rope_theta", "to
 
 
 class Fields(NamedTuple):
-    """The fields of one part of a model, by what depends on them. Each field is listed in one of the three."""
+    """The fields of one part of a model, by their effect. Each field is in one of the three lists."""
 
     forward: str
     """Fields that the forward pass depends on."""

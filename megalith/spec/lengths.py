@@ -1,8 +1,8 @@
 """Lengths that a run file gives in steps, samples or tokens ("500M tokens"), converted once, without torch, to the run's own
 units.
 
-Points of a ramp and phases become samples, which data order follows; the rest become steps, which the learning rate follows, of a run
-that leaves out no update.
+Points of a ramp and phases become samples, because the data order depends on samples. All other lengths become steps, because the
+learning rate depends on steps; they assume that no update is skipped.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -41,12 +41,12 @@ def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
 
 
 def as_decay(updates: int, steps: int) -> float:
-    """Return the value of `optimizer.decay` for a decay over so many updates of a run of `steps`."""
+    """Return the value of `optimizer.decay` for a decay over `updates` updates of a run of `steps`."""
     return float(updates) if updates > 1 else max(0, updates) / steps
 
 
 def decay_updates(optimizer: OptimizerSpec, steps: int) -> float:
-    """Return over how many updates at its end a run of `steps` decays."""
+    """Return the number of updates in the decay at the end of a run of `steps`."""
     return optimizer.decay if optimizer.decay > 1 else optimizer.decay * steps
 
 
@@ -95,7 +95,7 @@ def _table(tree: Tree, name: str) -> Tree:
 
 
 def _number(kind: type[Spec], name: str, value: Any) -> Any:
-    """Return the value of a key, as a number if it is text such as "8k" that the key takes."""
+    """Return the value of a key; text such as "8k" becomes a number if the key accepts it."""
     field = kind.model_fields.get(name)
     mark = next((each for each in field.metadata if isinstance(each, Thousand)), None) if field else None
     return whole(value, mark) if mark and isinstance(value, str) else value

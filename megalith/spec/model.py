@@ -83,16 +83,16 @@ class LatentAttentionSpec(Spec):
     q_rank: PositiveInt | None = Field(description="width of the queries' latent; None: queries straight from x")
     kv_rank: PositiveInt
     nope_dim: PositiveInt = Field(description="channels of a head's queries and keys that are not rotated")
-    rope_dim: PositiveInt = Field(description="channels that are; the keys' are shared by all heads")
+    rope_dim: PositiveInt = Field(description="channels that are rotated; all heads share those of the keys")
     v_dim: PositiveInt = Field(description="channels of a head's values")
     norm_eps: PositiveFloat = 1e-6
     rope: RopeSpec = RopeSpec()
 
 
 class MambaSpec(Spec):
-    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): a state of `head_dim` x `state` numbers a head, that decays and takes in each token.
-
-    Heads of a group share what writes to the state and what reads it, as heads of attention share keys and values.
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): each head has a state of `head_dim` x `state` numbers that decays and adds each
+    token. Heads of a group share the vectors that write to the state and read from it, as heads of attention share keys and
+    values.
     """
 
     heads: PositiveInt
@@ -127,8 +127,8 @@ class MlpSpec(Spec):
 class RouterSpec(Spec):
     """Router: the experts of a token, their weights, and the balance of the load.
 
-    `set`s of tokens, over which load is measured, are fixed by the run, never by the plan: "sequence", "batch" (microbatch i of all
-    data ranks; how many sequences that is, the plan decides that a run begins with, and no later one may change) or "global" (the
+    `set`s of tokens, over which load is measured, are fixed by the run, never by the plan: "sequence", "batch" (microbatch i of
+    all data ranks; the run's first plan decides the number of sequences, and no later plan may change it) or "global" (the
     whole global batch of the step before).
     """
 
@@ -180,7 +180,8 @@ class NormSpec(Spec):
 class BlockSpec(Spec):
     """One block: x + mixer(norm(x)), then x + mlp(norm(x)); or both from one norm (`parallel`, PaLM).
 
-    The mixer is attention or Mamba-2. A block may also be one half alone, as the layers of hybrids are (Nemotron-H, arXiv:2504.03624).
+    The mixer is attention or Mamba-2. A block may also be one half alone, like the layers of hybrids (Nemotron-H,
+    arXiv:2504.03624).
     """
 
     attention: AttentionSpec | LatentAttentionSpec | None = Field(default=None, discriminator="kind")
@@ -208,7 +209,9 @@ class EmbeddingSpec(Spec):
     vocab: PositiveInt
     positions: PositiveInt | None = Field(default=None, description="learned positions to add, this many (GPT-3)")
     scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
-    init_std: PositiveFloat | None = Field(default=None, description="of the first embeddings (PaLM: 1); None: the model's")
+    init_std: PositiveFloat | None = Field(
+        default=None, description="standard deviation of the first embeddings (PaLM: 1); None: the model's"
+    )
 
 
 class AheadSpec(Spec):
@@ -216,7 +219,7 @@ class AheadSpec(Spec):
 
     depth: PositiveInt = 1
     block: BlockSpec
-    weight: PositiveFloat = Field(default=0.1, description="of the mean of the further tokens' losses")
+    weight: PositiveFloat = Field(default=0.1, description="weight of the mean of the further tokens' losses")
 
 
 class HeadSpec(Spec):
@@ -258,7 +261,7 @@ class ModelSpec(Spec):
     @property
     def balances_microbatches(self) -> bool:
         """True if there is a loss over the loads of microbatch i of all data ranks. Then the result depends on the number of
-        sequences in it."""
+        sequences in a microbatch."""
         blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
         routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
         return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

@@ -1,7 +1,6 @@
-"""The gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1), and where a plan shows it. No torch.
-
-Gradients of two batch sizes are enough for an estimate without bias: the partial gradients of a step, and their sum. A rank has
-its part in hand right before the reduction.
+"""The gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1), and the plans under which it can be
+measured. No torch. Gradients of two batch sizes give an unbiased estimate: the partial gradients of a step, and their sum. A rank
+has its partial gradient just before the reduction.
 """
 
 from typing import NamedTuple
@@ -9,11 +8,11 @@ from typing import NamedTuple
 from megalith.spec.plan import Plan
 
 SMOOTHED = 0.98
-"""Share of a moving average that a step keeps: about 50 steps count."""
+"""Share of the moving average that each step keeps: about 50 steps count."""
 
 
 class Noise(NamedTuple):
-    """Estimates of one step. Each is without bias; their ratio is not, so it is taken of their averages over steps."""
+    """Estimates of one step. Each is unbiased, but their ratio is not, so the ratio of their averages over steps is used."""
 
     signal: float
     """The squared norm of the true gradient; an estimate of it may be negative."""

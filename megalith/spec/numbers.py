@@ -1,6 +1,6 @@
 """Number formats, and the precisions that a run computes in: each is one row here, and nowhere else. No torch.
 
-Below them, the choices that a run has within a narrow precision.
+After them, the choices of a run within a narrow precision.
 
 A new format is a row of NUMBERS, its dtype in `kernels/numbers.py` and its kernels. A new precision is a row of PRECISIONS.
 """
@@ -23,7 +23,7 @@ class Number:
     bits: int
     """Bits of one number, without its scale."""
     significand: int
-    """Significant bits, including the implicit one. Of a format with two layouts, that of activations and weights."""
+    """Significant bits, including the implicit one. If a format has two layouts: that of activations and weights."""
     rate: str
     """Entry of `Accelerator.peak` that gives the rate of its matrix products."""
     scale: Literal["none", "tensor", "block"] = "none"
@@ -74,7 +74,7 @@ FP32, BF16, FP16 = NUMBERS["fp32"], NUMBERS["bf16"], NUMBERS["fp16"]
 
 @dataclass(frozen=True)
 class Reordered:
-    """Limits of parity where a plan changes the order of sums and no more: its run is compared with one process, number by number."""
+    """Limits of parity where a plan only changes the order of sums: its run is compared with one process, number by number."""
 
     loss: float = 1e-5
     """|difference|"""
@@ -83,7 +83,7 @@ class Reordered:
     gradient: float = 1e-4
     """Largest |difference| / largest |reference| of a tensor"""
     floor: float = 1e-3
-    """A tensor's largest gradient counts as at least this share of the model's largest: less is its own rounding."""
+    """A tensor's largest gradient counts as at least this share of the model's largest; smaller values are rounding."""
     weights: float = 0.05
     """|difference| in learning rates, summed over the steps"""
     router: float = 1e-6
@@ -94,18 +94,18 @@ class Reordered:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Limits of parity where each number is visibly rounded: a plan's run and one process in the same precision are both measured from
-    one process in fp32. Each comment gives the largest value found in correct runs: in bf16 82 of them, 14 presets under 36 plans, seeds 1
-    to 3; in fp16 141, 62 presets under 22 plans, seeds 1 and 2."""
+    """Limits of parity where each number is visibly rounded: a plan's run and one process in the same precision are both compared
+    with one process in fp32. Each comment gives the largest value in correct runs: 82 in bf16 (14 presets, 36 plans, seeds 1 to
+    3) and 141 in fp16 (62 presets, 22 plans, seeds 1 and 2)."""
 
     loss: float
-    """How much farther from fp32 than that of one process"""
+    """Distance of the loss from fp32 beyond that of one process"""
     distance: float
-    """Distance of a tensor's gradient from fp32, in that of one process"""
+    """Distance of a tensor's gradient from fp32, relative to that of one process"""
     least: float
     """One process's distance counts as at least this share of the gradient: a single rounding"""
     scale: float
-    """|factor - 1| by which a tensor's gradient is longer than that of one process, beyond four standard errors"""
+    """|ratio - 1| of the norms of a tensor's gradient and that of one process, beyond four standard errors"""
     microbatch: float
     """|weight - 1| of each microbatch in the gradient of the first step"""
     norm: float
@@ -116,9 +116,9 @@ class Rounded:
     """Scores closer than this may be ranked either way."""
     maxima: float = 0.15
     """|log2| of the ratio of the maxima that scales of rows and tensors follow to one process's, in the first step. The largest
-    value of 12 correct runs is 0.06. The smallest value of runs in which each rank mistakes its part for the whole is 0.35."""
+    value of 12 correct runs is 0.06. It is at least 0.35 in runs in which each rank treats its part as the whole."""
     router: float = 1e-6
-    """|difference| of loads and biases, while every token goes where one process sends it"""
+    """|difference| of loads and biases, while every token has the same experts as in one process"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Precision:
     compute: Number
     """Compute weights, activations and their gradients, and messages with these."""
     factors: Number
-    """Weights and activations as inputs of the products in blocks, and what these keep of activations for weight gradients (DeepSeek-V3,
+    """The format of weights and activations as inputs of the products in blocks, and of the activations that these keep for
+    weight gradients (DeepSeek-V3,
     arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
     parity: Reordered | Rounded
     """Limits within which a plan trains like one process."""
@@ -146,7 +147,7 @@ class Precision:
 
     @property
     def rate(self) -> str:
-        """Entry of `Accelerator.peak` at whose rate the trainer multiplies."""
+        """Entry of `Accelerator.peak` with the rate of the trainer's products."""
         return (self.compute if self.emulated else self.factors).rate
 
 
@@ -232,7 +233,7 @@ PRECISIONS: Mapping[str, Precision] = {
 TRAINED = tuple(PRECISIONS)
 """Precisions that the trainer computes in."""
 FAST = tuple(name for name in TRAINED if not PRECISIONS[name].emulated)
-"""Precisions whose speed and memory the trainer has, too, not only their numbers."""
+"""Precisions that the trainer does not emulate: it also has their speed and memory."""
 
 if TYPE_CHECKING:
     Rate = str
@@ -245,12 +246,13 @@ else:
 # --- choices within a narrow precision ---
 
 FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
-"""Layers with an output a head, or one: they stay wide, since a tensor rank's share of the outputs is not a whole tile."""
+"""Layers with one output for each head, or one in all: they stay wide, because a tensor rank's share of the outputs is not a
+whole tile."""
 
 
 class PrecisionSpec(Spec):
-    """Choices within a narrow precision. Embedding, head, router and norms stay wide in any case. So do the weight gradients of experts:
-    which tokens share a tile there would depend on the plan."""
+    """Choices within a narrow precision. Embedding, head, router and norms stay wide in any case. So do the weight gradients of
+    experts, because the tokens that share a tile would depend on the plan."""
 
     input_gradient: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the products that give the gradients of activations"
@@ -315,7 +317,8 @@ def recipe_of(choices: PrecisionSpec, precision: str) -> str:
 
 
 def tile_of(choices: PrecisionSpec, precision: str) -> int:
-    """Return the number of channels, and of tokens, that share a scale; 0 where that is no fixed number, or nothing shares one."""
+    """Return the number of channels, and of tokens, that share a scale; 0 if that number is not fixed, or there is no common
+    scale."""
     tile = PRECISIONS[precision].tile
     return 0 if choices.granularity != "tile" else tile and (choices.tile or tile)
 

@@ -1,4 +1,5 @@
-"""The optimizers: which tensors each keeps for a parameter, what an update looks at, and where its rule is. One row each. No torch."""
+"""The optimizers, one row each: the tensors that each keeps for a parameter, the dependencies of an update, and the rule. No
+torch."""
 
 from typing import Literal, NamedTuple, NoReturn
 
@@ -36,7 +37,8 @@ class Kind(NamedTuple):
         return self.moved_with(WIDE)
 
     def moved_with(self, moments: Moments) -> float:
-        """The same with moments in another number format. An update reads the gradient; it reads and writes the rest."""
+        """Return the same with moments in another number format. An update reads the gradient, and reads and writes the other
+        tensors."""
         return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *moments.of(self.slots)]))
 
 

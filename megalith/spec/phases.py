@@ -1,8 +1,8 @@
 """The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
 
 `train.batch_ramp` and `data.phases` are points: each sets the values that it names from a sample on; for each value, the last
-point that names it counts. A step's samples are all read alike, so a phase begins with the first step that begins at its point or
-after it. Every number here follows from the run file alone: any plan, and any resumed run, finds the same. No torch.
+point that names it counts. All samples of a step have the same values, so a phase begins with the first step at its point or
+after it. All numbers follow from the run file alone, so they are the same under any plan and in any resumed run. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,31 +29,31 @@ class Point:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps that are alike in mixture, sequence length and global batch."""
+    """Steps with the same mixture, sequence length and global batch."""
 
     number: int
     first: int
     """Samples before it."""
     step: int
-    """Steps before it, in a run that passes over no samples."""
+    """Steps before it, in a run that skips no samples."""
     tokens: int
     """Tokens before it."""
     seq_len: int
     global_batch: int
     weights: dict[str, float] | None
     keys: tuple[str, ...] = field(default=(), compare=False)
-    """The points of the run file that it begins with."""
+    """The points of the run file at its beginning."""
     set_by: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Key of the run file that set each value that is not the beginning's."""
+    """The key of the run file that set each value, if a point did."""
 
     @property
     def values(self) -> tuple[int, int, int, dict[str, float] | None]:
-        """From which sample on it sets what."""
+        """The sample at which it begins, and the values that it sets."""
         return self.first, self.seq_len, self.global_batch, self.weights
 
     @property
     def words(self) -> str:
-        """Describe what its steps read."""
+        """Describe the data of its steps."""
         mixture = "" if self.weights is None else ", " + ", ".join(f"{name} {share:g}" for name, share in self.weights.items())
         return f"{self.global_batch:,} sequences of {self.seq_len:,} tokens a step{mixture}"
 
@@ -104,8 +104,8 @@ class Phases:
 
     @cached_property
     def texts(self) -> tuple[int, ...]:
-        """For each phase, the first one since which losses can be compared: mixture and sequence length are the same, and no batch is
-        smaller than the one before."""
+        """For each phase, the first phase whose losses can be compared with its own: mixture and sequence length are the same,
+        and no batch is smaller than the one before."""
         found = [0]
         for before, now in pairwise(self.all):
             alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch
@@ -117,7 +117,7 @@ class Phases:
         return tuple(phase for phase in self.all if phase.number == 0 or phase.first < samples)
 
     def after(self, samples: int, steps: int) -> int:
-        """Return the samples consumed `steps` steps after `samples` were."""
+        """Return the samples consumed after `steps` more steps than `samples`."""
         while steps > 0:
             phase = self.at(samples)
             following = self._next(phase)
@@ -136,7 +136,7 @@ class Phases:
         return phase.tokens + (samples - phase.first) * phase.seq_len
 
     def steps_to(self, amount: Amount) -> int:
-        """Return the steps until at least so much is consumed; at least 1."""
+        """Return the steps until at least this amount is consumed; at least 1."""
         phase = next(
             each
             for each in self.all
@@ -146,7 +146,7 @@ class Phases:
         return max(1, phase.step - (-(amount.number - _measure(phase, amount.unit)) // each))
 
     def spans(self, steps: int) -> Iterator[tuple[Phase, int]]:
-        """Each phase that a run of `steps` steps enters, and how many of them are in it."""
+        """Yield each phase that a run of `steps` steps enters, and its number of steps."""
         for phase in self.all:
             following = self._next(phase)
             end = steps if following is None else min(steps, following.step)
@@ -158,14 +158,14 @@ class Phases:
 
 
 def during(spec: RunSpec, phase: Phase) -> RunSpec:
-    """Return the run as it is during a phase: one of a single phase, with that one's mixture, sequence length and batch."""
+    """Return the run during a phase: a run with the mixture, sequence length and batch of that phase only."""
     train = spec.train.model_copy(update={"seq_len": phase.seq_len, "global_batch": phase.global_batch, "batch_ramp": ()})
     data = spec.data.model_copy(update={"weights": phase.weights, "phases": ()})
     return spec.model_copy(update={"train": train, "data": data})
 
 
 def _after(phase: Phase, steps: int) -> Phase:
-    """Return the phase as it stands after so many of its steps."""
+    """Return the rest of a phase after some of its steps."""
     samples = steps * phase.global_batch
     return replace(
         phase, first=phase.first + samples, step=phase.step + steps, tokens=phase.tokens + samples * phase.seq_len, keys=()
@@ -173,7 +173,7 @@ def _after(phase: Phase, steps: int) -> Phase:
 
 
 def _sample(begin: int | Amount, phase: Phase) -> int:
-    """Return the samples consumed at a point that lies in a phase or after it, if that phase does not end before."""
+    """Return the samples consumed at a point in a phase or after it, if that phase does not end before."""
     if isinstance(begin, int):
         return begin
     gap = begin.number - _measure(phase, begin.unit)
@@ -183,5 +183,5 @@ def _sample(begin: int | Amount, phase: Phase) -> int:
 
 
 def _measure(phase: Phase, unit: str) -> int:
-    """Return what is consumed before a phase."""
+    """Return the amount consumed before a phase."""
     return {"steps": phase.step, "samples": phase.first, "tokens": phase.tokens}[unit]

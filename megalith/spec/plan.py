@@ -1,4 +1,4 @@
-"""How the work is split: a value, chosen by a person or by the planner, applied by `parallel/`."""
+"""The plan: how the work is split. A person or the planner chooses it, and `parallel/` applies it."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class StateSpec(Spec):
 
     @property
     def away(self) -> float:
-        """The share that does not live on the device."""
+        """The share that is not on the device."""
         return 0.0 if self.optimizer == "device" else self.share
 
 
@@ -67,7 +67,8 @@ class Plan(Spec):
         default="ring", description="how keys and values meet queries: passed around a ring, or gathered whole (Llama 3)"
     )
     ulysses: PositiveInt = Field(
-        default=1, description="of the context ranks, how many exchange heads for sequence instead; context: all of them"
+        default=1,
+        description="how many of the context ranks exchange heads for parts of the sequence instead; equal to context: all",
     )
     expert: PositiveInt = Field(default=1, description="ranks that divide the experts; taken from data, context and tensor ranks")
     expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
@@ -101,7 +102,7 @@ class Plan(Spec):
 
     @property
     def set_sequences(self) -> int:
-        """Sequences of microbatch i of all data ranks: the set that a balance loss over microbatches measures loads over."""
+        """Sequences of microbatch i of all data ranks: the set over which a balance loss over microbatches measures loads."""
         return self.data * self.microbatch
 
     @property
@@ -111,7 +112,7 @@ class Plan(Spec):
 
     @property
     def holders(self) -> int:
-        """Ranks whose gradients of a dense weight are added up: they compute different tokens with it."""
+        """Ranks whose gradients of a dense weight are added up, because they compute different tokens."""
         return self.data * self.context * self.sides
 
     @property
@@ -130,10 +131,9 @@ class Plan(Spec):
         return self.pipeline * self.chunks
 
     def bounds(self, blocks: int) -> tuple[tuple[int, int], ...]:
-        """First and past-the-last part of each stage; part 0 is the embedding, part `blocks + 1` the head.
-
-        Blocks are dealt as evenly as possible; the first stages get the remaining blocks, because the last stage also has the
-        output projection. `layers` decides otherwise.
+        """Return the first part of each stage and the one after its last; part 0 is the embedding, part `blocks + 1` the head.
+        Blocks are divided as evenly as possible; the first stages get the remaining ones, because the last stage also has the
+        output projection. `layers`, if set, decides instead.
         """
         return _bounds(self.layers, self.stages, blocks)
 
@@ -145,8 +145,8 @@ AUTO = "segments:auto"
 def recomputed(number: int, *, blocks: int, policy: str) -> bool:
     """Return whether block `number` (of the whole model's `blocks`) keeps only its input in forward and runs again in its own backward.
 
-    `every:n` recomputes every n-th block. Under `sqrt` the blocks of a segment do so while the segment runs again. Blocks after the
-    model's last, which predict further tokens, are in no segment: each runs again alone.
+    `every:n` recomputes every n-th block. Under `sqrt` the blocks of a segment do so while the segment runs again. Blocks of
+    multi-token prediction are in no segment: each runs again alone.
     """
     if policy in ("full", "sqrt"):
         return True

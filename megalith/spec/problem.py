@@ -12,10 +12,10 @@ Severity = Literal["error", "advice"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. An "error" stops the run before it starts; an "advice" is said and does not.
+    """One finding. An "error" stops the run before it starts; an "advice" is only shown.
 
-    `source` is where the value came from: "file run.toml", "preset tiny", "command line", "default"; "" where no single value is
-    to blame. `value` is None where the key is missing.
+    `source` is the origin of the value: "file run.toml", "preset tiny", "command line", "default"; "" if the problem is not in a
+    single value. `value` is None where the key is missing.
     """
 
     severity: Severity
@@ -40,7 +40,7 @@ class SpecErrors(Exception):  # noqa: N818  # it holds several errors, and says 
 
 
 def near(word: str, known: Iterable[str], *, alike: float = 0.6) -> str | None:
-    """Return the known word that is spelt most like `word`; None if none is at least so much `alike` (difflib's ratio)."""
+    """Return the known word that is spelt most like `word`; None if the similarity is below `alike` (difflib's ratio)."""
     spellings = {spelling.lower(): spelling for spelling in known}
     found = get_close_matches(word.lower(), spellings, n=1, cutoff=alike)
     return spellings[found[0]] if found else None

@@ -25,7 +25,8 @@ def quantity(text: str, *, thousand: int = 1000) -> float | None:
 
 
 def whole(text: str, mark: Thousand) -> int | None:
-    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, or that is not a whole number."""
+    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, and for a number that is not
+    whole."""
     number = quantity(text, thousand=mark.base) if re.search(r"[a-zA-Z]", text) else None
     return int(number) if number is not None and number == int(number) else None
 

@@ -1,5 +1,5 @@
-"""Keys of run files that had another name before. For a run file the message gives the new name; saved descriptions of existing
-runs keep their old meaning (`spec.run.OptimizerSpec`)."""
+"""Keys of run files that had another name before. In a run file an old key is an error that gives the new name; in saved
+descriptions of runs it keeps its old meaning (`spec.run.OptimizerSpec`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +11,9 @@ OLD = "optimizer.min_lr"
 
 
 def take(tree: dict[str, Any], source: Callable[[str], str]) -> Iterator[Problem]:
-    """Take old keys out of a tree of values, and yield the problem that each is. `source(key)` returns the origin of a value.
+    """Remove old keys from a tree of values, and yield a problem for each. `source(key)` returns the origin of a value.
 
-    `optimizer.min_lr` was a share of `lr`, which most trainers call a ratio; under the name `min_lr` they expect a learning rate.
+    `optimizer.min_lr` was a share of `lr`. Most trainers call that a ratio, and use `min_lr` for a learning rate.
     """
     optimizer = tree.get("optimizer")
     if not isinstance(optimizer, dict) or "min_lr" not in optimizer:

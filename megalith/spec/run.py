@@ -1,4 +1,4 @@
-"""One training run, as a TOML file says it: a table for each part of it."""
+"""One training run as in a TOML file: a table for each part of it."""
 
 from contextlib import suppress
 from math import isfinite
@@ -39,7 +39,7 @@ Begin = Annotated[
 
 
 class PhaseSpec(Spec):
-    """A phase of the data: what changes from a sample on. Values that it does not name do not change."""
+    """A phase of the data: the values that change from a sample on. Values that it does not name do not change."""
 
     begin: Begin
     weights: dict[str, NonNegativeFloat] | None = Field(default=None, description="share of each domain in the mixture")
@@ -86,7 +86,8 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="narrow ones keep fp32 master weights, moments and reductions; others also multiply in 8 or 4 bits, emulated exactly",
+        description="all but fp32 keep fp32 master weights, moments and reductions; 8- and 4-bit formats also multiply in these "
+        "bits, emulated exactly",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32", description="number format in which gradients are added up over microbatches and ranks, and kept"
@@ -129,7 +130,7 @@ def _warmup(value: Any) -> int | str:
 
 
 class GroupSpec(Spec):
-    """Parameters that are updated in another way than the others: those whose names match a pattern."""
+    """Parameters with an update of their own: those whose names match a pattern."""
 
     pattern: str = Field(min_length=1, description="names of parameters, with * for any characters: `*.experts.*`")
     lr: PositiveFloat = Field(default=1.0, description="factor of the learning rate")
@@ -244,7 +245,8 @@ class StabilitySpec(Spec):
     window: int = Field(default=64, ge=8, le=1024, description="number of newest updates from which the bands are computed")
     width: PositiveFloat = Field(
         default=8.0,
-        description="where a band ends: standard deviations above the newest 16, of logarithms, from the median change of an update",
+        description="limit of a band: standard deviations of logarithms above the median of the newest 16, estimated from "
+        "the median change of an update",
     )
     answers: tuple[Literal["skip", "rewind", "lower", "stop"], ...] = Field(
         default=(), description="responses to a spike, mildest first; empty: only warn"
@@ -252,7 +254,7 @@ class StabilitySpec(Spec):
     patience: PositiveInt = Field(default=12, description="skip: updates skipped in one spike before the next response")
     rewinds: PositiveInt = Field(default=5, description="rewind, lower: times that a run may do so")
     margin: NonNegativeInt = Field(
-        default=2, description="rewind: steps that a good copy is older than the first number outside its band"
+        default=2, description="rewind: a good copy is at least this many steps older than the first number outside its band"
     )
     keep_every: PositiveInt = Field(
         default=20, description="rewind: steps between the copies in memory that a run can go back to"
@@ -265,9 +267,9 @@ class LossScaleSpec(Spec):
     """The power of two that gradients are multiplied by while they are fp16 (`train.precision = "fp16"`)."""
 
     initial: PositiveInt = Field(default=65_536, le=2**40, description="scale of the first step; a power of two, as is the floor")
-    growth_interval: PositiveInt = Field(default=1000, le=2**20, description="updates in a row after which it doubles")
+    growth_interval: PositiveInt = Field(default=1000, le=2**20, description="updates in a row after which the scale doubles")
     hysteresis: PositiveInt = Field(
-        default=2, le=2**10, description="overflows since it last grew at which it is halved, and at each further one"
+        default=2, le=2**10, description="the scale is halved at this many overflows since it last grew, and at each further one"
     )
     floor: PositiveInt = Field(default=1, le=2**40, description="smallest scale: an overflow at it does not lower the scale")
 
@@ -301,7 +303,7 @@ class CheckpointSpec(Spec):
 
 
 SERVED = ("wandb", "trackio", "mlflow")
-"""Other tools with a server that a run's numbers can be sent to: keys of `[log]`, packages and extras of the same names."""
+"""Other tools with a server that can take a run's numbers: keys of `[log]`, packages and extras of the same names."""
 SINKS = ("tensorboard", *SERVED)
 """All other tools that can show a run's numbers."""
 
@@ -313,8 +315,12 @@ class LogSpec(Spec):
     wandb: bool = Field(default=False, description="also log to Weights & Biases (needs the extra `wandb`)")
     trackio: bool = Field(default=False, description="also log to trackio (needs the extra `trackio`)")
     mlflow: bool = Field(default=False, description="also log to MLflow (needs the extra `mlflow`)")
-    project: str = Field(default="megalith", min_length=1, description="project, or experiment, that these know the run under")
-    online: bool = Field(default=False, description="let these send to their servers; else they write to the run folder alone")
+    project: str = Field(
+        default="megalith", min_length=1, description="name of the project, or experiment, that holds the run in these tools"
+    )
+    online: bool = Field(
+        default=False, description="let these tools send to their servers; else they write only to the run folder"
+    )
 
 
 class LaunchSpec(Spec):
@@ -375,7 +381,7 @@ class RunSpec(Spec):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in one world: those of the plan, which in a run with sites is the plan of one site."""
+        """Number of ranks in one world: those of the plan. In a run with sites it is the plan of one site."""
         return self.plan.ranks
 
     @property

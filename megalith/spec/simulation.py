@@ -19,11 +19,11 @@ class TierSeconds(Spec):
 
 
 class LatencySpec(Spec):
-    """Parts of a recovery, in seconds, that are known better than the profile, or the log, says."""
+    """Parts of a recovery, in seconds, that override those of the profile or the log."""
 
     crash: NonNegativeFloat | None = Field(default=None, description="until a dead rank is seen")
     hang: NonNegativeFloat | None = Field(default=None, description="until a hang is seen")
-    node_lost: NonNegativeFloat | None = Field(default=None, description="until a lost node is seen")
+    node_lost: NonNegativeFloat | None = Field(default=None, description="until the loss of a node is seen")
     restart: NonNegativeFloat | None = Field(default=None, description="from the decision until ranks can restore")
     replace: NonNegativeFloat | None = Field(default=None, description="added when a spare joins")
     restore: TierSeconds = Field(default=TierSeconds(), description="seconds to restore from each tier")
@@ -38,18 +38,18 @@ class LatencySpec(Spec):
 
 
 class SimulationSpec(Spec):
-    """A long run with faults. None: from the run file, or else as the description says."""
+    """A long run with faults. None: the value of the run file, or else the one in the key's description."""
 
     days: PositiveFloat = Field(default=30.0, description="how long the run takes")
     checkpoint_every: PositiveFloat | None = Field(
         default=None, description="minutes of work between checkpoints in the shared store; else the run's, or 30"
     )
     step_seconds: PositiveFloat | None = Field(
-        default=None, description="of one step without faults; else the planner's prediction of the run, or 10"
+        default=None, description="seconds of one step without faults; else the planner's prediction of the run, or 10"
     )
     state_bytes: PositiveFloat | None = Field(
         default=None,
-        description="of weights and moments over all ranks, for the time of buddy copies; default: those of the run's model",
+        description="bytes of weights and moments over all ranks, for the time of buddy copies; default: those of the run's model",
     )
     storage: PositiveFloat | None = Field(
         default=None, description="bytes/s of the shared store, for the time of checkpoints; default: the profile's, or the log's"
@@ -63,11 +63,11 @@ class SimulationSpec(Spec):
         default=None, description="seconds of work between two merges; else the run's inner_steps / fragments steps, or 300"
     )
     merge_seconds: NonNegativeFloat | None = Field(
-        default=None, description="for which a merge holds a site up; else as predicted for the run's sites.link, or 0"
+        default=None, description="seconds for which a merge holds a site up; else as predicted for the run's sites.link, or 0"
     )
     return_seconds: NonNegativeFloat | None = Field(
         default=None,
-        description="until a site that was away has the weights of the others; else 8 bytes a parameter over the run's link, or 60",
+        description="seconds until a site that was away has the weights of the others; else 8 bytes a parameter over the run's link, or 60",
     )
     grace: PositiveFloat | None = Field(
         default=None, description="seconds that a merge waits for a site; else the run's, or as long as all its inner_steps take"
@@ -77,10 +77,10 @@ class SimulationSpec(Spec):
         description="seconds that sites wait for a quorum; else the run's launch.timeout and fleet.wait_limit, or 4,200",
     )
     decides: NonNegativeInt | None = Field(
-        default=None, description="number of the site that always decides; else the run's, or one of those that are there"
+        default=None, description="number of the site that always decides; else the run's, or one of the present sites"
     )
     interruptions: NonNegativeFloat | None = Field(
-        default=None, description="unexpected ones a device-hour; else as the cluster says"
+        default=None, description="unexpected interruptions a device-hour; else as the cluster says"
     )
     fleet: FleetSpec = Field(default=FleetSpec(), description="spares, copies of the state, policy")
     reliability: Reliability = Field(default=Reliability(), description="how nodes break; keys not given are the cluster's")

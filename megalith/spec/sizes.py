@@ -1,6 +1,5 @@
-"""The parameters of a model: their names, their shapes and how tokens meet them, without torch.
-
-`models/` makes the same parameters as modules. tests/spec/test_sizes.py holds the two equal, so a count from here is the trainer's own.
+"""The parameters of a model: their names, their shapes and how they act on tokens, without torch. `models/` makes the same
+parameters as modules. tests/spec/test_sizes.py compares the two, so counts here are those of the trainer.
 """
 
 from collections import Counter
@@ -24,22 +23,23 @@ from megalith.spec.model import (
 from megalith.spec.parts import Tensor, declared
 
 Role = Literal["matrix", "experts", "table", "filter", "vector"]
-"""How tokens meet a parameter. A `matrix` [outputs, inputs] multiplies every token. `experts` [experts, outputs, inputs] are as many
-matrices, of which a token meets the active ones. Rows of a `table` [rows, channels] are looked up. A `filter` [channels, width] is
-convolved with the sequence. A `vector` scales or shifts channels, or heads. The table of a tied output multiplies every token too."""
+"""How a parameter acts on tokens. A `matrix` [outputs, inputs] multiplies every token. `experts` [experts, outputs, inputs] are
+matrices of which the active ones multiply a token. Rows of a `table` [rows, channels] are looked up. A `filter` [channels, width]
+is convolved with the sequence. A `vector` scales or shifts channels, or heads. The table of a tied output also multiplies every
+token."""
 
 
 class Parameter(NamedTuple):
     """One parameter."""
 
     name: str
-    """The name within the block, the part or the model that was asked for."""
+    """The name within the given block, part or model."""
     shape: tuple[int, ...]
     role: Role
     heads: int = 1
-    """How many heads the rows of a matrix are of, one after another."""
+    """The number of heads that the rows of a matrix belong to, one after another."""
     stacked: tuple[int, ...] = ()
-    """The rows of each head that are a matrix of their own, where several matrices are stored as one; empty: all of a head's rows."""
+    """The numbers of rows, in each head, of the matrices that are stored as one; empty: all of a head's rows are one matrix."""
 
     @property
     def numel(self) -> int:
@@ -84,16 +84,15 @@ def part_parameters(model: ModelSpec, part: str) -> tuple[Parameter, ...]:
 
 
 def model_parameters(model: ModelSpec) -> dict[str, Parameter]:
-    """Return every parameter once, by its name in the whole model: a tied one by the name of the parameter it stands for."""
+    """Return every parameter once, by its name in the whole model; tied parameters have one name."""
     tied = tied_names(model)
     named = (each for part in model.part_names for each in _under(part, part_parameters(model, part)))
     return {each.name: each for each in named if each.name not in tied}
 
 
 def tied_names(model: ModelSpec) -> dict[str, str]:
-    """Return the names that stand for another parameter, each with that parameter's own name.
-
-    A tied output is the embedding, and so are the tables in which multi-token prediction looks tokens up.
+    """Return the second names of tied parameters, each with the parameter's own name. A tied output is the embedding, and so are
+    the tables of multi-token prediction.
     """
     depth = model.head.ahead.depth if model.head.ahead else 0
     ahead = {f"head.ahead.{k}.embedding.weight": "embedding.weight" for k in range(depth)}
@@ -115,7 +114,7 @@ def count_block(block: BlockSpec, dim: int) -> Count:
 
 
 def count_active(block: BlockSpec, dim: int) -> int:
-    """Return the number of a block's elements that one token meets: all but the experts that it is not sent to."""
+    """Return the number of a block's elements that act on one token: all but those of inactive experts."""
     dense, experts = count_block(block, dim)
     return dense + (experts // block.mlp.experts * block.mlp.router.active if isinstance(block.mlp, MoeSpec) else 0)
 
@@ -136,7 +135,8 @@ def count_model(model: ModelSpec) -> Count:
 
 
 def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
-    """Return what a block's own attention and MLP declare, by the name of that half; a half of Megalith's is left out."""
+    """Return the tensors that a block's own attention and MLP declare, by the name of that half, without Megalith's own
+    halves."""
     halves = {"attention": block.attention, "mlp": block.mlp}
     named = {half: spec for half, spec in halves.items() if isinstance(spec, AttentionSpec | MlpSpec) and spec.own}
     return {half: declared(spec.own or "", dim, spec) for half, spec in named.items()}

@@ -1,4 +1,5 @@
-"""Tensors that a rank keeps for a parameter: number format, place, and cut. The only arithmetic of bytes a parameter. No torch."""
+"""Tensors that a rank keeps for a parameter: number format, place, and cut. All arithmetic of bytes per parameter is here. No
+torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -25,13 +26,13 @@ class Slot(NamedTuple):
     """`row` leaves out the parameter's last dimension, `column` the one before it; a parameter of fewer dimensions keeps its shape."""
     category: Category = "optimizer"
     zero: int = 1
-    """The ZeRO stage from which data ranks share it out (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+    """The ZeRO stage from which data ranks shard it (Rajbhandari et al. 2019, arXiv:1910.02054)."""
     lasting: bool = True
     """True if training resumes from it: it is in checkpoints, copies and digests."""
     root: bool = False
-    """True for a mean of squares: in 8 bits its root is kept, whose range is half as wide."""
+    """True for a mean of squares: in 8 bits its root is stored, because its exponents span half the range."""
     block: int = 0
-    """Numbers along the last dimension that share a scale of one byte, which lies behind their codes; 0: none do."""
+    """Numbers along the last dimension that share a scale of one byte, stored after their codes; 0: no scale."""
 
     def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """The slot's shape for a parameter of this shape, or for a share of it that is cut between blocks."""
@@ -61,7 +62,7 @@ class Moments(NamedTuple):
     """Parameters of fewer elements keep moments in fp32."""
 
     def of(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        """Return an optimizer's slots as a large matrix has them."""
+        """Return an optimizer's slots for a large matrix."""
         if self.number == "fp32":
             return tuple(slots)
         block = self.block if self.number == "fp8" else 0
@@ -77,21 +78,21 @@ LOWER: Mapping[str, Slot] = {
     "split16": Slot("lower", number="int16", category="weights", lasting=False),
     "split8": Slot("lower", number="int8", category="weights", lasting=False),
 }
-"""The lower half of master weights whose upper half is the weight that computes (`kernels.halves`). Checkpoints hold both joined, as
+"""The lower half of master weights whose upper half is the compute weight (`kernels.halves`). Checkpoints hold both joined, as
 master weights in fp32."""
 UPPER = Slot("upper", number="bf16", category="weights", lasting=False)
-"""A rank's share of the upper half, where the weights that compute are gathered from it."""
+"""A rank's share of the upper half, if the compute weights are gathered from it."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
 """The sums of gradients, from the first backward of a step to its update."""
 
 
 def compute(number: str) -> Slot:
-    """The copy of the weights that products read, in the format that they compute in."""
+    """Return the slot of the compute weights, in the format of the products."""
     return Slot("compute", number=number, category="weights", zero=3, lasting=False)
 
 
 def gradient(number: str) -> Slot:
-    """The sums of gradients of a run that adds them up in the format `number`."""
+    """Return the slot of gradient sums in the format `number`."""
     return GRADIENT._replace(number=number)
 
 
@@ -102,7 +103,7 @@ def kept(number: str, optimizer: Iterable[Slot], *, master: str = "fp32", gradie
 
 
 def bytes_each(slots: Iterable[Slot]) -> float:
-    """Bytes that these slots take for one parameter, all of it on one rank. A row or a column of a matrix counts as nothing."""
+    """Return the bytes of these slots per parameter, unsharded. A row or a column of a matrix counts as nothing."""
     return sum(slot.bytes for slot in slots if slot.shape == "like")
 
 
@@ -112,7 +113,8 @@ def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def bytes_of(slots: Iterable[Slot], parameters: float, *, zero: int, shards: int) -> dict[Category, float]:
-    """Bytes of one rank for so many parameters, by category, where ZeRO stage `zero` shares state out over `shards` data ranks."""
+    """Return the bytes of one rank for a number of parameters, by category, if ZeRO stage `zero` shards state over `shards` data
+    ranks."""
     found: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
     for slot in slots:
         found[slot.category] += bytes_each([slot]) * parameters / (shards if zero >= slot.zero else 1)
@@ -120,8 +122,8 @@ def bytes_of(slots: Iterable[Slot], parameters: float, *, zero: int, shards: int
 
 
 def away_names(sizes: Mapping[str, int], share: float) -> list[str]:
-    """The parameters whose state does not live on the device, in order: about `share` of all numbers, and never more. `sizes`: how many
-    each has on this rank; one that has none stays. The largest that still fits is taken first."""
+    """Return the parameters whose state is not on the device, in order: at most about `share` of all numbers. `sizes`: the
+    numbers of each on this rank; a parameter without any stays. The largest that still fits is taken first."""
     left, found = share * sum(sizes.values()), set[str]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if 0 < sizes[name] <= left + 1e-6:

@@ -1,4 +1,4 @@
-"""Values and keys as TOML text: what error messages quote and resolved files hold."""
+"""Values and keys as TOML text, for error messages and resolved files."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def literal(value: Any) -> str:
-    """A value as TOML writes it. None, which TOML has not, is the text "none"; run files read it back as None."""
+    """Return a value as TOML. None, which TOML does not have, becomes the text "none"; run files read it back as None."""
     match value:
         case None:
             return '"none"'
@@ -26,7 +26,7 @@ def literal(value: Any) -> str:
 
 
 def key(part: str) -> str:
-    """One key, in quotes where TOML wants them."""
+    """Return one key, in quotes where TOML needs them."""
     return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else literal(part)
 
 

@@ -1,4 +1,4 @@
-"""How a run's optimizer updates each parameter: by which rule, at which share of the learning rate, with which weight decay. No torch."""
+"""How a run's optimizer updates each parameter: the rule, the factor of the learning rate, the weight decay. No torch."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -59,7 +59,7 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
 
 
 def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatment:
-    """Return the treatment in a model of other sizes (`spec.families.parametrization`)."""
+    """Return the treatment in a model whose sizes are not the base sizes (`spec.families.parametrization`)."""
     power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
     factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0
     return usual._replace(lr=usual.lr * factor, weight_decay=usual.weight_decay / factor, eps=1 / (scaling.width * deep))
@@ -106,8 +106,8 @@ def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
 
 
 def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
-    """Return the bytes kept for one number of a large parameter, as a sum in words. `compute`: the format that products compute
-    in; where it is the master weights' own, these are the ones that compute. `gradients`: the format in which they are added
+    """Return the bytes kept for one number of a large parameter, as a sum in words. `compute`: the format of the products. If it
+    is that of the master weights, these are the compute weights. `gradients`: the format in which they are added
     up."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
@@ -133,7 +133,7 @@ class Treated(NamedTuple):
 
 
 def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[Treated]:
-    """Return all parameters of a model by the group that counts for them and by their treatment; those of no group come last."""
+    """Return all parameters of a model by their group and their treatment; those without a group come last."""
     order = {each.pattern: number for number, each in enumerate(optimizer.groups)}
     found: dict[tuple[str, Treatment], list[Parameter]] = {}
     for each in model_parameters(model).values():
@@ -144,13 +144,14 @@ def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[Treated]:
 
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Rows of a parameter: the first one and the number of each run of neighbouring rows."""
+"""Rows of a parameter: the first row and the number of rows of each contiguous range."""
 
 
 def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...]:
     """Return the rows of each matrix that a parameter (each of its experts) stores as one.
 
-    Latent attention stores the way down to keys and values and to rotated keys as one matrix, and each head's keys and values as one.
+    Latent attention stores the down-projections to keys and values and to rotated keys as one matrix, and each head's keys and
+    values as one.
     With `split_heads`, each head's rows are a matrix of their own.
     """
     rows, heads = parameter.shape[-2], parameter.heads
@@ -182,14 +183,15 @@ class Heads(NamedTuple):
     keys: int
     """Heads of keys, each of which serves as many heads of queries."""
     rows: dict[str, Rows]
-    """The rows of a head by parameter of the whole model: those that make queries and keys and follow a head's factor."""
+    """The rows of a head by parameter of the whole model: those that make queries and keys, which a head's factor scales."""
 
 
 def heads_of(model: ModelSpec) -> list[Heads]:
     """Return all layers of attention whose queries and keys have no norm of their own, in the order of the model.
 
-    A factor f of a head's scores is shared out as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): sqrt(f) for queries and for keys,
-    f for the rotated part of latent attention's queries, whose rotated key all heads share. Likewise, if several query heads
+    A factor f of a head's scores is divided as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): sqrt(f) for queries and for
+    keys, f for the rotated part of latent attention's queries, because all heads share the rotated key. Likewise, if several
+    query heads
     share a key head, the queries take the whole factor.
     """
     return [found for name, attention in attentions(model) if (found := _heads(name, attention)) is not None]

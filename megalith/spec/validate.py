@@ -1,4 +1,4 @@
-"""A tree of raw values -> RunSpec or another spec, or every problem in it at once, worded for the person who wrote the values."""
+"""From a tree of raw values to a RunSpec or another spec, or to all its problems, worded for the person who wrote the values."""
 
 import json
 import re
@@ -66,7 +66,7 @@ WRITE: dict[str, str] = {
 """The way out by the type of error."""
 
 ALIKE = 0.8
-"""How alike two keys of different tables must be spelt (difflib's ratio) for one to be taken for the other."""
+"""The least similarity (difflib's ratio) at which a key of one table is taken for a misspelt key of another."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Examined(Generic[S]):
 
 
 def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
-    """The spec a tree of TOML values describes. `source(key)` returns the origin of a value. Raises SpecErrors with every
+    """Return the spec that a tree of TOML values describes. `source(key)` returns the origin of a value. Raises SpecErrors with
+    every
     problem."""
     found = examine(tree, spec, source=source)
     if found.problems:
@@ -91,8 +92,7 @@ def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_f
     """The same, but return the problems together with the valid values.
 
     Types are strict: "4" is not a number and 4.0 is not a whole number. "none" stands for no value where a key may have none.
-    After a misspelt preset (`preset_failed`) the sizes it would have given are not missed, and other families' sizes are not
-    refused.
+    After a misspelt preset (`preset_failed`), missing sizes and sizes of other families are not reported.
     """
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
     given = _with_nones(spec, whole)
@@ -117,8 +117,8 @@ class Leaf:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Every value of a spec in the order of its fields; tables that hold something are walked, lists are values. The tables in a list are
-    mappings, without what is not set: TOML has no word for that inside a list."""
+    """Yield every value of a spec in the order of its fields; tables that are not empty are walked, lists are values. The tables
+    in a list are mappings without the values that are not set: TOML has no word for those inside a list."""
     inside = value if isinstance(value, Mapping) else dict(value) if isinstance(value, Spec) else {}
     if not inside:
         yield Leaf(path, tuple(map(_table, value)) if isinstance(value, tuple) else value)
@@ -131,7 +131,8 @@ def _table(value: Any) -> Any:
 
 
 def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
-    """Return the tree with "none" read as None wherever the spec admits None, and "8k" as a number where the spec takes such text."""
+    """Return the tree with "none" as None wherever the spec allows None, and "8k" as a number where the spec accepts such
+    text."""
 
     def read(name: str, value: Any) -> Any:
         field = spec.model_fields.get(name)
@@ -173,7 +174,7 @@ def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
 
 @dataclass(frozen=True)
 class _Fault:
-    """One finding of pydantic's: `path` of keys as the user wrote them, and the spec each of its tables is."""
+    """One error of pydantic: the `path` of keys as the user wrote them, and the spec of each of its tables."""
 
     path: tuple[str | int, ...]
     kind: str
@@ -194,7 +195,8 @@ class _Fault:
 
 
 def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> bool:
-    """Is it found only because of another fault? What a misspelt key or preset was meant to give is missing, or of an unknown family."""
+    """Return True for a fault that follows from another one: a misspelt key or preset makes a value missing, or its family
+    unknown."""
     if fault.kind == "missing":
         return not {dotted(fault.path), dotted(fault.path[:1])}.isdisjoint(meant)
     return (
@@ -207,7 +209,7 @@ def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> b
 
 
 def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
-    """Return the valid part of a table. Keys in doubt (`meant`, or of a table that is) are left out if they are not given."""
+    """Return the valid part of a table. Doubtful keys (`meant`, or in such a table) are left out if they are not given."""
     kept: Tree = {}
     absent: list[str] = []
     for name, field in spec.model_fields.items():
@@ -278,8 +280,8 @@ def keys_named(word: str) -> list[str]:
 
 
 def _suggestion(fault: _Fault) -> str | None:
-    """Return the key that an unknown one was likely meant to be: the meaning of another trainer's name, a neighbour that is a word of it
-    or is spelt alike, or nearly the same word in another table."""
+    """Return the likely intended key of an unknown one: the meaning of another trainer's name, a key of the same table that is a
+    word of it or has a similar spelling, or nearly the same word in another table."""
     if found := _meaning(fault):
         return found.key or None
     word, inside = str(fault.path[-1]), fault.path[0] == "model"

@@ -2,8 +2,8 @@
 
 All agents know the run's key, and the store accepts no other clients (docs/security.md).
 
-The engine's variables only decide which process serves the store, and in which order nodes get the first places. Which ranks a
-node has, and which nodes wait as spares, is decided by the run's controller.
+The engine's variables only decide which process serves the store, and in which order nodes get the first places. The run's
+controller decides which ranks a node has, and which nodes wait as spares.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ STRANGERS_SECONDS = 60.0  # between reports of those that the store turned away
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a run. `identity`: copies of the state of a run with another one are not this run's. `open_data` warms a node."""
+    """One machine of a run. `identity`: copies of the state with another identity belong to another run. `open_data` warms a
+    node."""
 
     job: Job
     fleet: FleetSpec
@@ -66,12 +67,12 @@ class Host:
 
     @cached_property
     def memory(self) -> Path:
-        """Folder in which this node keeps copies of the state."""
+        """Folder for copies of the state in this node's memory."""
         return memory_root(self.job.run_dir, f"{self.identity} {self.name}")
 
     @cached_property
     def disk(self) -> Path | None:
-        """Folder on disk in which this node keeps copies; None: none."""
+        """Folder for copies on this node's disk; None: none."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
@@ -97,20 +98,21 @@ def serve_node(host: Host, place: Place | None) -> int:
 
 
 def open_data(spec: RunSpec) -> object:
-    """The run's data, opened as ranks will open it: its files are known to this machine by then. Raises DataError if they are not there."""
+    """Open the run's data as ranks will, so that this machine has read the file lists. Raises DataError if files are missing."""
     return open_stream(spec, "train")
 
 
 def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
-    """Find the run's key and put it into this process's environment, for its children and for what it may become. Where all processes
-    are on one machine it is made if there is none. Raises NoKey."""
+    """Find the run's key and put it into this process's environment, for its children and its successor. If all processes are on
+    one machine, a missing key is made. Raises NoKey."""
     found = (key.of_run if alone or _is_loopback(address) else key.shared)(host.job.run_dir)
     os.environ |= found.variables
     return found
 
 
 def _is_loopback(address: str) -> bool:
-    """True if all who meet at "SCHEME://HOST:PORT" are on one machine. Names are not looked up: machines may differ."""
+    """Return True if all processes at "SCHEME://HOST:PORT" are on one machine. Names are not resolved, because machines may
+    resolve them differently."""
     return is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]"))
 
 
@@ -127,7 +129,7 @@ def direct(
 ) -> Outcome:
     """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
-    Must be called while there is one thread: the store's process and the agent are forked from this one. Raises TimeoutError if
+    Must be called while there is one thread, because it forks the store's process and the agent. Raises TimeoutError if
     too few nodes join, NoKey if several machines have no key, OSError if the address is unusable, and LeaseError if this process
     no longer owns the folder.
     """
@@ -161,13 +163,13 @@ def direct(
 
 
 class _Strangers:
-    """Says whom the store turned away, when there are more than before."""
+    """Reports clients that the store rejected, when their number has grown."""
 
     def __init__(self, store: StoreClient) -> None:
         self._store, self._told, self._next = store, 0, time.monotonic()
 
     def report(self, *, last: bool = False) -> None:
-        """Look, once in STRANGERS_SECONDS, and at the end. Raises StoreGone."""
+        """Ask the store every STRANGERS_SECONDS, and at the end. Raises StoreGone."""
         if time.monotonic() < self._next and not last:
             return
         self._next = time.monotonic() + STRANGERS_SECONDS
@@ -179,10 +181,11 @@ class _Strangers:
 
 
 class _OwnAgent:
-    """The agent of the machine that directs a run. No engine knows of it, so who directs starts it again when it is killed."""
+    """The agent of the machine that directs a run. No engine starts it, so the directing process restarts it when it is
+    killed."""
 
     def __init__(self, host: Host, meeting: str) -> None:
-        """Fork it: there must be one thread."""
+        """Fork the agent. There must be only one thread."""
         self._meeting = meeting
         self._forked = os.fork()
         if self._forked == 0:
@@ -191,7 +194,7 @@ class _OwnAgent:
         self._code: int | None = None  # how it ended
 
     def tend(self) -> None:
-        """Start another one, which joins anew, if it was killed; one that left by itself had its reasons."""
+        """Start another agent, which joins again, if this one was killed, but not if it left on purpose."""
         if self._code is None:
             self._code = self._look()
         if self._code is not None and self._code < 0:
@@ -207,7 +210,7 @@ class _OwnAgent:
         return os.waitstatus_to_exitcode(status) if process else None
 
     def end(self) -> None:
-        """Wait for it, for a while, then kill it."""
+        """Wait a limited time for the agent, then kill it."""
         end = time.monotonic() + LEAVE_SECONDS
         while self._code is None and self._look() is None:
             if time.monotonic() >= end:
@@ -239,7 +242,8 @@ def _control(
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
-    """The agent of the machine that directs the run; lost (the machine may have been too busy for a sign of life), it joins anew."""
+    """Be the agent of the machine that directs the run. If the run counts it as lost (the machine may have been too busy for a
+    heartbeat), it joins again."""
     try:
         lifeline.die_with_parent(parent)
         os.environ[MEETING] = meeting
@@ -251,7 +255,7 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 
 
 def _begin_anew(why: str) -> NoReturn:
-    """Become a new agent: the ranks of this one end with its pipe, and the run may take the node as a spare, once it is healthy."""
+    """Become a new agent. The ranks of this one end with its pipe, and the run may take the healthy node as a spare."""
     print(f"this node's agent begins anew: {why}", file=sys.stderr, flush=True)
     os.execv(sys.executable, _own_command())
 
@@ -262,7 +266,7 @@ def _own_command() -> list[str]:
 
 
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
-    """Be an agent; the exit status of the run, LOST if it cannot be joined."""
+    """Be an agent; return the exit status of the run, or LOST if the agent cannot join it."""
     seconds = host.job.start_timeout
     known = _take_key(host, meeting)
     try:
@@ -299,7 +303,7 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
 
 def _interface_to(meeting: str) -> str | None:
-    """Return the network interface through which the store is reached, for the ranks to use too. None: it has no name on this machine."""
+    """Return the network interface to the store, which the ranks also use. None: it has no name on this machine."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -310,7 +314,8 @@ def _interface_to(meeting: str) -> str | None:
 
 
 def own_name(given: str | None) -> str:
-    """The node's name: given, or the machine's. Raises ValueError for one that cannot be part of a folder's name and of a list."""
+    """Return the node's name: the given one, or the machine's. Raises ValueError for a name that cannot be part of a folder's
+    name and of a list."""
     name = given or socket.gethostname()
     if not name or set(name) & set("/, "):
         raise ValueError(

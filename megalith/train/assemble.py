@@ -48,7 +48,7 @@ from megalith.train.state import State
 
 @dataclass
 class Trainer:
-    """All that one rank trains with. Only `enter` changes it."""
+    """All training objects of one rank. Only `enter` changes it."""
 
     run: RunSpec
     spec: RunSpec  # the run as this rank's site sees it during the phase that is trained
@@ -70,8 +70,9 @@ class Trainer:
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
-        """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
-        and groups stay, so nothing is compiled again but what meets tensors of another shape. `size`: samples of this site in a step; None:
+        """Train a phase of the run from now on: between two steps, when all steps are verified, on all ranks together. Modules,
+        state and groups stay, so only functions with tensors of another shape are compiled again. `size`: samples of this site in
+        a step; None:
         its part of the phase's batch. Raises ValueError if the plan cannot share them out."""
         spec = within(during(self.run, phase), size)
         if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
@@ -113,8 +114,8 @@ class Trainer:
         return [moe.router.counts for moe in self.routers().values()] + largest
 
     def take_in_loads(self) -> None:
-        """Tell the routers, after a step, how much all ranks sent to each of their experts, and recipes whose scales follow earlier steps
-        the largest numbers on all ranks."""
+        """After a step, give the routers the loads of their experts over all ranks, and the recipes with delayed scales the
+        largest numbers over all ranks."""
         self._take_in_maxima()
         routers = list(self.routers().values())
         if not routers:
@@ -166,7 +167,7 @@ class Trainer:
 
     @torch.no_grad()
     def advance(self, *, number: int, lr: float) -> None:
-        """Update all weights from their gradients, which stay and are clipped, as update `number` of the run."""
+        """Update all weights from their clipped gradients, which stay, as update `number` of the run."""
         parts = self.state.parts()
         self.rule.update(parts, number=number, lr=lr)
         if self.heads is not None:
@@ -182,7 +183,7 @@ class Trainer:
         self._count_update()
 
     def asked(self, factor: float | None) -> Asked:
-        """Return the next update, with this factor of its gradients, as one that is made inside the backward."""
+        """Return the next update, with this factor of its gradients, for execution inside the backward."""
         return Asked(factor, self.state.updates, self.lr)
 
     def keep_update(self) -> None:
@@ -197,7 +198,7 @@ class Trainer:
 
     @property
     def wide(self) -> bool:
-        """True if narrow products are wide in the next update: it is one of the learning rate's decay, and the run chose so."""
+        """True if narrow products are wide in the next update, because the run wants this during the learning rate's decay."""
         spec = self.spec
         if not spec.precision.wide_decay:
             return False
@@ -210,7 +211,7 @@ class Trainer:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradients until they are added up."""
+        """Factor of the gradients until they are summed."""
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 

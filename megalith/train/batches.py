@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
     """Sample numbers of each of a data rank's microbatches, in the step whose global batch starts at sample `first`.
 
-    Microbatch i of all data ranks together is a run of samples, and the step's samples are the same for every plan.
+    Microbatches i of all data ranks together are consecutive samples, and the step's samples are the same for every plan.
     """
     size, ranks = spec.plan.microbatch, spec.plan.data
     starts = (first + (i * ranks + data_rank) * size for i in range(spec.microbatches))
@@ -57,8 +57,8 @@ def to_batch(
     wide: bool = False,
     raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """A microbatch on the device. `sequences`: of the whole global batch. `wide`: narrow products are wide now; `raised`: those of these
-    parts of the model are."""
+    """Return a microbatch on the device. `sequences`: of the whole global batch. `wide`: all narrow products are wide; `raised`:
+    those of these parts of the model."""
     several = cut.masked and any(len(row) > 1 for row in samples.pieces)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
@@ -84,7 +84,8 @@ def to_batch(
 
 
 def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
-    """For depth k: the kth token after each, and the target there; beyond its document (or row) a token has neither."""
+    """For depth k, return the kth token after each token, and the target there; past the end of its document (or row) a token has
+    neither."""
     rows, length = samples.tokens.shape
     lengths = samples.pieces if cut.masked else ((length,),) * rows
     left = np.stack(
@@ -103,7 +104,8 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def count_valid(microbatches: Sequence[Samples], *, groups: Groups) -> int:
-    """Targets of the whole global batch that count: known before the first backward, so losses and gradients simply add up."""
+    """Count the valid targets of the whole global batch. The number is known before the first backward, so losses and gradients
+    simply add up."""
     mine = sum(int((samples.targets >= 0).sum()) for samples in microbatches)
     count = torch.tensor(mine if groups.coordinates["context"] == 0 else 0)  # ranks of a context read the same samples
     dist.all_reduce(count, group=groups.data)

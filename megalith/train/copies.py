@@ -21,8 +21,8 @@ GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a s
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
-    """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and go without if one has no room for
-    them."""
+    """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and have no copies if one
+    of them has no room."""
     spec, seat = trainer.spec, Seat.find()
     if seat.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None

@@ -1,8 +1,7 @@
-"""Decision about a step's update: a pure function of numbers that all ranks have, so that all ranks decide alike.
-
+"""Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision.
 The plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; a step with non-finite
 numbers is repeated, skipped, or ends the run; a spike triggers the responses in `stability.answers`, in order. Each reason is a
-function from vitals to a decision, or to None if it has nothing to say.
+function from vitals to a decision, or to None if it does not apply.
 """
 
 import math
@@ -14,13 +13,13 @@ from megalith.train.stability.history import Departure, History
 from megalith.train.stability.loss_scale import Scale
 
 UNUSED = LossScaleSpec()
-"""Default of a run without a loss scale."""
+"""Default for a run without a loss scale."""
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """Numbers that all ranks know of a step before its update."""
+    """Numbers of a step that all ranks know before its update."""
 
     loss: float
     norm: float
@@ -37,9 +36,9 @@ class Vitals:
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """True if the batch before still has the loss it had, in a spike; None: not examined."""
+    """In a spike, True if the batch before has its old loss; None: not examined."""
     scale: Scale | None = None
-    """The loss scale that the step was computed with, if it was."""
+    """The loss scale of the step, if it had one."""
 
     @property
     def finite(self) -> bool:
@@ -53,7 +52,7 @@ class Vitals:
 
     @property
     def overflowed(self) -> bool:
-        """True if gradients with a loss scale are not finite, and the loss is: a smaller scale may help."""
+        """True if gradients with a loss scale are not finite although the loss is: a smaller scale may help."""
         return self.scale is not None and math.isfinite(self.loss) and not math.isfinite(self.norm)
 
 
@@ -74,7 +73,7 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Skip:
-    """Leave the update out. The step's samples are consumed; weights, moments, bias correction and learning rate stay where they are."""
+    """Skip the update. The step's samples are consumed; weights, moments, bias correction and learning rate do not change."""
 
     reason: str
     spike: bool = False
@@ -84,8 +83,8 @@ class Skip:
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to the newest copy of at most `at_most` steps, and leave out the updates made since. Samples stay consumed, so
-    steps and samples continue as if each of those updates had been skipped. `otherwise`: what to do if there is no such copy."""
+    """Go back to the newest copy of at most `at_most` steps, and skip the updates made since. Samples stay consumed, so steps and
+    samples continue as if each of those updates had been skipped. `otherwise`: the response if there is no such copy."""
 
     reason: str
     at_most: int
@@ -111,7 +110,7 @@ def decide(
     history: History | None = None,
     loss_scale: LossScaleSpec = UNUSED,
 ) -> Decision:
-    """Return what becomes of the update."""
+    """Return the decision about the update."""
     known = history or History()
     if not vitals.finite:
         return _overflow(vitals, loss_scale) or _not_finite(vitals, stability, known)
@@ -144,7 +143,7 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
 
 
 def _overflow(vitals: Vitals, loss_scale: LossScaleSpec) -> Skip | None:
-    """Gradients that overflowed call for a smaller loss scale, while there is one."""
+    """Return a skip with a smaller loss scale after an overflow, if a smaller one is allowed."""
     after = vitals.scale.overflowed(loss_scale) if vitals.overflowed and vitals.scale is not None else None
     return None if after is None else Skip(f"the gradients overflowed at loss scale {vitals.gradient_scale:,.0f}", scale=after)
 
@@ -165,7 +164,7 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """The first answer that is asked for and not used up; a batch whose weights are known to be damaged is not worth skipping."""
+    """Return the first requested response that is not used up. A batch is not skipped if the weights are known to be damaged."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
@@ -180,7 +179,7 @@ def _spike(
 def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
-    """The copy must be older than the spike, and than the one that the same spike was answered with before."""
+    """Return a rewind to a copy from before the spike, and before the copy of an earlier rewind for the same spike."""
     if "rewind" not in stability.answers or not vitals.attended or len(history.rewinds) >= stability.rewinds:
         return None
     began = history.began if history.began >= 0 else vitals.step
@@ -190,7 +189,7 @@ def _rewind(
 
 
 def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
-    """Answers for when there is nothing better: a lower learning rate, and while that lasts, patience; then the end."""
+    """Return the last responses: a lower learning rate, then normal updates while it is lower, then the end of the run."""
     if vitals.updates < history.lowered:
         return update
     if "lower" in stability.answers and history.lowerings < stability.rewinds:

@@ -18,8 +18,8 @@ from megalith.train.join import choose_device
 
 @dataclass(frozen=True)
 class Score:
-    """The mean loss over the tokens of some text, in nats a token. `tokens`: those that were predicted. `text_bytes`: the text's bytes in
-    UTF-8, which the loss in bits a byte is over, so that models of different tokenizers can be compared by it."""
+    """The mean loss over the tokens of some text, in nats a token. `tokens`: the number of predicted tokens. `text_bytes`: the
+    text's bytes in UTF-8. The loss in bits a byte allows comparisons of models with different tokenizers."""
 
     step: int
     loss: float
@@ -38,10 +38,9 @@ class Score:
 
 
 def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, seq_len: int | None = None) -> Score:
-    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document.
-
-    The tokens of a document and its end are predicted but for the first, from those before it in windows of `seq_len` tokens (default: as
-    trained). Raises ValueError where no text has two tokens.
+    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. All tokens of a
+    document except the first, and its end, are predicted from the earlier ones in windows of `seq_len` tokens (default: as
+    trained). Raises ValueError if no text has two tokens.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)
@@ -50,7 +49,9 @@ def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, se
     model = load_model(checkpoint, device=choose_device("auto", 0, 1))
     length = seq_len or int(spec.get("train", {}).get("seq_len", model.spec.context))
     if not 0 < length <= model.spec.context:
-        raise ValueError(f"seq_len = {length} is not within the model's context of {model.spec.context} tokens. Use 1 to that.")
+        raise ValueError(
+            f"seq_len = {length} is not within the model's context of {model.spec.context} tokens. Use at most that."
+        )
     total, count, size = 0.0, 0, 0
     for text in texts:
         ids = [*map(int, tokenizer.encode(text)), tokenizer.end_of_text]

@@ -16,7 +16,7 @@ from megalith.train.join import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
-    """The whole model of the newest intact checkpoint that `path` means, in fp32. Raises own.OwnPartError for own parts that were
+    """Return the whole model of the newest intact checkpoint at `path`, in fp32. Raises own.OwnPartError for own parts that were
     not imported."""
     sizes = families.read(folder.read_manifest(path).meta["spec"]["model"])
     parts.need(sizes)
@@ -34,8 +34,7 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 
 
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
-    """The tokenizer of a run, which keeps a copy so that it stands alone. Raises FileNotFoundError with the paths that were
-    tried."""
+    """Return the tokenizer of a run, which keeps its own copy. Raises FileNotFoundError with the paths that were tried."""
     places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
@@ -58,7 +57,7 @@ def generate(
 ) -> str:
     """Generate text after `prompt`, up to `tokens` tokens or the end of the text; also add it to the run's events.
 
-    An empty prompt begins a new document. Raises ValueError where prompt and tokens are more than the model's context.
+    An empty prompt begins a new document. Raises ValueError if prompt and tokens are longer than the model's context.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)

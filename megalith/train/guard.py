@@ -1,6 +1,5 @@
-"""Keeps watch over one rank's state: digests it while it rests, compares it with its replicas, repeats what went wrong, and copies it.
-
-It reports a finding as a sign (`megalith.fleet.signs`) and ends the rank; the fleet's policy decides on the response.
+"""Guards one rank's state: digests it between updates, compares it with its replicas, repeats faulty steps, and copies it. It
+reports a finding as a sign (`megalith.fleet.signs`) and ends the rank; the fleet's policy decides on the response.
 A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
 the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
@@ -59,7 +58,7 @@ class Guard:
         self.updates = Updates(trainer, memory) if every and memory and repeatable else None
 
     def begin(self, step: int, samples: int) -> None:
-        """Take the state as it is now, after `step` steps: to be called once it is restored."""
+        """Start from the current state, after `step` steps. Call it once the state is restored."""
         self._good = step
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
@@ -78,7 +77,7 @@ class Guard:
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
     def reduced(self, trainer: Trainer, step: int) -> None:
-        """Replicas must have had the same state, and get the same gradients."""
+        """Check that replicas had the same state, and got the same gradients."""
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())
         if self._verifies(step):
@@ -103,7 +102,7 @@ class Guard:
                 self.replicas.start(self._whole(known))
 
     def skipped(self, trainer: Trainer, step: int) -> None:
-        """Check that the state is the one before the step, and record it under the next step's number."""
+        """Check that the state is that before the step, and record it under the next step's number."""
         if self.fleet.digest and (known := self._digests.get(step)) is not None:
             self.look(step)
             self._digests = {step: known, step + 1: known}
@@ -124,7 +123,7 @@ class Guard:
             self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
 
     def _digest(self) -> int:
-        """The digest of the state, of what is on disk as it was written: reading compares it."""
+        """Return the digest of the state. Tensors on disk count as they were written, because each read compares them."""
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
@@ -174,16 +173,15 @@ class Guard:
         self.before_step(self.trainer, step)
 
     def rewound(self, step: int) -> None:
-        """Take the state as it is now, after `step` steps: that of a copy the run went back to."""
+        """Start from the current state, after `step` steps: that of a copy to which the run went back."""
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             if self.replicas:
                 self.replicas.start(self._whole(self._digests[step]))
 
     def _origin(self) -> int | None:
-        """The rank whose own gradients were not finite before they met others: of several, the one where a backward comes by first.
-
-        None: no rank's; their sum, or a norm, overflowed.
+        """Return the rank whose own gradients were not finite before the reduction: of several, the first in the order of
+        backward. None: there is none; the sum or a norm overflowed.
         """
         bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer)) if flag]
         mesh = self.trainer.groups.mesh
@@ -197,14 +195,14 @@ class Guard:
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:
-        """Report a gradient that was not finite twice, and whether another replica gets it too. Raises Reported if there is a
+        """Report a gradient that was not finite twice, and whether another replica also gets it. Raises Reported if there is a
         supervisor."""
         origin = self._origin()
         sign = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
         self._together(sign, str(error), reporter=origin or 0)
 
     def _elsewhere(self, step: int, origin: int) -> str:
-        """Return the result of the replica that computes `origin`'s samples."""
+        """Return the result of a replica that computes `origin`'s samples."""
         shift, mesh = self.recomputer.shift, self.trainer.groups.mesh
         if not shift:
             return "nobody to ask"
@@ -230,12 +228,12 @@ class Guard:
         return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
 
     def _accuse(self, sign: Sign, text: str) -> None:
-        """Report what this rank alone knows."""
+        """Report a finding that only this rank knows."""
         self.report(sign)
         raise Reported(text)
 
     def _together(self, sign: Sign, text: str, *, reporter: int) -> None:
-        """Report what all ranks know: one of them reports, and none ends before it has."""
+        """Report a finding that all ranks know: one of them reports, and no rank ends before the report."""
         if self.seat.rank == reporter:
             self.report(sign)
         dist.barrier(group=self.trainer.groups.world)
@@ -246,13 +244,13 @@ class Guard:
     # --- copies ---
 
     def due(self, step: int) -> bool:
-        """Is a copy to be made once `step` steps are done?"""
+        """Return True if a copy is due after `step` steps."""
         if self.memory is None:
             return False
         return step % self.fleet.memory_every == 0 or self._due_on_disk(step) or self._due_as_good(step)
 
     def _due_as_good(self, step: int) -> bool:
-        """Is a copy to be kept, for the run to go back to? Not while a spike is not over."""
+        """Return True if a copy to which the run may go back is due; never during a spike."""
         stability, history = self.trainer.spec.stability, self.trainer.state.history
         return "rewind" in stability.answers and step % stability.keep_every == 0 and history.began < 0
 
@@ -281,7 +279,7 @@ class Guard:
 
 
 class Split:
-    """Ranks that must hold the same bits and do not. `odd`: the ranks that differ from the majority; all ranks without a
+    """Ranks that must hold the same bits but do not. `odd`: the ranks that differ from the majority; all ranks without a
     majority."""
 
     def __init__(self, ranks: Sequence[int], digests: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Faults on purpose in tensors and computations. Those in processes, connections and files are in `fleet.actions`."""
+"""Deliberate faults in tensors and computations. Those in processes, connections and files are in `fleet.actions`."""
 
 import os
 import time
@@ -30,7 +30,7 @@ def watcher(*, reads: Reads) -> "Injector | None":
 
 
 class Injector:
-    """Watches the steps of a rank and lets its faults come at their moments."""
+    """Watches the steps of a rank and causes its faults at their moments."""
 
     def __init__(self, found: Faults, reads: Reads) -> None:
         self._faults, self._reads = found, reads
@@ -39,7 +39,7 @@ class Injector:
         self._least = float("inf")  # seconds that this thread worked between the beginnings of two steps
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """The start of a step; what befalls its gradients is prepared."""
+        """Handle the start of a step: prepare faults in its gradients."""
         self._remove_hooks()
         now = time.thread_time()
         if self._begun is not None:
@@ -54,19 +54,19 @@ class Injector:
             self._hooks.append(parameter.register_hook(self._spoiler(one)))
 
     def reduced(self, trainer: Trainer, step: int) -> None:
-        """Gradients are complete."""
+        """Do nothing when gradients are complete."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """They are clipped."""
+        """Do nothing when gradients are clipped."""
 
     def updated(self, trainer: Trainer, step: int) -> None:
-        """The update has been made."""
+        """Do nothing after the update."""
 
     def skipped(self, trainer: Trainer, step: int) -> None:
-        """The update was skipped."""
+        """Do nothing: the update was skipped."""
 
     def resting(self, trainer: Trainer, step: int) -> None:
-        """It has been looked at; the state rests until the next step."""
+        """Cause the faults that are due after the checks, when the state does not change until the next step."""
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
                 happen(one, self._faults.seat)
@@ -99,7 +99,7 @@ class Injector:
 
 
 def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
-    """Flip one bit of a shard among bytes begin to end, which are about to be read. Only of a copy that a campaign made for it."""
+    """Flip one bit of a shard among bytes begin to end, before they are read; only in a campaign's own copy of the shard."""
     assert (shard.parent / OWN_DATA).exists(), f"{shard} is data that others need, and is not harmed"
     at = begin + int(one.place * (end - begin))
     with shard.open("r+b", buffering=0) as file:
@@ -109,7 +109,7 @@ def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
 
 
 def work(seconds: float) -> None:
-    """Keep this thread computing: a device that is throttled needs longer for the same work, and does not wait."""
+    """Keep this thread computing, because a throttled device needs longer for the same work, and does not wait."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

@@ -1,4 +1,4 @@
-"""From a place in the environment to a process group and a device."""
+"""Join a process group and choose a device, from a place in the environment."""
 
 import ctypes
 import platform
@@ -22,10 +22,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    """`auto` is a GPU a rank where this machine has GPUs, and the CPU where it has none.
-
-    Raises RuntimeError if there are fewer GPUs than ranks, unless the CPU is asked for or there are none and `auto` is: a run never
-    ends up on the CPU because some GPUs are missing.
+    """Choose the device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if a
+    machine with GPUs has fewer GPUs than ranks, or if GPUs are requested and missing: a run never uses the CPU because some GPUs
+    are missing.
     """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
     there = 0 if gpus or wanted != "auto" else find_gpus()[0]
@@ -45,9 +44,8 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
-    """Meet the other ranks. Returns the group of them all, in which CPU tensors travel by gloo and GPU tensors by NCCL.
-
-    Keys carry the generation: after a restart under torchrun the store still holds the addresses of the dead ranks.
+    """Join the other ranks. Returns the group of all, which uses gloo for CPU tensors and NCCL for GPU tensors. Keys contain the
+    generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(place, timedelta(seconds=launch.start_timeout))
@@ -64,7 +62,7 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.Proc
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
-    """A name for this start of the ranks, of which their launcher does not tell them one."""
+    """Return a name for this start of the ranks, because their launcher gives none."""
     meeting = dist.PrefixStore("meeting", store)
     return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 
@@ -81,8 +79,8 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory. A step frees and takes gigabytes; given back to the kernel, every page is zeroed and faulted in
-    again, which on a CPU can cost more than the arithmetic. Elsewhere than on glibc this does nothing."""
+    """Tell glibc to keep freed memory. A step frees and allocates gigabytes. If they went back to the kernel, every page would be
+    zeroed and faulted in again, which on a CPU can cost more than the arithmetic. Without glibc this does nothing."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)

@@ -40,13 +40,13 @@ SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
 class NotSavedError(RuntimeError):
-    """The state that a run ends with could not be saved. Copies in memory stay, and the same command resumes from them."""
+    """The last state of a run could not be saved. Copies in memory stay, and the same command resumes from them."""
 
     exit_code = ExitCode.LOST
 
 
 def nothing_left(done: int, *, steps: int) -> str:
-    """Warning for a run that has already reached train.steps."""
+    """Return the warning for a run that has already reached train.steps."""
     return (
         f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
         f"Set train.steps above {done} to resume, or start another run with --run-dir."
@@ -56,22 +56,22 @@ def nothing_left(done: int, *, steps: int) -> str:
 def stepper_of(
     trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None, healer: Healer | None = None
 ) -> Stepper:
-    """The stepper of the trainer's plan. `referee`, one of the `watchers`, runs a step again whose gradients are not finite; `healer`
-    answers spikes."""
+    """The stepper of the trainer's plan. `referee`, one of the `watchers`, repeats a step whose gradients are not finite;
+    `healer` responds to spikes."""
     kind = LateStepper if trainer.spec.plan.post_validation else Stepper
     return kind(trainer, watchers=watchers, referee=referee, healer=healer)
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A step's seconds on this rank: of reading its data, and of all."""
+    """A step's seconds on this rank: for reading its data, and in total."""
 
     read: float
     whole: float
 
 
 def _went_to(done: Stepped, timed: _Timed) -> dict[str, float]:
-    """A step's seconds on this rank by what they went to; they add up to the step."""
+    """Return a step's seconds on this rank by use; they add up to the step."""
     breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
     return breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))}
 
@@ -170,7 +170,7 @@ class Loop:
         return "finished"
 
     def _enter(self, sites: Sites) -> None:
-        """Take part in what the other sites do: from where they are."""
+        """Join the other sites at their current step."""
         self.heartbeat.beat("merge", self.step)
         step = sites.enter()
         self.position = Position(step, sites.progress.deal.dealt, 0)
@@ -181,7 +181,8 @@ class Loop:
             )
 
     def _merge(self, sites: Sites, stop: bool) -> bool:
-        """Merge with the other sites what is due; True if this one is to stop now. `stop`: this site was asked to."""
+        """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: this site was asked
+        to."""
         if sites.due(self.step):
             self.heartbeat.beat("merge", self.step, measured=self._measured)
         done = sites.after_step(self.step, stop=stop)
@@ -193,7 +194,7 @@ class Loop:
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Is the state perhaps one that the run will go back from? A checkpoint of it would take the place of an older, good one."""
+        """Return True if the run may go back from this state. Its checkpoint would replace an older, good one."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 
@@ -232,7 +233,8 @@ class Loop:
         return Measured(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _enter_phase(self) -> bool:
-        """Train the phase that the next step is in; True if all ranks are to stop, as the step says that a new phase waited for."""
+        """Enter the phase of the next step. A new phase waits for the last step's result; return True if that says that all ranks
+        must stop."""
         share = None if self._turn is None else self._turn.share
         phase = self.phases.at(self.position.samples if share is None else share.first)
         same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
@@ -260,7 +262,7 @@ class Loop:
 
     @property
     def _doing(self) -> str:
-        """Name the step's phase for the heartbeat: steps of another shape take another time."""
+        """Name the step's phase for the heartbeat, because steps of another shape have other times."""
         first = self.phases.all[0]
         now = self._phase or first
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
@@ -268,7 +270,7 @@ class Loop:
         return f"step of {now.global_batch} x {now.seq_len}"
 
     def _advance(self, step: int) -> None:
-        """Stand at `step`: its samples are consumed, whether its update was made or left out."""
+        """Move the position to `step`: its samples are consumed, whether or not its update was skipped."""
         if self.sites is not None:
             samples = self.sites.progress.deal.dealt
         else:
@@ -279,7 +281,7 @@ class Loop:
         return (step - self._first) % SPANS_EVERY == 1
 
     def _learn(self, settled: list[Stepped]) -> bool:
-        """Take note of steps whose outcome is known now; True if all ranks are to stop."""
+        """Record steps whose outcome is now known; return True if all ranks must stop."""
         for done in settled:
             timed = self._newest = self._timed.pop(done.step)
             if self.trainer.device.type != "cpu":
@@ -353,7 +355,7 @@ class Loop:
         return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: Stepped) -> None:
-        """Log when the ranks of the first pipeline did what."""
+        """Log the times of all actions in the first pipeline."""
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
@@ -374,7 +376,7 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save_last(self, *, patience: float) -> None:
-        """Save what nothing comes after: while that fails, try again for `patience` seconds. All ranks hear of the same failures."""
+        """Save the last state: while that fails, try again for `patience` seconds. All ranks see the same failures."""
         began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
@@ -410,13 +412,13 @@ class Loop:
         return meta(self._settled(), spec=self.spec, stream=self.stream, sites=progress)
 
     def _settled(self) -> Position:
-        """Return the position, now that it is known whether the last update holds."""
+        """Return the position, after the last update is verified."""
         trainer = self.trainer
         known = {"history": trainer.state.history, "callbacks": same_on_all(trainer.callbacks, group=trainer.groups.world)}
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _look(self) -> None:
-        """The state must still be what the last update left."""
+        """Check that the state is still the result of the last update."""
         if self.guard:
             self.guard.look(self.step)
 

@@ -1,4 +1,4 @@
-"""Master weights in two halves, as checkpoints read and fill them: fp32 numbers, whatever they are kept in."""
+"""Master weights in two halves, in the form that checkpoints read and fill: fp32 numbers, whatever format stores them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -64,7 +64,7 @@ class Joined:
 
     @torch.no_grad()
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write a box of the share, which begins at `offset`. Eight bits take the nearest number."""
+        """Write a box of the share, which begins at `offset`. With eight bits the nearest number is stored."""
         upper, lower = split(values.float(), self.bits)
         _box(self.upper, offset, values).copy_(upper)
         if isinstance(self.lower, Tensor):

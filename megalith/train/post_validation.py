@@ -1,9 +1,10 @@
 """Step first, check late, undo: the next step begins before the norm of this one's gradients is known (Qi et al. 2024, arXiv:2401.10241,
 section 4).
 
-The norm decides whether gradients are clipped, and needs every rank's last backward: waiting for it between two steps puts all ranks at
-one point of time, and a schedule that fills its bubble with the next step's forwards (ZB-H2) has nothing left to gain. Most steps neither
-clip nor diverge. So each rank updates as if this one did not, runs the next forwards, and looks at the norm before its first backward.
+The norm decides whether gradients are clipped, and needs every rank's last backward. A wait for it between two steps would
+synchronize all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps
+neither clip nor diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first
+backward.
 If the guess was wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those
 of a synchronous run.
 """
@@ -39,7 +40,7 @@ from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Gathering, Ma
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done
-    """An update was undone because its numbers are not finite or far outside the usual range; its step must be computed again."""
+    """An update was undone because its numbers are not finite or far outside the usual range. Its step must be computed again."""
 
     def __init__(self, before: Before) -> None:
         super().__init__(before.reason)
@@ -66,7 +67,7 @@ class Unchecked:
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
-        """`referee`, `healer`: who can compute the step again, see `train_step`."""
+        """`referee`, `healer`: see `train_step`."""
         self.trainer, self.step, self.watchers, self.lr = trainer, step, watchers, trainer.lr
         self._referee, self._healer = referee, healer
         self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
@@ -86,7 +87,7 @@ class Unchecked:
         tell(self.watchers, "resting", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals: is the decision the one that the update was made by? Then gradients and copies are dropped."""
+        """Wait for the totals; return True if the decision is the one of the update. Gradients and copies are then dropped."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         who = {"referee": self._referee, "healer": self._healer}
@@ -129,12 +130,12 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`: with an update that is not made, the loss scale does not grow, or even shrinks, and the decay does not begin."""
+        """See `Check`. Without the update, the loss scale does not grow, or even shrinks, and the decay does not begin."""
         scale, wide = self.trainer.gradient_scale, self.trainer.wide
         return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 
     def _remember(self) -> None:
-        """Let the run's history know of an update."""
+        """Add an update to the run's history."""
         known = {"totals": self.totals, "lr": self.lr, "healer": self._healer, "findings": Findings()}
         found = remember(self.trainer, self.decision, self._vitals, **known)
         lowered = isinstance(self.decision, Update) and self.decision.lowered
@@ -144,7 +145,7 @@ class Unchecked:
         self.outcome = Outcome(events=tuple(events)) if events else NO_OUTCOME
 
     def settle(self) -> None:
-        """Check between two steps. Raises gradients.NotFinite or Undone."""
+        """Verify between two steps. Raises gradients.NotFinite or Undone."""
         if not self.holds():
             self.correct()
 
@@ -155,7 +156,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class _Open:
-    """A step that nobody was told of yet, and what it was made from."""
+    """A step that is not reported yet, and its inputs."""
 
     unchecked: Unchecked
     microbatches: Sequence[Samples]
@@ -166,13 +167,13 @@ class _Open:
 
 
 class LateStepper(Stepper):
-    """Trains step by step, and reports a step once the next one has run, for only then is it verified."""
+    """Trains step by step, and reports a step once the next one has run, because it is verified only then."""
 
     _open: _Open | None = None
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
-        """Train on this rank's microbatches of step `step`; the step before, if it is now known to be right. Raises
-        gradients.NotFinite for this step or the one before, whose number it says; weights are then those before that step."""
+        """Train on this rank's microbatches of step `step`; return the step before, if it is now verified. Raises
+        gradients.NotFinite with the number of this step or the one before; weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         tell(self.watchers, "reduced", trainer, step)
@@ -184,7 +185,7 @@ class LateStepper(Stepper):
         return told
 
     def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[Accumulated, list[Stepped]]:
-        """This step's gradients; and the step before, which is checked meanwhile."""
+        """Return this step's gradients, and the step before, which is verified meanwhile."""
         if self._open is None:
             return accumulate(self.trainer, microbatches), []
         try:
@@ -195,7 +196,8 @@ class LateStepper(Stepper):
         return accumulate(self.trainer, microbatches), told
 
     def settle(self) -> list[Stepped]:
-        """Check the last step now, so that nothing is left to undo; it, unless it is known already. Raises gradients.NotFinite."""
+        """Verify the last step now, so that nothing is left to undo; return it, unless it was returned before. Raises
+        gradients.NotFinite."""
         if self._open is not None:
             try:
                 self._open.unchecked.settle()
@@ -204,14 +206,14 @@ class LateStepper(Stepper):
         return self._tell()
 
     def _again(self, before: Before) -> Stepped:
-        """The open step, whose update was undone, once more, and this time in one go."""
+        """Compute the open step, whose update was undone, again, without post-validation."""
         assert self._open is not None
         done, self._open = self._open, None
         how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[Stepped]:
-        """Return the step before, which is validated now."""
+        """Return the step before, which is now verified."""
         if self._open is None:
             return []
         done, self._open = self._open, None

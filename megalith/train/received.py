@@ -19,7 +19,7 @@ from megalith.train.state import like
 
 def receive(trainer: Trainer, load: Callable[[Wanted], Loaded | None], warn: Warn = silent) -> Loaded | None:
     """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once
-    for these."""
+    for them."""
     received = _Received(trainer)
     loaded = load(received.wanted)
     if loaded is not None and received.scratch:
@@ -36,10 +36,10 @@ class _Received:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}
-        """This rank's shares, by slot as it was saved, slot as it is kept, and parameter."""
+        """This rank's shares, by saved slot, kept slot, and parameter."""
 
     def wanted(self, meta: Mapping[str, Any]) -> State:
-        """The tensors to fill from a checkpoint that says `meta` of itself."""
+        """Return the tensors to fill from a checkpoint with this `meta`."""
         state, treated = self.trainer.state, self.trainer.rule.treated
         saved = RunSpec.model_validate(meta["spec"]).optimizer
         found, self.scratch = state.laid(), {}
@@ -57,7 +57,8 @@ class _Received:
 
     @torch.no_grad()
     def convert(self, number: int) -> None:
-        """Keep all that came as this run does. `number`: the updates made, by which it is rounded alike under every plan."""
+        """Convert all received moments to this run's format. `number`: the updates made, the seed of rounding, so that it is the
+        same under every plan."""
         for (was, now, name), share in self.scratch.items():
             cut = self.trainer.rule.whole.cuts[name]
             kept = torch.zeros(now.shape_of(cut.sizes), dtype=DTYPE[now.number], device=share.device)
@@ -69,14 +70,14 @@ class _Received:
 
 
 def _split(loaded: Loaded, trainer: Trainer) -> str:
-    """Say how master weights are kept from now on, if otherwise than in the run that saved them; empty: as before."""
+    """Describe the form of master weights from now on, if it differs from that of the run that saved them; empty: it does not."""
     was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
     how = "rounded to 24 bits" if now == "split8" else "the same numbers"
     return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is {now}: {how}"
 
 
 def _converted(loaded: Loaded, trainer: Trainer) -> str:
-    """Say what became of the moments."""
+    """Describe the conversion of the moments."""
     was, now = (RunSpec.model_validate(loaded.meta["spec"]).optimizer.small, trainer.spec.optimizer.small)
     how = "exactly" if now.number == "fp32" else "rounded as an update rounds them"
     return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is {now.number}: the moments are converted, {how}"

@@ -1,10 +1,11 @@
-"""Somebody else computes it again: gradients by another replica, updates by the rank that keeps a copy of the state.
-
-A wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
-compared with what another data replica gets from the same samples: the same weights, kernels and order give the same bits. Faults that
+"""Recomputation by others: of gradients by another replica, of updates by the rank that keeps a copy of the state. A wrong
+gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
+compared with another data replica's result from the same samples: the same weights, kernels and order give the same bits. Faults
+that
 persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation: the whole step
-with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank everybody can but repeat itself, which
-finds what comes and goes, and not a fault that errs alike each time. (Silent data corruption in training: arXiv:2502.12340, 2604.00726.)
+with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank, each rank can only repeat its own
+computation. This finds transient faults, but not those that give the same wrong result each time. (Silent data corruption in
+training: arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ class Probe:
         self._sums, self._before, self._words = [], [], []
 
     def next(self) -> None:
-        """A step begins. Of the last one it is remembered whether all was finite: its norm may be known later than that."""
+        """Begin a step. Remember whether all gradients of the last one were finite, because its norm may be known only later."""
         self._sums, self._before, self._words = [], self._sums, []
 
     def __call__(self, grads: Sequence[Tensor]) -> bool:
@@ -59,18 +60,19 @@ class Probe:
         return not self.drops
 
     def finite(self) -> bool:
-        """Were all gradients? A sum of finite ones may overflow only where their norm does, too."""
+        """Return True if all gradients were finite. A sum of finite ones can overflow only if their norm also does."""
         sums = [*self._before, *self._sums]
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     def digest(self) -> Tensor:
-        """The sum of all gradients' words, int64."""
+        """Return the sum of all gradients' words, int64."""
         return torch.stack(self._words).sum() if self._words else torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose gradients others did not get. `suspects`: one if a further computation identified it, else both; empty if a
+    """Ranks whose gradients others did not reproduce. `suspects`: one if a further computation identified it, else both; empty if
+    a
     non-finite gradient prevented the comparison."""
 
     suspects: tuple[int, ...]
@@ -88,8 +90,8 @@ class Recomputer:
     # --- gradients ---
 
     def again(self, step: int, *, shift: int = 0) -> tuple[int, bool]:
-        """Compute the gradients of the data rank that is `shift` further on; return their digest, and whether they are finite.
-        They are dropped."""
+        """Compute the gradients of the data rank that is `shift` places further; return their digest, and whether they are
+        finite. They are dropped."""
         trainer = self.trainer
         here = trainer.groups.coordinates["data"]
         samples = self.read(step, (here + shift) % trainer.groups.mesh.data)
@@ -104,7 +106,7 @@ class Recomputer:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """A computation of which nothing stays."""
+        """Run a computation in the block without lasting effects."""
         probe = self.probe
         kept = probe.digests, probe._sums, probe._before, probe._words
         probe.clear()
@@ -117,7 +119,7 @@ class Recomputer:
             probe.digests, probe._sums, probe._before, probe._words = kept
 
     def compare(self, step: int) -> Disagreement | None:
-        """Right after the backwards of a step: does everybody get the same? The same answer on all ranks. With "all", `probe.digests` must
+        """Compare the gradients right after the backwards of a step. All ranks return the same. With "all", `probe.digests` must
         have been on since the step began."""
         finite = self.probe.finite()
         own = int(self.probe.digest()) if self.whole else self.again(step)[0]
@@ -132,7 +134,7 @@ class Recomputer:
         return self._judge(wrong, first, [(digest, again) for digest, again in second])
 
     def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(computed it, computed it again) where the two digests differ."""
+        """Return (first rank, second rank) of the computations whose two digests differ."""
         mesh = self.trainer.groups.mesh
         pairs = []
         for rank, (_, again) in enumerate(found):
@@ -143,7 +145,8 @@ class Recomputer:
         return pairs
 
     def _judge(self, wrong: list[tuple[int, int]], first: list[tuple[int, int]], second: list[tuple[int, int]]) -> Disagreement:
-        """Whoever gets something else the second time erred; else whoever is in every disagreement; else nobody can say."""
+        """Blame the rank whose second result differs from its first; else the rank in every disagreement; else all ranks
+        involved."""
         involved = sorted({rank for pair in wrong for rank in pair})
         fickle = tuple(rank for rank in involved if first[rank] != second[rank])
         if fickle:
@@ -154,7 +157,7 @@ class Recomputer:
 
 
 def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
-    """Everybody's int64 numbers, by rank. All ranks call it together."""
+    """Gather all ranks' int64 numbers, by rank. All ranks call it together."""
     own = torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in mine], device=trainer.device)
     everyone = own.new_empty(trainer.groups.world.size() * len(own))
     dist.all_gather_into_tensor(everyone, own, group=trainer.groups.world)
@@ -165,8 +168,8 @@ def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
 
 
 class Updates:
-    """The update of a shard made again by the rank that keeps its copy, or where none does by its own, from the copy of the state before it
-    and the gradients it used."""
+    """Repeats the update of a shard, from the copy of the state before it and its gradients: on the rank that keeps the copy, or
+    on its own rank if there is no other."""
 
     def __init__(self, trainer: Trainer, memory: Memory) -> None:
         self.trainer, self.memory = trainer, memory
@@ -175,7 +178,7 @@ class Updates:
         self._grads: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Right before the update: the gradients set out."""
+        """Send the gradients, right before the update."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
             return
@@ -197,7 +200,7 @@ class Updates:
         ]
 
     def check(self, step: int) -> int | None:
-        """Right after the update: return the rank with a wrong update, if this rank found one."""
+        """Check right after the update; return the rank with a wrong update, if this rank found one."""
         if self._grads is None:
             return None
         after = digest(self.trainer.state.changed())
@@ -226,12 +229,12 @@ class Updates:
         return int(theirs) % (1 << 64)
 
     def _weights(self) -> list[Entry]:
-        """The weights that the optimizer changes, in the state that this rank could make again; buffers are none of them."""
+        """Return the weights that the optimizer changes, in the state that this rank can recompute, without buffers."""
         parameters = {f"weights.{name}" for name in model_parameters(self.trainer.model)}
         return [entry for entry in self.memory.kept_layout.entries if entry.name in parameters]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
-        """The digest of what the update makes of a copy."""
+        """Return the digest of a copy after the update."""
         assert self._grads is not None
         parts: list[Part] = []
         grads, offset = self._grads.to(self.trainer.device), 0

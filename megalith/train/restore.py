@@ -1,4 +1,4 @@
-"""Start of a run: its first step, its newest checkpoint, copies in the nodes' memory, or other weights."""
+"""Start of a run: from its first step, its newest checkpoint, copies in the nodes' memory, or other weights."""
 
 import hashlib
 import json
@@ -46,13 +46,13 @@ class OtherRunError(ValueError):
 @dataclass(frozen=True)
 class Position:
     """Steps tried, samples consumed, updates made, and the history of spikes. With the seed, data order and random numbers depend
-    on the first two alone; bias correction and the learning rate follow the third. A step whose update was left out consumed its
-    samples."""
+    on the first two alone; bias correction and the learning rate follow the third. A step whose update was skipped also consumed
+    its samples."""
 
     step: int = 0
     samples: int = 0
     updates: int = -1
-    """Left out, an update was made in every step: so it is in checkpoints of earlier versions."""
+    """If it is absent, every step made an update, as in checkpoints of earlier versions."""
     history: History = field(default=History(), compare=False)
     callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """States of the user's own callbacks, by name."""
@@ -81,7 +81,8 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress |
 
 
 def _random_state() -> str:
-    """A digest of torch's own generators on this rank. Nothing is restored from it: each step seeds them (`train.step.seed_step`)."""
+    """Return a digest of torch's own generators on this rank. It is not used to restore them, because each step seeds them
+    (`train.step.seed_step`)."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
@@ -122,11 +123,12 @@ def restore(
     memory: Memory | None = None,
     sites: Sites | None = None,
 ) -> Position:
-    """Load what `source` says (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the first weights.
+    """Load the state from `source` (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the
+    first weights.
     Copies in memory of later steps are forgotten. Sites agree on a checkpoint, of at most the step of `source`.
 
-    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on, and
-    Reported if a piece of `source` cannot be used, which is reported as CopyCorrupt, or cannot be read just now (CopyAway).
+    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on,
+    and Reported if a piece of `source` cannot be used (reported as CopyCorrupt), or cannot be read at the moment (CopyAway).
     """
     seat = memory.seat if memory else Seat.find()
     position = None
@@ -181,8 +183,8 @@ def restore(
 def _with_sites(
     sites: Sites, trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, at_most: int | None
 ) -> tuple[Position | None, bool]:
-    """Agree with the other sites, and load the checkpoint that all begin from; None: there is none. Also returns True if this site takes
-    part anew, with what the others have."""
+    """Agree with the other sites on a common checkpoint, and load it; None: there is none. Also returns True if this site joins
+    again with the others' state."""
     beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most) if sites.leads else [])
     if beginning.step is None:
         return None, beginning.anew
@@ -206,20 +208,21 @@ def callbacks_in(told: str) -> dict[str, Any]:
 
 
 def position_in(meta: Mapping[str, Any]) -> Position:
-    """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions know of no spikes."""
+    """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions contain no
+    spikes."""
     known = meta.get("history")
     history = History() if known is None else History.load(known)
     return Position(**meta["position"], history=history, callbacks=meta.get(CALLBACKS, {}))
 
 
 def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
-    """Raise OtherRunError unless a checkpoint that says `meta` of itself is this run's."""
+    """Raise OtherRunError unless a checkpoint with this `meta` is this run's."""
     if problems := check_checkpoint(f"{path.parent.name}/{path.name}", meta, spec):
         raise OtherRunError("\n".join(map(str, problems)))
 
 
 def _left_behind(loaded: Loaded, kind: str) -> str:
-    """Say which state of another run's optimizer does not come with its weights; empty: the checkpoint holds none."""
+    """Describe the optimizer state that is not loaded with another run's weights; empty: the checkpoint holds none."""
     slots = dict.fromkeys(slot.name for row in OPTIMIZERS.values() for slot in row.slots)
     left = [slot for slot in slots if any(key.startswith(f"{slot}.") for key in loaded.keys)]
     if not left:
@@ -247,7 +250,8 @@ def _from_store(
 
 
 def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> Position:
-    """Load the whole state of the run that this one is a branch of. Raises OtherRunError for a checkpoint that is not as the run says."""
+    """Load the whole state of this branch's original run. Raises OtherRunError for a checkpoint that does not match the run
+    file."""
     branch = trainer.run.branch
     assert branch is not None
 

@@ -1,4 +1,4 @@
-"""A rank of a training run, from its process to its last step. `main` is what every launcher calls."""
+"""A rank of a training run, from its process to its last step. Every launcher calls `main`."""
 
 import json
 import os
@@ -67,8 +67,9 @@ def main(
     """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
 
     `profile` is "A:B": steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with
-    status STOPPED after a signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None:
-    the newest intact checkpoint. `sealed`: files that must be as they were when the command began (`megalith.sealed`). `shrunk`: under
+    status STOPPED after a signal, once the state is saved. `source`: the state to continue from, as a dictionary of
+    `fleet.tiers.Source`; None: the newest intact checkpoint. `sealed`: files that must not have changed since the command began
+    (`megalith.sealed`). `shrunk`: under
     the fleet's fallback plan.
     """
     folder = Path(run_dir)
@@ -135,8 +136,8 @@ def main(
 
 
 def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
-    """Report an error that says that one of the paths which this run uses cannot be reached, and return what to end with; None for any
-    other. They were there when the command looked, before it started the first ranks."""
+    """Report an error of a path of this run that cannot be reached, and return the exception for the rank's end; None for any
+    other error. The command found all paths before it started the first ranks."""
     path = error.path if isinstance(error, AwayDataError) else None
     if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
         named = Path(error.filename).absolute()
@@ -148,8 +149,9 @@ def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
 
 
 def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int, epoch: int = 0) -> None:
-    """Log why this rank ends. A rank that only lost its peer cannot know whether a restart would help, so the peer's own report takes
-    precedence; where a supervisor hears it, the lost connection is not logged at all. Without a supervisor (ranks of another launcher)
+    """Log why this rank ends. A rank that only lost its peer cannot know whether a restart would help, so the peer's own report
+    takes precedence; if a supervisor receives it, the lost connection is not logged at all. Without a supervisor (ranks of
+    another launcher)
     every rank with an error of its own logs it."""
     hopeless, heard = causes.status(error) == ExitCode.FAILED, REPORTS in os.environ
     if log is None and (not hopeless or heard):
@@ -185,14 +187,14 @@ def _watch_link() -> None:
 
 
 def _epoch(world: dist.ProcessGroup) -> int:
-    """The epoch of who owns the run folder, as the first rank was told, on every rank."""
+    """Return the epoch of the run folder's owner on every rank; the first rank received it."""
     epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:
-    """Tells the rank's own output, and the log where this rank writes one."""
+    """Return a function that writes a warning to the rank's output, and to the log if this rank has one."""
 
     def warn(message: str) -> None:
         if log:
@@ -203,8 +205,9 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """Set by SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored), whatever the rank is doing; read at the end of a step, where all ranks
-    agree. Told at once, in case it is the scheduler that takes this node away: a supervisor knows whether it asked itself."""
+    """Set by SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored), whatever the rank is doing; read at the end of a step, where all
+    ranks agree. It is reported at once, in case the scheduler takes this node away: a supervisor knows whether it sent the signal
+    itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -222,7 +225,7 @@ class _Stop:
 
 
 def source_of(record: dict[str, Any] | None) -> Source | None:
-    """The source that a launcher gave. Raises pydantic's ValidationError for anything else."""
+    """Return the source that a launcher gave. Raises pydantic's ValidationError for anything else."""
     return None if record is None else TypeAdapter(Source).validate_python(record)
 
 
@@ -239,7 +242,7 @@ def prepare(
     sealed: Mapping[str, str] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
 ) -> Loop:
-    """Everything up to the first step, on all ranks of `world` together. `parts`: digests of the user's own parts."""
+    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
@@ -312,7 +315,7 @@ def holding_of(trainer: Trainer) -> Holding:
 
 
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]) -> None:
-    """Tell the log who runs what."""
+    """Log the run's start: its description, plan and machine."""
     spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer)
     everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=groups.world, group_dst=0)

@@ -1,4 +1,4 @@
-"""A rank's answer to the question how far it has come in its collectives, whatever its main thread is doing."""
+"""A rank's report of its progress in its collectives, whatever its main thread is doing."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def answer() -> None:
-    """Have a thread of this process write into its log where it stands whenever its stack is asked for."""
+    """Start a thread that writes this process's progress into its log whenever its stack is requested."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # the signal's number is written even while the main thread is in C
@@ -32,9 +32,8 @@ def _answer(reading: int) -> None:
 
 
 def begun() -> dict[str, int]:
-    """Collectives that this rank has begun in each of its groups, by name; in gloo messages between two ranks count as well.
-
-    Groups of pairs that exchange messages are left out: their members do not begin equally many.
+    """Return the number of collectives that this rank has begun in each of its groups, by name; in gloo messages between two
+    ranks also count. Groups for messages between pairs are left out, because their members do not begin the same number.
     """
     found = {}
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
@@ -45,7 +44,8 @@ def begun() -> dict[str, int]:
 
 
 def recorded() -> list[str]:
-    """The last collective of each group that torch's flight recorder has, with its number and state; none where it is switched off."""
+    """Return the last collective of each group in torch's flight recorder, with its number and state; empty if it is switched
+    off."""
     last: dict[str, str] = {}
     for recorder in _RECORDERS:
         dump = getattr(c10d, recorder, None)

@@ -38,17 +38,19 @@ class State:
         halved: Mapping[str, Weight] | None = None,
         gradient: Slot = GRADIENT,
     ) -> None:
-        """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
-        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: what is kept
-        elsewhere than on the device. `usual`: usual norms of gradients, if the run has them. `halved`: the weights whose master weights
+        """`buffers`: tensors other than parameters that training changes, such as routers' biases. `slots`: the tensors that the
+        optimizer
+        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: the state
+        that is not on the device. `usual`: usual norms of gradients, if the run has them. `halved`: the weights whose master
+        weights
         are in two halves. `gradient`: the sums of gradients."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
-        """Updates made: what bias correction and the learning rate follow."""
+        """Updates made: bias correction and the learning rate depend on them."""
         self.skipped = 0
-        """Updates left out: steps tried are both together."""
+        """Updates skipped. The sum of both is the number of steps tried."""
         self.history = History()
-        """Numbers of the last updates, and what is known of spikes: a part of the run's position."""
+        """Numbers of the last updates, and the record of spikes: a part of the run's position."""
         self.usual: dict[str, Tensor] = {} if usual is None else {USUAL: usual}
         """The usual norms of gradients, as checkpoints, copies and digests hold them; empty if the run has none."""
         self.scaling: dict[str, Tensor] = {}
@@ -71,7 +73,7 @@ class State:
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def _first(self, slot: Slot, name: str) -> Tensor:
-        """Return what a slot holds on the device before the first update."""
+        """Return the content of a slot on the device before the first update."""
         if slot == MASTER:
             return self._shares[name]
         if name in self._halved and slot in LOWER.values():
@@ -96,7 +98,7 @@ class State:
 
     @property
     def unusable(self) -> int:
-        """Updates left out that count against `stability.skips`: all but those of spikes, and of gradients that overflowed at some
+        """Skipped updates that count against `stability.skips`: all but those of spikes, and of gradients that overflowed at some
         loss scale."""
         return self.skipped - self.history.left_out - (self._scale.overflows if self._scale is not None else 0)
 
@@ -116,33 +118,33 @@ class State:
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
 
     def _upper(self, name: str, share: Tensor) -> Tensor:
-        """Return the share of the weights that an update changes: of those in two halves the upper one."""
+        """Return the share of the weights that an update changes: the upper half if they are in two halves."""
         moved = self._halved[name].moved if name in self._halved else None
         return share if moved is None else moved
 
     def settle(self) -> None:
-        """Let an update count that is complete on this rank."""
+        """Count an update that is complete on this rank."""
         if self.home is not None:
             self.home.settle()
 
     def drop_update(self) -> None:
-        """Forget an update that does not count yet. All of the state is on disk."""
+        """Discard an update that does not count yet. All of the state is on disk."""
         assert isinstance(self.home, Disk), "what is in memory has no second slot"
         self.home.drop()
 
     def undo(self) -> None:
-        """Go back to before the last update in what is not in memory; `changed` is for the caller to put back."""
+        """Undo the last update in the state that is not in memory; the caller restores `changed`."""
         if self.home is not None:
             self.home.undo()
 
     def loaded(self) -> None:
-        """Compute with the master weights, and scale by the loss scale, that were loaded."""
+        """Use the loaded master weights and loss scale from now on."""
         self.read_scale()
         if self.home is not None:
             self.home.publish()
 
     def changed(self) -> list[Tensor]:
-        """Return all that an update changes in memory: shares, and compute weights whose master weights are elsewhere."""
+        """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are elsewhere."""
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
         away = {name: lot.weight for name, lot in self.home.lots.items()} if self.home is not None else {}
         moved = (weight.moved for weight in {**away, **self._halved}.values())
@@ -153,7 +155,8 @@ class State:
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """The shares in memory as plain tensors, buffers among the weights. `categories`: of these alone, without what all ranks share."""
+        """Return the shares in memory as plain tensors; buffers belong to the weights. `categories`: only these, without tensors
+        common to all ranks."""
         found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
         if not categories or UPPER.category in categories:
             found |= {
@@ -162,13 +165,13 @@ class State:
         return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """All shares as tensors of whole shapes that know how they are cut. All must be on the device: see `laid`."""
+        """Return all shares as tensors of whole shapes with their cuts. All must be on the device: see `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
         assert self.home is None, "state that lies elsewhere has no such tensors"
         return found
 
     def laid(self, *categories: Category) -> dict[str, Tensor | Laid]:
-        """The same wherever they are: what a checkpoint holds. Master weights in two halves are one, in fp32."""
+        """Return all shares of a checkpoint, wherever they are. Master weights in two halves are one tensor in fp32."""
         found = {
             f"{slot.name}.{name}": self._laid(slot, name, share, whole)
             for slot, name, share, whole in self._walk(categories)
@@ -201,7 +204,7 @@ class State:
 
     @property
     def streamed(self) -> list[Tensor]:
-        """The memory that what is on disk passes through."""
+        """Return the memory through which state on disk is streamed."""
         return self.home.buffers if isinstance(self.home, Disk) else []
 
     @property
@@ -211,12 +214,12 @@ class State:
 
     @property
     def sum(self) -> int:
-        """The sum of the words of all shares that are not in memory, as digests of states add them up; 0 if all are."""
+        """The sum of the words of all shares that are not in memory, as in digests of states; 0 if all are in memory."""
         return 0 if self.home is None else self.home.sum
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of the shares on the device by category, and of what is elsewhere by tier. Gradients are counted as they are when all are
-        there; buffers are not counted."""
+        """Return the bytes of the shares on the device by category, and of other shares by tier. Gradients count as if all were
+        present; buffers do not count."""
         away = self.home.held if self.home is not None else {}
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([self._gradient]))
@@ -229,7 +232,7 @@ class State:
         return found | (self.home.bytes if self.home is not None else {})
 
     def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | Stored, Tensor]]:
-        """Slot, parameter, this rank's share, and the tensor whose cut it has. Buffers come after the weights."""
+        """Yield slot, parameter, this rank's share, and the tensor with the same cut. Buffers come after the weights."""
         for slot, kept in self._held.items():
             if categories and slot.category not in categories:
                 continue
@@ -265,7 +268,7 @@ def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _without(dropped: int, placement: Placement) -> Placement:
-    """How a tensor is cut that lacks one dimension of another which is cut by `placement`."""
+    """Return the placement of a tensor that lacks one dimension of another tensor with this `placement`."""
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if placement.dim == dropped:

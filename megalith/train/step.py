@@ -27,36 +27,36 @@ Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped"
 
 
 class Watcher(Protocol):
-    """Looks on at the moments of each step. What it raises ends the step. A subclass writes only the moments that it looks at. A step whose
-    update is made again, since its norm was known late, has its last three moments twice."""
+    """Observes the moments of each step. Its exceptions end the step. A subclass overrides only the moments that it needs. A step
+    whose update is made again, because its norm was known late, has its last three moments twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Before its data is read."""
+        """Called before the step's data is read."""
 
     def reduced(self, trainer: Trainer, step: int) -> None:
-        """This rank's gradients are complete and not yet clipped."""
+        """Called when this rank's gradients are complete and not yet clipped."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """The optimizer is about to use them."""
+        """Called before the optimizer uses the gradients."""
 
     def updated(self, trainer: Trainer, step: int) -> None:
-        """The state is that after the step."""
+        """Called when the state is that after the step."""
 
     def skipped(self, trainer: Trainer, step: int) -> None:
-        """The step's update was left out, and undone if it had been made: the state is that before the step."""
+        """Called when the step's update was skipped or undone: the state is that before the step."""
 
     def resting(self, trainer: Trainer, step: int) -> None:
-        """The state is not touched until the next update."""
+        """Called when the state does not change until the next update."""
 
 
 def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int) -> None:
-    """Let them look, in order."""
+    """Call the watchers for a moment, in order."""
     for watcher in watchers:
         getattr(watcher, moment)(trainer, step)
 
 
 def seed_step(trainer: Trainer, step: int) -> None:
-    """Random numbers drawn within step `step` depend on it and the run's seed alone."""
+    """Seed the generators, so that random numbers in step `step` depend only on it and the run's seed."""
     seed = seed_of(trainer.spec.train.seed, f"step {step}")
     if trainer.device.type == "cpu":
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of device there could be
@@ -66,7 +66,7 @@ def seed_step(trainer: Trainer, step: int) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """A step up to its gradients and what all ranks know of them."""
+    """A step up to its gradients, and their totals over all ranks."""
 
     totals: Totals
     accumulated: Accumulated
@@ -93,14 +93,14 @@ class Before:
 
 
 class Healer(Protocol):
-    """Finds out about spikes and undoes what they did, on all ranks together (`train.stability.healer.Healer`)."""
+    """Finds the causes of spikes and undoes their effects, on all ranks together (`train.stability.healer.Healer`)."""
 
     def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
-        """A step's decision is about to be carried out, with this learning rate."""
+        """Record a step's decision before it is carried out, with this learning rate."""
         ...
 
     def look(self, before: Before, step: int) -> Findings:
-        """Drop what the step has left, find out what can be known before it is computed again, and put back what that has left."""
+        """Drop the step's gradients and counts, examine the spike, and restore the state so that the step can be recomputed."""
         ...
 
     def causes(self, step: int, findings: Findings) -> Findings:
@@ -112,19 +112,20 @@ class Healer(Protocol):
         ...
 
     def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Restore the copy `target`, in step `step`. `late`: the step's microbatches have begun, so nothing can be computed besides."""
+        """Restore the copy `target`, in step `step`. `late`: the step's microbatches have begun, so nothing else can be
+        computed."""
         ...
 
 
 class Referee(Protocol):
-    """Answers numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
+    """Responds to numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
 
     def rerun(self, step: int) -> None:
         """Report the numbers that are not finite, and restore the state from before the step, so that it can be recomputed."""
         ...
 
     def blame(self, error: gradients.NotFinite, step: int) -> None:
-        """Report the rank that made numbers that are not finite again. Raises Reported if a supervisor listens."""
+        """Report the rank with numbers that are not finite for the second time. Raises Reported if there is a supervisor."""
         ...
 
 
@@ -143,8 +144,8 @@ def train_step(
 
     `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again.
     With a `referee`, a step with non-finite numbers is repeated once; with a `healer`, so is the first step of a spike. Raises
-    gradients.NotFinite, before any weight has changed, naming step and parameters if the loss or a gradient is NaN or infinite
-    and `stability` says that this ends the run, and SpikeError if it says so of a spike.
+    gradients.NotFinite, before any weight has changed, with step and parameters if the loss or a gradient is NaN or infinite and
+    `stability` ends the run for it, and SpikeError if it does so for a spike.
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
@@ -175,7 +176,7 @@ def train_step(
 
 
 def _put_back(before: Before | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
-    """Make ready to compute a step again."""
+    """Prepare to recompute a step."""
     if before is not None and before.reason == "spike" and healer is not None:
         return healer.look(before, step)
     if before is not None and referee is not None:
@@ -184,12 +185,12 @@ def _put_back(before: Before | None, step: int, *, referee: Referee | None, heal
 
 
 def same_numbers(one: Totals, other: Totals) -> bool:
-    """True if two computations of one step gave the same bits, as far as all ranks know them."""
+    """Return True if two computations of one step gave the same totals, bit for bit."""
     return (one.loss, one.squares) == (other.loss, other.squares)
 
 
 class Stepper:
-    """Trains step by step, and tells of each at once."""
+    """Trains step by step, and reports each at once."""
 
     def __init__(
         self,
@@ -199,22 +200,22 @@ class Stepper:
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
-        """`referee`, one of the `watchers`, runs a step again whose gradients are not finite; `healer` answers spikes."""
+        """`referee`, one of the `watchers`, repeats a step whose gradients are not finite; `healer` responds to spikes."""
         self.trainer, self.watchers, self.referee, self.healer = trainer, watchers, referee, healer
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
-        """Train on this rank's microbatches of step `step`, see train_step; the steps that are now known to be right."""
+        """Train on this rank's microbatches of step `step`, see train_step; return the steps that are now verified."""
         how = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
     def settle(self) -> list[Stepped]:
-        """Check what is not checked yet; the steps that are now known to be right."""
+        """Verify all remaining steps; return the steps that are now verified."""
         return []
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
-    """Run forwards and backwards, and add up the gradients and divide them by the loss scale. `check`: of the weights it begins
-    with, see Executor.run."""
+    """Run forwards and backwards, and add up the gradients and divide them by the loss scale. `check`: verifies the first
+    weights, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()
     step = trainer.state.updates + trainer.state.skipped
@@ -233,7 +234,7 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
 
 
 def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, watchers: Sequence[Watcher] = ()) -> Accumulated:
-    """The step's gradients, which are complete on the parameters, or released as they come."""
+    """Compute the step's gradients: complete on the parameters, or released as they are made."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
     return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, watchers=watchers)
@@ -242,8 +243,8 @@ def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, 
 def releasing(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, watchers: Sequence[Watcher]
 ) -> Accumulated:
-    """Forwards and backwards that free each part's gradients once they are reduced and clipped by `factor`, and the part is updated; None:
-    they are measured alone. The update does not count yet."""
+    """Run forwards and backwards that free each part's gradients after their reduction, clipping by `factor` and the part's
+    update; None: gradients are only measured. The update does not count yet."""
     release = trainer.release
     assert release is not None and len(microbatches) == 1, "gradients of several microbatches are complete with the last one"
     if factor is not None:
@@ -255,7 +256,8 @@ def releasing(
 
 
 def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int, wide: bool = False) -> list[Batch]:
-    """A step's microbatches on the device. `valid`: targets of the whole global batch that count. `wide`: all products are wide."""
+    """Return a step's microbatches on the device. `valid`: the number of valid targets in the whole global batch. `wide`: all
+    products are wide."""
     spec = trainer.spec
     return [
         to_batch(
@@ -274,12 +276,12 @@ def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int,
 
 
 def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Computed:
-    """Gradients, and what all ranks know of them. Raises gradients.NotFinite."""
+    """Compute gradients and their totals over all ranks. Raises gradients.NotFinite."""
     return conclude(trainer, accumulate(trainer, microbatches), step=step, stop=stop)
 
 
 def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
-    """Wait for what all ranks know. Raises gradients.NotFinite."""
+    """Wait for the totals over all ranks. Raises gradients.NotFinite."""
     computed = gathered(trainer, accumulated, stop=stop)
     decision = decision_of(trainer, vitals_of(trainer, computed.totals, accumulated.scale, step=step))
     if isinstance(decision, Skip | Stop):
@@ -288,7 +290,7 @@ def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: boo
 
 
 def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Computed:
-    """Wait for what all ranks know."""
+    """Wait for the totals over all ranks, which may not be finite."""
     start = trainer.executor.clock.mark()
     totals = Gathering(trainer, accumulated.executed, stop=stop).wait()
     waited = ("communication", start, trainer.executor.clock.mark())
@@ -307,7 +309,7 @@ def vitals_of(
     sound: bool | None = None,
     updates: int | None = None,
 ) -> Vitals:
-    """Return the numbers that all ranks know of a step with update number `updates` (None: the next), computed with this loss scale."""
+    """Return the vitals of a step with update number `updates` (None: the next), computed with this loss scale."""
     state = trainer.state
     return Vitals(
         totals.loss,
@@ -332,7 +334,7 @@ def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
 def remember(
     trainer: Trainer, decision: Decision, vitals: Vitals, *, totals: Totals, lr: float, healer: Healer | None, findings: Findings
 ) -> Findings:
-    """Let the run's history know of a decision before it is carried out; what is found of the spike, if the step is of one."""
+    """Add a decision to the run's history before it is carried out; return the findings if the step is part of a spike."""
     stability, history = trainer.spec.stability, trainer.state.history
     found = departures(vitals, stability, history)
     answered = isinstance(decision, Rewind | Stop) or (isinstance(decision, Update) and decision.lowered)
@@ -359,10 +361,9 @@ def carry_out(
     late: bool = False,
     microbatches: Sequence[Samples] = (),
 ) -> Outcome:
-    """Do what was decided for a step whose gradients are there, and drop them. `late`: see Healer.rewind. `microbatches`: those of the
-    step, if its gradients are released.
-
-    Raises gradients.NotFinite, or what the referee raises, or SpikeError, if the run is to stop.
+    """Carry out the decision for a step with its gradients, and drop them. `late`: see Healer.rewind. `microbatches`: those of
+    the step, if its gradients are released. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run must
+    stop.
     """
     step, target = vitals.step, None
     if isinstance(decision, Rewind):
@@ -432,8 +433,8 @@ def clipped_update(
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, watchers: Sequence[Watcher]
 ) -> tuple[int, list[Event]]:
-    """Let the update that was made inside the backward count, if it was made with this factor and learning rate. Else drop it, and compute
-    the step again with them. Return the passes that were made, and what is to be logged."""
+    """Count the update that was made inside the backward, if it has this factor and learning rate. Else drop it, and recompute
+    the step with them. Return the number of passes, and the events for the log."""
     release = trainer.release
     assert release is not None
     again = release.asked != trainer.asked(factor)

@@ -1,4 +1,5 @@
-"""The stores at which ranks meet: the authenticated one of a run with agents, as torch takes it, and torch's TCPStore at one address."""
+"""The stores for the ranks' rendezvous: the authenticated one of a run with agents, with torch's interface, and torch's TCPStore
+at one address."""
 
 import os
 import signal
@@ -15,7 +16,8 @@ from megalith.machine import lifeline
 
 
 def serve(server: socket.socket, key: Key) -> int:
-    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one; its id.
+    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one;
+    return its id.
 
     Must be called while there is one thread, because a fork copies the locks that others hold.
     """
@@ -40,8 +42,8 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
 def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
     """torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It knows no key.
 
-    The process that serves it listens at that address alone (or at MEGALITH_LISTEN), where torch would listen at all of the machine's.
-    Raises OSError where it cannot.
+    The serving process listens only at that address (or at MEGALITH_LISTEN); torch would listen at all addresses of the machine.
+    Raises OSError if it cannot.
     """
     host, _, port = address.partition("://")[2].rpartition(":")
     if not serves:
@@ -59,11 +61,11 @@ def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStor
 
 
 _ALIVE: list["RunStore"] = []
-"""Stores that process groups use: C++ holds its half of one, and would call methods of a Python half that is gone."""
+"""Stores in use by process groups. C++ keeps its half of a store, and would call methods of a deleted Python half."""
 
 
 class RunStore(dist.Store):
-    """The authenticated store, with the face that torch's process groups want. It lives as long as its process."""
+    """The authenticated store, with the interface that torch's process groups need. It exists until its process ends."""
 
     def __init__(self, client: StoreClient) -> None:
         super().__init__()
@@ -100,11 +102,11 @@ class RunStore(dist.Store):
         return self._client.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         return self._client.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Return the number of keys."""
         return self._client.num_keys()
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # as torch calls them from C++

@@ -1,4 +1,4 @@
-"""The data of a run, opened the way its ranks read it."""
+"""The data of a run, as its ranks read it."""
 
 import time
 from itertools import pairwise

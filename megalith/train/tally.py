@@ -28,7 +28,7 @@ WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums and extremes over all ranks that end a step."""
+    """Sums and extremes over all ranks at the end of a step."""
 
     squares: float
     loss: float
@@ -100,12 +100,12 @@ class Stepped:
 
     @property
     def skipped(self) -> str:
-        """Why the update was left out, if it was."""
+        """Why the update was skipped, if it was."""
         return self.outcome.skipped
 
 
 class Gathering:
-    """The totals on their way: one gather over all ranks; sums are formed in rank order, so every rank gets the same bits in every run."""
+    """The totals under way: one gather over all ranks. Sums are in rank order, so every rank gets the same bits in every run."""
 
     def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
@@ -146,7 +146,8 @@ class Gathering:
 
 
 def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
-    """The norms of some parameters' gradients: of those that were released as they were, of the others that are there as they are."""
+    """Return the norms of some parameters' gradients: from before the release if they were released, else from the gradients
+    themselves."""
     grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
     found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
     found |= trainer.release.norms if trainer.release is not None else {}
@@ -154,7 +155,7 @@ def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
 
 
 class Balance:
-    """How even the experts' loads of the last update were: the worst of all layers, wherever they are, on its way from all ranks."""
+    """The balance of the experts' loads in the last update: the worst of all layers, gathered from all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._work: Any = None
@@ -165,7 +166,7 @@ class Balance:
             self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, group=trainer.groups.world, async_op=True)
 
     def wait(self) -> dict[str, float]:
-        """By their names; empty for a model without experts."""
+        """Return the measures by name; empty for a model without experts."""
         if self._work is None:
             return {}
         self._work.wait()
@@ -203,7 +204,7 @@ def stepped(
 
 
 def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[str, float]:
-    """Seconds by what they went to. Waiting for another rank counts as `bubble`, starting messages as communication."""
+    """Return the seconds by use. A wait for another rank counts as `bubble`, the start of messages as communication."""
     clock = trainer.executor.clock
     seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
     for name, start, end in parts:
@@ -234,5 +235,5 @@ def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float,
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes this rank ever held: on the GPU where it has one, else of its process."""
+    """Return the peak bytes of this rank: on the GPU if it has one, else of its process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

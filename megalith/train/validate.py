@@ -16,7 +16,8 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Runs forwards alone on the same stages. Built by all ranks together, since it has message lanes of its own. Held-out text is cut to
+    """Runs forwards alone on the same stages. All ranks build it together, because it has message lanes of its own. Held-out text
+    is cut to
     `train.seq_len` in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
@@ -35,7 +36,7 @@ class Validator:
 
     @torch.no_grad()
     def run(self) -> tuple[float, dict[str, float]]:
-        """Mean loss over all held-out targets, and by domain; the same on all ranks."""
+        """Return the mean loss over all held-out targets, and by domain; the same on all ranks."""
         found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
         self.trainer.forget()
         targets = sum(count for _, count in found.values())
@@ -58,7 +59,8 @@ class Validator:
         return float(loss), valid
 
     def _read(self, samples: range, numbers: range) -> Samples:
-        """Samples by number; numbers past the last one are rows without targets, so every rank has the same shapes."""
+        """Read samples by number. Numbers after the last one give rows without targets, so that every rank has the same
+        shapes."""
         real = [samples[min(number, len(samples) - 1)] for number in numbers]
         read = self.stream.batch(real)
         past = np.array([number >= len(samples) for number in numbers])

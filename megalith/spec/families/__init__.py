@@ -1,4 +1,4 @@
-"""Model families: what `[model]` may hold, one flat spec a family, told apart by `family` ("llama" where it is not said).
+"""Model families: the values of `[model]`, one flat spec for each family, chosen by `family` ("llama" by default).
 
 A family is a frozen Spec with `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std` among its sizes, `build()`, which
 gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `common.py`
@@ -28,7 +28,7 @@ DEFAULT = "llama"
 
 
 def family_of(values: Any) -> str:
-    """The family that raw values of `[model]`, or a spec, belong to."""
+    """Return the family of raw values of `[model]`, or of a spec."""
     family = values.get("family", DEFAULT) if isinstance(values, Mapping) else getattr(values, "family", DEFAULT)
     return str(family)
 

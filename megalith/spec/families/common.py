@@ -130,8 +130,8 @@ def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
 
 
 def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
-    """Heads in multiples of `unit` that share keys as before: each with its own, in groups, or all with the same. Fewer heads of
-    keys than `unit`, which is by how many ranks heads are split, stay so few: ranks share these."""
+    """Heads in multiples of `unit` that share keys as before: each with its own, in groups, or all with the same. `unit` is the
+    number of ranks that split heads. If there are fewer key heads than that, their number stays, and ranks share them."""
     grouped = kv_heads is not None and kv_heads < heads
     few = kv_heads is not None and (grouped or kv_heads == 1) and unit % kv_heads == 0
     return {"heads": unit * (2 if grouped else 1), "kv_heads": kv_heads if kv_heads and few else unit, "head_dim": 8}

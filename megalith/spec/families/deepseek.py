@@ -36,7 +36,7 @@ class DeepSeek(ParametrizedSpec):
     q_rank: PositiveInt | None = Field(default=None, description="width of the queries' latent; none: queries straight from x")
     kv_rank: PositiveInt = 512
     nope_dim: PositiveInt = Field(default=128, description="channels of a head's queries and keys that are not rotated")
-    rope_dim: PositiveInt = Field(default=64, description="channels that are")
+    rope_dim: PositiveInt = Field(default=64, description="channels of a head's queries and keys that are rotated")
     v_dim: PositiveInt = Field(default=128, description="channels of a head's values")
     ffn: PositiveInt
     experts: PositiveInt
@@ -53,7 +53,7 @@ class DeepSeek(ParametrizedSpec):
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the sequence-wise balance loss")
     balanced: Balanced = False
     ahead: NonNegativeInt = Field(default=0, description="further tokens to predict (multi-token prediction)")
-    ahead_weight: PositiveFloat = Field(default=0.3, description="of the mean of the further tokens' losses")
+    ahead_weight: PositiveFloat = Field(default=0.3, description="weight of the mean of the further tokens' losses")
     vocab: PositiveInt
     context: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
@@ -106,7 +106,7 @@ class DeepSeek(ParametrizedSpec):
         return model_of(self, blocks, norm, ahead=ahead)
 
     def _experts(self) -> MoeSpec:
-        """The shared experts are one of their joint width, which computes the same."""
+        """Return the experts. The shared experts are one of their joint width, which computes the same."""
         return MoeSpec(
             experts=self.experts,
             hidden=self.expert_ffn,

@@ -11,7 +11,8 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
 class Gemma2(OwnPartsSpec):
-    """Sizes of a Gemma 2: every other layer, the first among them, sees a window only; scores and logits are capped; norms before and
+    """Sizes of a Gemma 2: every second layer, beginning with the first, sees only a window; scores and logits are capped; norms
+    before and
     after attention and MLP, their weights stored less one; GeGLU (Gemma Team 2024, arXiv:2408.00118, section 2)."""
 
     family: Literal["gemma2"] = "gemma2"

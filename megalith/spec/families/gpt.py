@@ -12,8 +12,8 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, No
 class Gpt(OwnPartsSpec):
     """Sizes of a GPT: pre-norm blocks with biases everywhere, learned positions, GELU in its tanh form, LayerNorm (Radford et al. 2019).
 
-    GPT-3 (Brown et al. 2020, arXiv:2005.14165, section 2.1) is the same except that every other of its layers attends to a sparse
-    band whose form was not published; here all layers attend to everything before them.
+    GPT-3 (Brown et al. 2020, arXiv:2005.14165, section 2.1) is the same except that every second layer attends to a sparse band
+    whose form was not published; here all layers attend to all earlier tokens.
     """
 
     family: Literal["gpt"] = "gpt"

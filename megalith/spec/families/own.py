@@ -1,4 +1,4 @@
-"""Families whose attention, MLP and norm a user's own modules can take the place of."""
+"""Families in which a user's own modules can replace attention, MLP and norm."""
 
 from collections.abc import Iterable, Iterator
 

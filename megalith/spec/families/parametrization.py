@@ -13,7 +13,7 @@ With m the width and l the depth over those of the base:
     weight decay of hidden matrices     x the inverse, so that it takes the same share of a weight in each update
     Adam's epsilon                      x 1/m, and x 1/l in blocks       (completep)
 
-Hidden matrices are all that map a width to a width, experts and routers among them; embeddings, the output, norms and biases are not.
+Hidden matrices are all matrices that map a width to a width, including experts and routers, but not embeddings and the output.
 """
 
 from functools import cache
@@ -35,9 +35,11 @@ class ParametrizedSpec(Spec):
         default="standard", description="how first weights, multipliers and learning rates follow the sizes"
     )
     base_dim: PositiveInt | None = Field(default=None, description="mup, completep: the width at which it equals `standard`")
-    base_layers: PositiveInt | None = Field(default=None, description="completep: the number of blocks at which it does")
+    base_layers: PositiveInt | None = Field(
+        default=None, description="completep: the number of blocks at which it equals `standard`"
+    )
     base_head_dim: PositiveInt | None = Field(
-        default=None, description="mup, completep: the head_dim at which it does; none: heads grow in number alone"
+        default=None, description="mup, completep: the head_dim at which it equals `standard`; none: heads grow in number alone"
     )
 
     def scaling(self, dim: int, layers: int) -> Growth:

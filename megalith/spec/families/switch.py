@@ -11,10 +11,11 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, Mo
 
 class Switch(ParametrizedSpec):
     """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): each token goes to the one best expert of every
-    `every`-th block; an expert takes only so many tokens of a sequence, and the others pass by it.
+    `every`-th block; an expert takes a limited number of tokens of a sequence, and the others skip it.
 
-    Adapted from the published encoder and decoder: `layers` are those of both, in one causal stack without cross-attention; rotary
-    positions for T5's relative biases; scores scaled by 1 / sqrt(head_dim), which T5 folds into its first weights; capacity by the
+    Adapted from the published encoder and decoder: `layers` is the sum of both, in one causal stack without cross-attention;
+    rotary positions replace T5's relative biases; scores scaled by 1 / sqrt(head_dim), which T5 folds into its first weights;
+    capacity by the
     sequence; no jitter on the router's input, so that a step is a function of its data.
     """
 

@@ -11,11 +11,11 @@ from megalith import own
 from megalith.spec.base import AbsentError
 
 PartKind = Literal["attention", "mlp", "norm"]
-"""Part of a block that a user's own module can take the place of."""
+"""Part of a block that a user's own module can replace."""
 Cut = Literal["outputs", "inputs"]
 """How tensor ranks cut a parameter: along its first dimension, or along its second one."""
 First = Literal["normal", "residual", "ones", "zeros"]
-"""First values: N(0, init_std²); the same over sqrt(2 layers), for a matrix that writes to the residual stream; 1; 0."""
+"""First values: N(0, init_std²); the same divided by sqrt(2 layers), for a matrix that writes to the residual stream; 1; 0."""
 
 
 def _part_name(name: str) -> str:
@@ -43,7 +43,7 @@ class Tensor(NamedTuple):
 
     @property
     def role(self) -> Literal["matrix", "vector"]:
-        """How tokens meet it (`spec.sizes.Role`)."""
+        """How it acts on tokens (`spec.sizes.Role`)."""
         return "vector" if len(self.shape) == 1 else "matrix"
 
     @property
@@ -59,10 +59,10 @@ class ModelPart(NamedTuple):
 
     `module` is called as Megalith's own part is: `module(dim, spec, rope_slot)` for an attention, `module(dim, spec)` for an MLP or a
     norm, with the `spec` that the part has (`spec.model.AttentionSpec`, `MlpSpec`, `NormSpec`). Its forward takes and returns
-    x [batch, seq, dim]; an attention or an MLP also takes a `models.batch.Batch`. Sizes follow from `dim` and `spec`, so that parity can
-    build a small one. It keeps parameters alone: no buffers, no state from step to step, no random numbers.
-
-    Under tensor ranks each gets the whole sequence and its shares of the cut parameters, and Megalith adds up what they return. An MLP
+    x [batch, seq, dim]; an attention or an MLP also takes a `models.batch.Batch`. Sizes follow from `dim` and `spec`, so that
+    parity can build a small one. Its only state is its parameters: it has no buffers, no state from step to step and no random
+    numbers. Each tensor rank gets the whole sequence and its shares of the cut parameters, and Megalith adds up their results. An
+    MLP
     or norm that cuts nothing works on each rank's part of the sequence; an attention that cuts nothing is computed by every rank.
     Pipeline ranks hold whole blocks. Context ranks get their part of the sequence, and generation one token at a time: take
     positions from `batch.positions` or `batch.rotary`, and never count them from x.
@@ -74,8 +74,8 @@ class ModelPart(NamedTuple):
     tensors: Callable[[int, Any], Iterable[Tensor]]
     """Called with `dim` and `spec`: every parameter, in the order of the module. It needs no torch."""
     core: bool = False
-    """For an attention: True if tokens see each other through `self.core`, a `models.core.CausalCore` and no subclass, alone. Context ranks
-    need it."""
+    """For an attention: True if tokens see each other only through `self.core`, a `models.core.CausalCore` (not a subclass).
+    Context ranks need it."""
 
 
 class _Rows(dict[str, ModelPart]):
@@ -131,7 +131,8 @@ def named_by(model: Any) -> Mapping[str, str]:
 
 
 def need(model: Any) -> None:
-    """Raise own.OwnPartError unless every own part that a family's sizes name was imported: a checkpoint that names one imports nothing."""
+    """Raise own.OwnPartError unless every own part that a family's sizes name was imported: the name in a checkpoint imports
+    nothing."""
     if missing := [name for name in named_by(model).values() if name not in PARTS]:
         raise own.OwnPartError(
             f"the model has own parts, which are not imported because a checkpoint names them: {', '.join(missing)}. "

@@ -1,6 +1,6 @@
 """How a model is cut for merges, when each part is due, and its bytes. No torch.
 
-What travels between sites is cut by the whole tensor, never by a rank's share. So its bytes follow from the run file alone.
+Data between sites is cut by whole tensors, never by a rank's share. So its bytes follow from the run file alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ from megalith.spec.state import Slot
 BLOCK = 128
 """Neighbouring elements of a tensor that share a scale."""
 HEAD_BYTES = 40
-"""Bytes in front of a fragment's differences: a kind, its number, its step, a request to stop, the site's mean loss, the name of the start
-that all take part in, and a length."""
+"""Bytes of the header of a fragment's differences: a kind, its number, its step, a request to stop, the site's mean loss, the
+name of the common start, and a length."""
 VERDICT_BYTES = 76
-"""Bytes of the message that says which sites' differences are merged."""
+"""Bytes of the message with the sites whose differences are merged."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
 """Bytes that authentication adds to a frame, and the most that it carries."""
 
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of its places, scales and codes."""
+        """The bytes of its positions, scales and codes."""
         if self.top_k is None:
             return encoded_bytes(self.numel, self.bits)
         count = chosen(self.numel, self.top_k)
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
     @property
     def loses(self) -> bool:
-        """True if what is sent is not all that there is to send."""
+        """True if the sent values are not exactly the whole difference."""
         return self.bits < FULL or self.top_k is not None
 
 
@@ -69,31 +69,32 @@ def encoded_bytes(numel: int, bits: int) -> int:
 
 
 def chosen(numel: int, top_k: int) -> int:
-    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and as large a share, rounded up, of what remains."""
+    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and the same share of the rest, rounded up."""
     return numel // CHUNK * top_k + -(-(numel % CHUNK) * top_k // CHUNK)
 
 
 def low_bits(numel: int, count: int) -> int:
-    """Return the lowest bits of each of `count` places in `numel` that are written as they are: the code of Elias (1974) and Fano (1971),
-    which writes the higher ones in unary."""
+    """Return how many of the lowest bits of each of `count` positions in `numel` are written unchanged: the code of Elias (1974)
+    and Fano (1971), which writes the higher bits in unary."""
     return max(0, (numel // count).bit_length() - 1) if count else 0
 
 
 def places_bits(numel: int, count: int) -> int:
-    """Return the bits of `count` different places in `numel`: for each, its low bits and a one; and a zero for each step of the others."""
+    """Return the bits of `count` different positions in `numel`: for each, its low bits and a one; and a zero for each step of
+    the high bits."""
     low = low_bits(numel, count)
     return count * (low + 1) + (max(0, numel - 1) >> low)
 
 
 def places_bytes(numel: int, count: int) -> int:
-    """Return the bytes of `count` different places in `numel`."""
+    """Return the bytes of `count` different positions in `numel`."""
     return -(-places_bits(numel, count) // 8)
 
 
 def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
     """Cut a model into fragments of whole parts (embedding, block, head): the largest part first, each to the fragment that has the
     least. `shapes`: the shape of every tensor that is merged, by its name in the whole model. A tied tensor has one name, so one fragment.
-    Equal blocks are dealt out in turn, as Streaming DiLoCo's strided fragments are (section 3.2)."""
+    Equal blocks are assigned in turn, like Streaming DiLoCo's strided fragments (section 3.2)."""
     parts: dict[str, list[str]] = {}
     for name in shapes:
         parts.setdefault(part_of(name), []).append(name)
@@ -129,7 +130,7 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
 
 
 def verdict_bytes() -> int:
-    """Return the bytes that the site that decides sends to another for each merge."""
+    """Return the bytes that the deciding site sends to each other site in a merge."""
     return VERDICT_BYTES + FRAME_BYTES
 
 

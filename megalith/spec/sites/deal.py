@@ -1,7 +1,7 @@
 """The samples that each site reads in each step: a pure function of the run file and of the merges that were recorded. No torch.
 
-In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves hands back its samples that no
-merge contains. Returned samples are dealt out first, to the sites that are present, so that no sample is lost or read twice.
+In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves returns its samples that no merge
+contains. Returned samples are assigned first, to the sites that are present, so that no sample is lost or counted twice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,25 +21,25 @@ class Share(NamedTuple):
 
 @dataclass
 class Deal:
-    """The samples of a run that are dealt out so far. `count`: sites among which a step's batch is shared out."""
+    """The samples of a run that are assigned so far. `count`: sites among which a step's batch is divided."""
 
     count: int
     members: dict[int, int]
-    """The sites that train, and the steps that were done when each came."""
+    """The sites that train, and the number of finished steps when each joined."""
     next: int = 0
-    """The first sample that was never dealt out."""
+    """The first sample that was never assigned."""
     returned: list[Share] = field(default_factory=list)
-    """Shares that sites handed back and that are not dealt out again yet, in order."""
+    """Shares that sites returned and that are not assigned again yet, in order."""
     open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
-    """Shares of each site that no merge has taken yet, each with the steps that are done once it is trained."""
+    """Shares of each site that no merge contains yet, each with the number of finished steps after it."""
     shares: tuple[int, ...] = ()
-    """How a step's batch is shared out, as in `SitesSpec`; empty: evenly."""
+    """How a step's batch is divided, as in `SitesSpec`; empty: evenly."""
     counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """How much each site counts in the merge of each fragment under way: the shares by which the samples behind it were dealt out."""
+    """The weight of each site in the merge of each fragment under way: the shares by which its samples were assigned."""
 
     @classmethod
     def first(cls, count: int, shares: Sequence[int] = ()) -> "Deal":
-        """The deal at a run's beginning: all sites are there."""
+        """The state at a run's beginning: all sites are present."""
         return cls(count, dict.fromkeys(range(count), 0), shares=tuple(shares))
 
     @property
@@ -53,16 +53,16 @@ class Deal:
         return self.dealt - sum(share.size for shares in self.open.values() for _, share in shares)
 
     def count_in(self, fragment: int) -> tuple[int, ...]:
-        """Return how much each site counts in the merge of a fragment."""
+        """Return the weight of each site in the merge of a fragment."""
         return self.counted.get(fragment, self.shares or (1,) * self.count)
 
     def left(self, total: int) -> int:
-        """Samples of a run of `total` that are still to be dealt out."""
+        """Samples of a run of `total` that are not assigned yet."""
         return max(0, total - self.next) + sum(share.size for share in self.returned)
 
     def deal(self, step: int, phases: Phases, total: int) -> dict[int, Share]:
-        """Deal out the samples of a step, before which `step` steps were done: a share for each site that trains, in the order of their
-        numbers, as long as there are any of the run's `total`."""
+        """Assign the samples of a step, after `step` steps: a share to each site that trains, in the order of their numbers,
+        while samples of the run's `total` remain."""
         found = {}
         for site in sorted(self.members):
             if not self.returned and self.next >= total:
@@ -72,7 +72,7 @@ class Deal:
         return found
 
     def _again(self, site: int, phases: Phases) -> Share:
-        """Return the first share that was handed back; of a site that reads more in a step, a part of it."""
+        """Return the first returned share, or a part of it if it is more than the site reads in a step."""
         share = self.returned.pop(0)
         size = min(share.size, self._most(site, phases.at(share.first)))
         if size < share.size:
@@ -84,7 +84,7 @@ class Deal:
         return part_of_batch(phase.global_batch, site, self.count, self.shares)
 
     def _new(self, site: int, phases: Phases, total: int) -> Share:
-        """Return the next share that nobody had before. It ends where a phase or the run ends."""
+        """Return the next share of new samples. It ends at the end of a phase or of the run."""
         phase = phases.at(self.next)
         ends = [total, *(each.first for each in phases.all if each.first > self.next)]
         size = min([self._most(site, phase), *(end - self.next for end in ends)])
@@ -92,8 +92,8 @@ class Deal:
         return Share(self.next - size, size)
 
     def merge(self, *, sent: int, step: int, merged: Collection[int], left: Collection[int], joined: Collection[int]) -> None:
-        """Take account of a merge, after `step` steps, of differences that the sites `merged` took after `sent` steps. The sites `left`
-        train no longer and hand back their shares; the sites `joined` train from here on."""
+        """Record a merge, after `step` steps, of differences that the sites `merged` computed after `sent` steps. The sites
+        `left` no longer train and return their shares; the sites `joined` train from now on."""
         for site in merged:
             self.open[site] = [one for one in self.open.get(site, []) if one[0] > sent]
         for site in left:
@@ -103,7 +103,7 @@ class Deal:
         self.members |= dict.fromkeys(joined, step)
 
     def due(self, sent: int) -> set[int]:
-        """Return the sites that take differences after `sent` steps: those that have trained a step by then."""
+        """Return the sites that compute differences after `sent` steps: those that have trained a step by then."""
         return {site for site, since in self.members.items() if since < sent}
 
     def record(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Deal:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Deal":
-        """Return the deal that `record` returned."""
+        """Return the state from its `record`."""
         return cls(
             record["count"],
             {int(site): since for site, since in record["members"].items()},

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
 
 FULL = 32
-"""Bits of an element that is sent as it is."""
+"""Bits of an element that is sent unchanged."""
 CHUNK = 4096
 """Neighbouring elements of a tensor of which the largest are sent, where `top_k` says so (SparseLoCo, arXiv:2508.15706)."""
 
@@ -31,7 +31,7 @@ class LinkSpec(Spec):
 
 
 class TlsSpec(Spec):
-    """Files in PEM with which a site encrypts its connections, on each machine that leads one."""
+    """Files in PEM for the encryption of a site's connections, on each machine that leads a site."""
 
     certificate: Path = Field(description="this site's certificate, which names its address")
     key: Path = Field(description="the private key of that certificate")
@@ -131,30 +131,30 @@ class SitesSpec(Spec):
 
     @property
     def own_share(self) -> float:
-        """The share of a site's own weights in those that it trains on after a merge."""
+        """The share of a site's own weights in its weights after a merge."""
         if self.mixing is not None:
             return self.mixing
         return 0.5 if self.overlap else 0.0
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How the samples of a step are shared out among the sites; empty if all get equally many. Of a run that `at_site` returned."""
+        """The division of a step's samples among the sites; empty if it is even. Only for a run that `at_site` returned."""
         given = [one.share or 1 for one in self.each]
         return tuple(share // gcd(*given) for share in given) if len(set(given)) > 1 else ()
 
     @property
     def parts(self) -> int:
-        """The smallest number of equal parts in which a step's samples can be shared out among the sites."""
+        """The smallest number of equal parts in which a step's samples can be divided among the sites."""
         return sum(self.shares) or self.count
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each site; empty if all have the run's. Of a run that `at_site` returned."""
+        """The plan of each site; empty if all have the run's. Only for a run that `at_site` returned."""
         return tuple(one.plan for one in self.each if one.plan is not None)
 
     @property
     def feeds_back(self) -> bool:
-        """True if something is left out of a difference that is kept for the next one."""
+        """True if the part that is not sent of a difference is added to the next one."""
         return self.error_feedback and (self.bits < FULL or self.top_k is not None)
 
     def quorum(self, sites: Collection[int]) -> bool:
@@ -166,7 +166,7 @@ class SitesSpec(Spec):
 
     @property
     def lead(self) -> int:
-        """Number of steps that a site may be ahead of another: the steps between two merges plus the steps while a fragment is in
+        """The most steps that a site may be ahead of another: those between two merges plus those while a fragment is in
         flight."""
         return -(-self.inner_steps // self.fragments) + self.overlap
 
@@ -190,18 +190,18 @@ def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":
 
 
 def own_batch(spec: "RunSpec") -> int:
-    """Return the samples of a step that a site of a run reads in it; all of them, where the run has no sites."""
+    """Return the number of samples that a site of a run reads in a step; all of them, if the run has no sites."""
     sites, batch = spec.sites, spec.train.global_batch
     return batch if sites is None else part_of_batch(batch, sites.site or 0, sites.count, sites.shares)
 
 
 def part_of_batch(batch: int, site: int, count: int, shares: Sequence[int]) -> int:
-    """Return the samples of one site in a step of `batch`, which `count` sites share out. `shares`: as in `SitesSpec`."""
+    """Return the number of samples of one site in a step of `batch`, which `count` sites divide. `shares`: as in `SitesSpec`."""
     return batch * shares[site] // sum(shares) if site < len(shares) else batch // count
 
 
 def unit_of(spec: "RunSpec") -> int:
-    """Return a number of samples whose multiples every site's ranks can share out among each other."""
+    """Return a number of samples whose multiples the ranks of every site can divide among each other."""
     plans = (spec.plan,) if spec.sites is None or not spec.sites.plans else spec.sites.plans
     return lcm(*(plan.data * plan.microbatch for plan in plans))
 
@@ -215,12 +215,13 @@ def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
 
 
 def kept(spec: "RunSpec") -> int:
-    """Return how many of its newest checkpoints a run keeps. A site that is ahead of another must still have the one that both hold, though
-    it has saved others since: with none in common they could not be resumed."""
+    """Return how many of its newest checkpoints a run keeps. A site that is ahead of another must still have the newest one that
+    both saved: without a common one they could not resume."""
     keep, every = spec.checkpoint.keep, spec.checkpoint.every
     return keep if spec.sites is None or not every else max(keep, 2 + -(-spec.sites.lead // every))
 
 
 def folder_of(run_dir: Path, site: int) -> Path:
-    """Return the folder of a site of a run all of whose sites are on one machine. `run_dir`: the first site's, which is the run's."""
+    """Return the folder of a site, if all sites of the run are on one machine. `run_dir`: the first site's, which is the
+    run's."""
     return run_dir if site == 0 else run_dir / f"site-{site}"

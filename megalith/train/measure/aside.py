@@ -1,4 +1,4 @@
-"""Computations beside a step, which leave nothing behind."""
+"""Computations beside a step, without lasting effects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def buckets_of(trainer: Trainer) -> list[Bucket]:
 
 @contextmanager
 def uncounted(trainer: Trainer) -> Iterator[None]:
-    """Inside, what a step counts is restored at the end: the tokens of each expert, and the largest numbers of tensors."""
+    """Restore the counts of a step at the end of the block: the tokens of each expert, and the largest numbers of tensors."""
     counts = trainer.counted()
     before = [count.clone() for count in counts]
     try:
@@ -41,7 +41,7 @@ def uncounted(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def unobserved(trainer: Trainer) -> Iterator[None]:
-    """Inside, nobody looks at gradients before they are reduced."""
+    """In the block, no hook observes gradients before their reduction."""
     buckets = buckets_of(trainer)
     before = [(bucket.probe, bucket.observe) for bucket in buckets]
     for bucket in buckets:

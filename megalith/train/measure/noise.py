@@ -1,4 +1,5 @@
-"""Squared norms of gradients before they are added up over data ranks: what the gradient noise scale needs, for one pass over them."""
+"""Squared norms of gradients before their sum over data ranks, for the gradient noise scale. They cost one pass over the
+gradients."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from megalith.spec.run import RunSpec
 
 
 class NoiseMeter:
-    """Inspects the weights for which each data rank has a whole gradient. It leaves out experts, which have tokens of all ranks,
+    """Measures the weights for which each data rank has a whole gradient. It leaves out experts, which have tokens of all ranks,
     and weights whose gradients tensor ranks or the ends of a pipeline add up later."""
 
     def __init__(
@@ -49,19 +50,21 @@ class NoiseMeter:
 
 def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
     """Return the estimates of a step from the sum of squared norms before the reduction and the squared norm after it; None where the plan
-    shows none. Each part's gradient is that of its share of the step's loss: times the number of parts it is one over its own sequences."""
+    shows none. Each part's gradient is that of its share of the step's loss; times the number of parts it is the mean over its
+    own sequences."""
     count, batch = parts(spec.plan, spec.microbatches), spec.train.global_batch
     return None if count == 1 else estimate(small=count * small, large=large, part=batch / count, batch=batch)
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """Is this the first of the tensor ranks that hold the same gradient?"""
+    """Return True on the first of the tensor ranks that hold the same gradient."""
     (split,) = weight.kept.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 
 
 def _square(grad: Tensor) -> Tensor:
-    """The sum of a gradient's squares, fp64; rows are added up in fp64, as `gradients.sum_of_squares` says why."""
+    """Return the sum of a gradient's squares, fp64; rows are added up in fp64 (for the reason, see
+    `gradients.sum_of_squares`)."""
     flat = local(grad).reshape(-1)
     whole, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
     norms = [

@@ -52,12 +52,12 @@ class Peak:
 
 def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     """Return the peak FLOP/s of the actual device (torch's name). The run's `cluster` (`asked`) is used only if the catalogue does not know
-    that device, or if a cluster file describes its own device; no name makes a device another one."""
+    that device, or if a cluster file describes its own device; a name never changes the device."""
     known = cluster.find(device)
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()
     found = known if named is None or other else named
-    instead = f"; `cluster` says {asked.partition(':')[0]}, which this is not" if other else ""
+    instead = f"; `cluster` says {asked.partition(':')[0]}, but this device is another one" if other else ""
     if found is None:
         return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
     rate = PRECISIONS[precision].rate
@@ -68,8 +68,8 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
 
 
 def counted_flops(trainer: Trainer, kept: Path) -> float:
-    """FLOP a token in the phase that is trained, counted once in a run and kept: counting takes longer than the rest of a start after a
-    fault."""
+    """Return FLOP a token in the current phase, counted once in a run and saved: counting takes longer than the rest of a start
+    after a fault."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"
@@ -83,7 +83,8 @@ def counted_flops(trainer: Trainer, kept: Path) -> float:
 
 
 def _measured_peak(trainer: Trainer, kept: Path) -> float:
-    """FLOP/s of all ranks together, measured at the run's first start and kept: a start after a fault need not wait for it."""
+    """Return the FLOP/s of all ranks together, measured at the run's first start and saved, so that a start after a fault need
+    not wait for it."""
     world, leads = trainer.groups.world, trainer.groups.rank == 0
     known = float(kept.read_text()) if leads and kept.exists() else 0.0
     rate = torch.tensor(known, dtype=torch.float64)
@@ -101,7 +102,7 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
-    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed.
+    """Return the FLOP/s of square matrix products on this rank now, the best of several: the measured peak of a CPU.
 
     `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`: a processor
     without bf16 instructions takes seconds for one of 1,024.
@@ -115,7 +116,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
-    """Seconds that a product takes at least, after a first one, of as many as fit into `seconds`."""
+    """Return the shortest time of a product, after a first one, among as many as fit into `seconds`."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out, least, end = a @ b, math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end or least == math.inf:

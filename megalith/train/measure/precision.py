@@ -1,4 +1,4 @@
-"""Precision watch: gradients in a narrow format beside those of wide products, and the worst block made wide."""
+"""Precision watch: comparison of gradients in a narrow format with those of wide products; it can make the worst block wide."""
 
 import math
 import time
@@ -51,8 +51,9 @@ class Found(NamedTuple):
 class PrecisionWatch:
     """Per-rank watch of rounding errors, between steps. Construction and every method are collective.
 
-    A comparison computes a microbatch twice, in as few microbatches as the schedule allows: with all products wide, and as the next step
-    does. The relative error of a part's gradient is the norm of the difference over the norm of the wide gradient.
+    A comparison computes a microbatch twice, in as few microbatches as the schedule allows: with all products wide, and with the
+    products of the next step. The relative error of a part's gradient is the norm of the difference over the norm of the wide
+    gradient.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PrecisionWatch:
 
     @classmethod
     def of(cls, trainer: Trainer, read: Read, **how: Any) -> "PrecisionWatch | None":
-        """Return the watch of a run, built with `how`; None if it asks for none, or has no narrow products."""
+        """Return the watch of a run, built with `how`; None if the run requests none, or has no narrow products."""
         spec = trainer.spec
         asked = spec.precision.watch_every > 0 and is_narrow(spec.train.precision)
         return cls(trainer, read, **how) if asked else None
@@ -103,7 +104,7 @@ class PrecisionWatch:
         )
 
     def gradients(self, step: int) -> Compared:
-        """Compute the gradients of the weights that this rank counts, with wide products and as the step does."""
+        """Compute the gradients of the weights that this rank counts, with wide products and with those of the step."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
             self.executor.adopt(self.executor.program, trainer.executor.hidden)

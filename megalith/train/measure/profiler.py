@@ -17,8 +17,8 @@ def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
 
 
 class Profile:
-    """Run torch.profiler over some of a run's `steps`; yield a function to call after each step. Spans of the trace name the
-    steps. `warn` hears of a trace that could not be written."""
+    """Run torch.profiler over some of a run's `steps`; yield a function to call after each step. Spans in the trace name the
+    steps. `warn` is called if a trace cannot be written."""
 
     def __init__(
         self, folder: Path, asked: str | None, rank: int, *, steps: int, warn: Callable[[str], None] = lambda message: None

@@ -1,4 +1,5 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): second moments of a matrix as those of its rows times those of its columns."""
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): the second moments of a matrix are the product of those of its rows and of
+its columns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,7 +47,7 @@ class Adafactor:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and the moments of rows and columns.
 
-        Directions are computed once for their sizes and once more for the update, so that no two of them are held at once.
+        Directions are computed once for their sizes and again for the update, so that only one is in memory at a time.
         """
         fresh = float(number + 1) ** -DECAY
         seen = self._seen(parts, fresh)
@@ -66,7 +67,7 @@ class Adafactor:
             part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
 
     def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
-        """Add up all that an update's denominator needs, over the whole matrices of all parts, in one message."""
+        """Compute the sums for an update's denominator, over the whole matrices of all parts, in one message."""
         sums = [each for part in opened(parts) for each in self._partial(part)]
         totals = iter(self.whole.add_up(sums))
         found = {}

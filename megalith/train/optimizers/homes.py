@@ -1,4 +1,4 @@
-"""Homes of matrices: for an update, one rank has each matrix whole. Shares travel there and back, in one message each way."""
+"""Homes of matrices: for an update, one rank gathers each whole matrix. Shares go there and back in one message each way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,16 +34,16 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """A matrix and its ranks, as its pipeline place counts them."""
+    """A matrix and its ranks, by their numbers in the pipeline place."""
 
     item: Item
     home: int
     held: dict[int, Box]
-    """The ranks of one copy of the state that hold a part of the matrix, and which."""
+    """The ranks of one copy of the state that hold a part of the matrix, and their parts."""
 
     @cached_property
     def senders(self) -> dict[int, Box]:
-        """One holder of each part: the home itself where it holds it, else the first."""
+        """One holder of each part: the home if it holds the part, else the first holder."""
         found: dict[tuple[int, ...], int] = {}
         for rank, box in self.held.items():
             key = tuple(edge for side in box for edge in (side.start, side.stop))
@@ -54,8 +54,8 @@ class Placed:
 
 def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
     """Return the home of each matrix among its candidates: the longest first, each to the candidate with the least work so far.
-
-    `loads`: the work that each rank has already; it is added to. Ties go to the first candidate. (Graham 1969: at most a third above the
+    `loads`: the work that each rank already has; it is updated. Ties go to the first candidate. (Graham 1969: at most a third
+    above the
     best.)
     """
     homes: dict[Item, int] = {}
@@ -68,7 +68,7 @@ def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, floa
 def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
     """Place the matrices of some of this rank's parameters among the ranks of its own copy of the state.
 
-    Every copy shares them out alike. No message is sent: each rank computes the holdings of all ranks.
+    Every copy assigns them in the same way. No message is sent: each rank computes the shares of all ranks.
     """
     if whole.groups is None:
         return [Placed(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
@@ -87,7 +87,7 @@ def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
 
 
 def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[int]] | None) -> list[tuple[Item, Box]]:
-    """The matrices of a parameter that a box (offset and sizes; None: all of it) has a part of, and the part."""
+    """Return the matrices of a parameter that overlap a box (offset and sizes; None: all of it), and the overlap."""
     offset, sizes = part or ((0,) * len(shape), shape)
     if not prod(sizes):
         return []
@@ -99,7 +99,7 @@ def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[
 
 
 class _View:
-    """The ranks of a pipeline place as one of the two meshes of state has them."""
+    """The ranks of a pipeline place in one of the two meshes of state."""
 
     def __init__(self, whole: Whole, role: str) -> None:
         groups = whole.groups
@@ -114,7 +114,7 @@ class _View:
         self._at = {stand[1:]: rank for rank, stand in self.ranks.items()}
 
     def twin(self, rank: int) -> int:
-        """The rank of this copy that stands where `rank` does, which may be of another copy."""
+        """Return the rank of this copy at the place of `rank`, which may be in another copy."""
         return self._at[self.everyone[rank][1:]]
 
     def holders(self, name: str, whole: Whole) -> dict[Item, dict[int, Box]]:
@@ -136,7 +136,7 @@ class Exchange:
         self.rank = self.group.rank() if self.group else 0
         self.ranks = self.group.size() if self.group else 1
         self.travels = self.group is not None and any(len(each.held) > 1 for each in placed)
-        """True if anything leaves a rank: the same on all ranks of a pipeline place."""
+        """True if any rank sends a message: the same on all ranks of a pipeline place."""
 
     @property
     def mine(self) -> list[Placed]:
@@ -185,7 +185,7 @@ class Exchange:
         return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
 
     def _travel(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Send pieces to each rank; what is returned waits, and gives what came from each."""
+        """Send pieces to each rank; return a function that waits and returns the pieces from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]
         if not self.travels:

@@ -43,15 +43,14 @@ class Lamb:
         part.slots["moments.second"].mul_(beta2).addcmul_(part.gradient, part.gradient, value=1 - beta2)
 
     def _direction(self, part: Part, number: int) -> Tensor:
-        """Return Adam's direction with the weights' decay in it."""
+        """Return Adam's direction, including weight decay."""
         first, second = part.slots["moments.first"], part.slots["moments.second"]
         deviation = second.div(1 - self.spec.beta2 ** (number + 1)).sqrt_().add_(self.spec.eps)
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
     def _ratios(self, weights: Mapping[str, Sum], updates: Mapping[str, Sum]) -> dict[str, Tensor]:
-        """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64. Squares are this rank's parts.
-
-        Directions are computed once for their norms and once more for the update, so that no two of them are held at once.
+        """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64. Squares are this rank's
+        parts. Directions are computed once for their norms and again for the update, so that only one is in memory at a time.
         """
         norms = [total.sqrt() for total in self.whole.add_up([*weights.values(), *updates.values()])]
         pairs = zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True)

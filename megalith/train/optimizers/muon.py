@@ -15,7 +15,8 @@ from megalith.train.optimizers.rule import Part, opened
 from megalith.train.optimizers.whole import Whole
 
 ROOT_MEAN_SQUARE = 0.2
-"""The update of a matrix [m, n] has a root mean square of about 0.2, as AdamW's has: its orthogonal factor times 0.2 sqrt(max(m, n))
+"""The update of a matrix [m, n] has a root mean square of about 0.2, like AdamW's: its orthogonal factor times 0.2 sqrt(max(m,
+n))
 (Liu et al. 2025, section 2.2). So the learning rate and the weight decay of AdamW serve for Muon."""
 
 
@@ -47,7 +48,7 @@ class Muon:
         return finish
 
     def _direction(self, part: Part) -> Tensor:
-        """Update the moment; return what is to be orthogonalised, in the iteration's number format."""
+        """Update the moment; return the matrix to orthogonalise, in the iteration's number format."""
         moment, momentum = part.slots["moments.first"], self.spec.momentum
         moment.lerp_(part.gradient, 1 - momentum)
         direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
@@ -57,7 +58,8 @@ class Muon:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
 
     def _orthogonal(self, matrix: Tensor, matrices: tuple[Runs, ...]) -> Tensor:
-        """Orthogonalise each of the matrices that are stored as one. Each gets memory of its own: alignment may decide about bits."""
+        """Orthogonalise each of the matrices that are stored as one. Each gets memory of its own, because alignment may change
+        bits."""
         if len(matrices) == 1:
             return orthogonal(matrix, self.steps)
         for runs in matrices:

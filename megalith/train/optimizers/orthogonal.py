@@ -27,7 +27,8 @@ POLAR_EXPRESS: tuple[Step, ...] = (
 repeats."""
 
 SAFETY = 1.01
-"""Singular values are taken to be this much larger than they are, so that rounding above 1 does not grow (section 4 of the same paper)."""
+"""Singular values are assumed to be larger by this factor, so that rounding above 1 does not grow (section 4 of the same
+paper)."""
 
 LEAST = 1e-7
 """A matrix with a smaller norm is left small: torch.optim.Muon's eps."""
@@ -47,8 +48,8 @@ def steps_of(coefficients: str, iterations: int) -> tuple[Step, ...]:
 def orthogonal(matrix: Tensor, steps: Sequence[Step]) -> Tensor:
     """Return about U V^T for a matrix [m, n] = U S V^T, in the number format of `matrix`, which is overwritten.
 
-    One matrix at a time, also of many experts: products of a batch take other kernels, whose sums have another order, and then a plan
-    would decide about bits. The operations are those of torch.optim.Muon, in their order.
+    One matrix at a time, even with many experts: batched products use other kernels with another order of sums, so the bits would
+    depend on the plan. The operations are those of torch.optim.Muon, in their order.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

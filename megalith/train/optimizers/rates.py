@@ -10,8 +10,7 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
     """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
     one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0.
 
-    A run that is a `branch` follows the schedule of the run that it comes from; if it has a decay, it decays from its first
-    update on instead."""
+    A `branch` follows the schedule of its original run; with a decay of its own, it decays from its first update on instead."""
     if branch is not None:
         return _branched(update, branch, spec)
     warmup = spec.warmup_updates(steps)
@@ -33,8 +32,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
 
 
 def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
-    """Return the rate of an update of a branch: from the rate that its first update would have, down to the lowest at the last update of
-    the decay, on a line, or by 1 - sqrt if that is the schedule's way."""
+    """Return the rate of an update of a branch: from the rate that its first update would have, down to the lowest at the last
+    update of the decay, linearly, or by 1 - sqrt if that is the schedule."""
     begins = branch.updates if branch.decay else update
     start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
     if update < branch.updates or not branch.decay:

@@ -24,11 +24,11 @@ class Part(NamedTuple):
     eps: float = 1.0
     """Factor of the epsilon, for rules that have one."""
     home: "Home | None" = None
-    """The home of its slots, if they are not at hand: `opened` yields the part with them."""
+    """The home of its slots, if they are not on the device: `opened` yields the part with them."""
     first: int = 0
-    """The first number of the share, where this is a flat piece of it."""
+    """The first number of the share, if this is a flat piece of it."""
     small: "Few | None" = None
-    """The way to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
+    """Access to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
 
 
 class Home(Protocol):
@@ -36,11 +36,12 @@ class Home(Protocol):
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are there too."""
+        """True if the master weights are also there."""
         ...
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state at hand, each whole or in flat pieces. Changes are kept once the next is asked for."""
+        """Yield the parts with their state on the device, each whole or in flat pieces. Changes are stored at the next
+        iteration."""
         ...
 
 
@@ -49,18 +50,18 @@ class Few(Protocol):
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are kept so."""
+        """True if the master weights are kept in few bits."""
         ...
 
     def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
-        """Yield the part, or flat pieces of it, with its moments and master weights in fp32. Changes are kept once the next is asked
-        for. `weights_alone`: the moments are not looked at."""
+        """Yield the part, or flat pieces of it, with its moments and master weights in fp32. Changes are stored at the next
+        iteration. `weights_alone`: the moments are not needed."""
         ...
 
 
 def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
-    """Yield the parts one by one with all that an update changes at hand. A part whose rule's unit is one element may come in pieces.
-    `weights_alone`: the slots are not looked at."""
+    """Yield the parts one by one, with all that an update changes on the device. A part whose rule's unit is one element may come
+    in pieces. `weights_alone`: the slots are not needed."""
 
     def home(part: Part) -> "Home | None":
         return None if part.home is None or (weights_alone and not part.home.masters) else part.home
@@ -75,7 +76,7 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts in lists that an update may take at once: all that are at hand, and then each of the others."""
+    """Yield the parts in lists for one update each: all whose state is on the device, and then each of the others."""
     at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand
@@ -84,10 +85,10 @@ def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Rule(Protocol):
-    """Updates weights. It keeps nothing between two updates: all that lasts is in slots."""
+    """Updates weights. It keeps nothing between two updates: all its state is in slots."""
 
     def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
-        """`whole`: what a rule sees of the tensors whose shares other ranks hold."""
+        """`whole`: a rule's view of the tensors whose shares other ranks hold."""
         ...
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
@@ -95,8 +96,8 @@ class Rule(Protocol):
 
         A rule that waits for other ranks may return the rest of its work as a function, which is called after the other rules.
         All ranks of a pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is
-        one element gets no share that is empty on this rank; any other gets them all. Weights and slots are read and changed
-        within `opened` alone.
+        one element gets no share that is empty on this rank; any other rule gets all. Weights and slots may be read and changed
+        only within `opened`.
         """
         ...
 

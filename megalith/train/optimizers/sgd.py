@@ -13,8 +13,8 @@ from megalith.train.optimizers.whole import Whole
 class SGD:
     """v <- momentum v + g, with g + decay w for g; w <- w - lr v, or w - lr (g + momentum v) with Nesterov's look ahead.
 
-    Weight decay is part of the gradient and passes through the moment, as in torch.optim.SGD. It is the only optimizer here that does not
-    decouple it.
+    Weight decay is part of the gradient and passes through the moment, as in torch.optim.SGD. All other optimizers here decouple
+    it.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:

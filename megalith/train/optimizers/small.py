@@ -1,5 +1,5 @@
-"""Moments and master weights in few bits: a rule gets them in fp32, and one piece at a time if it updates each element by
-itself."""
+"""Moments and master weights in few bits: a rule gets them in fp32, and one piece at a time if it updates each element
+separately."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
@@ -17,7 +17,7 @@ from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Cut
 
 PIECE = 1 << 18
-"""Approximate number of elements in fp32 at once, if each element is updated by itself; they stay in a processor's cache."""
+"""Approximate number of elements in fp32 at a time, if each element is updated separately; they stay in a processor's cache."""
 WORD = 16
 """Bits that bf16 leaves of an fp32 number."""
 LANES = 64
@@ -26,7 +26,7 @@ bits."""
 
 
 class Small(NamedTuple):
-    """Opens what is kept of one parameter in few bits: moments, master weights in two halves, and its gradient."""
+    """Opens the tensors of one parameter in few bits: moments, master weights in two halves, and its gradient."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -37,7 +37,7 @@ class Small(NamedTuple):
     """The update, which draws of stochastic rounding depend on."""
     cut: Cut
     alone: bool
-    """True if each element is updated by itself, so that a part may come in pieces."""
+    """True if each element is updated separately, so that a part may come in pieces."""
 
     @classmethod
     def of(cls, name: str, slots: Sequence[Slot], number: int, cut: Cut, *, alone: bool, narrow: bool = False) -> "Small | None":
@@ -58,8 +58,8 @@ class Small(NamedTuple):
         return self.lower is not None
 
     def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
-        """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are kept once the next is asked for.
-        `weights_alone`: the moments are not looked at."""
+        """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are stored at the next
+        iteration. `weights_alone`: the moments are not needed."""
         if not self.few:
             yield from self._with_wide_gradient(part)
             return
@@ -127,7 +127,8 @@ class Small(NamedTuple):
         lower.copy_(low)
 
     def _filled(self, part: Part, weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> Iterator[Part]:
-        """Yield a piece, flat. One with moments of few bits is filled up to whole vectors; else it ends as it would in fp32."""
+        """Yield a flat piece. It is padded to whole vectors if it has moments of few bits; else it has the length that it would
+        have in fp32."""
         few = any(slot.number != "fp32" for slot in near)
         numbers, missing = weight.numel(), -weight.numel() % LANES if few else 0
         whole = [
@@ -142,13 +143,13 @@ class Small(NamedTuple):
 
 
 def rows_of(cut: Cut, device: torch.device) -> Tensor:
-    """The numbers (int64) of a share's rows among those of its whole parameter."""
+    """Return the numbers (int64) of a share's rows in its whole parameter."""
     return moments.rows_of(cut.shape, cut.offset, cut.sizes, device)
 
 
 def keep(moment: Tensor, into: Tensor, slot: Slot, *, name: str, number: int, rows: Tensor, first: int) -> None:
-    """Keep rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: their numbers in the whole parameter. `first`: the
-    column that they begin with. `number`: the update."""
+    """Keep rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: their numbers in the whole parameter. `first`:
+    their first column. `number`: the update."""
     if slot.number == "fp32":
         into.copy_(moment)
         return

@@ -1,4 +1,4 @@
-"""The update of a rank's parameters: each by its rule, which its row in `spec.optimizers` names."""
+"""The update of a rank's parameters: each by the rule that its row in `spec.optimizers` names."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -41,12 +41,12 @@ class Optimizer:
             rest()
 
     def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
-        """Return the parts as their rules get them, for a change of weights after an update: `opened` yields their master weights in fp32.
-        `number`: what draws of stochastic rounding depend on."""
+        """Return the parts in the form for their rules, for a change of weights after an update: `opened` yields their master
+        weights in fp32. `number`: the seed of stochastic rounding."""
         return [self._treated(part, self.treated[part.name], number) for part in parts]
 
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
-        """Return the part as its rule gets it."""
+        """Return the part in the form for its rule."""
         small = None
         narrow = part.gradient.dtype != torch.float32
         if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":

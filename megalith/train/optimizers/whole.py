@@ -1,4 +1,4 @@
-"""A rule's view of tensors whose shares other ranks hold: sums over whole tensors, in one message, whatever the plan cut."""
+"""A rule's view of tensors whose shares other ranks hold: sums over whole tensors, in one message, under every plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Sum(NamedTuple):
     """This rank's part of a sum: `value` lies at `offset` of a tensor of `shape`, to which other ranks add theirs."""
 
     name: str
-    """The parameter that the sum is of."""
+    """The name of the parameter."""
     value: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -45,17 +45,17 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """The ranks that hold shares of the same parameters. `cuts`: of each parameter of this rank."""
+    """The ranks that hold shares of the same parameters. `cuts`: the cut of each parameter of this rank."""
 
     cuts: Mapping[str, Cut]
     held: Mapping[str, Tensor]
-    """The parameters themselves, which know how they are laid out."""
+    """The parameters themselves, including their layout."""
     described: Mapping[str, Parameter] = field(default_factory=dict)
     """The model's description of its parameters; for rules that split them into matrices."""
     groups: Groups | None = None
     """None: this process holds all of every parameter."""
     tied: frozenset[str] = frozenset()
-    """Parameters that both ends of the pipeline hold, each with an update of its own that must be the same."""
+    """Parameters that both ends of the pipeline hold. Each end makes its own update, and both must be equal."""
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ class Whole:
         return boxes
 
     def _agree(self, boxes: list[Tensor]) -> None:
-        """Give both ends of the pipeline the same bits of what they have each added up."""
+        """Give both ends of the pipeline the same bits of their own sums."""
         if boxes and self.groups is not None and self.groups.ends.size() > 1:
             packed = torch.cat([box.flatten() for box in boxes])
             dist.all_reduce(packed, group=self.groups.ends)

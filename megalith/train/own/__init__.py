@@ -1,1 +1,1 @@
-"""A user's own parts in a rank: imported for its run, put in their places, and tried before the first step."""
+"""A user's own parts in a rank: they are imported, inserted, and tested before the first step."""

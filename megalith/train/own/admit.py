@@ -1,4 +1,5 @@
-"""The own parts of a run in this rank: imported, the same on every rank, and compared with those that the run began with."""
+"""The own parts of a run in this rank: they are imported, compared between ranks, and compared with those at the run's
+beginning."""
 
 import hashlib
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from megalith.train.own.trial import try_rule
 def admit(spec: RunSpec) -> dict[str, str]:
     """Import every own part of a run that a command was given, and return the digest of its source by its key.
 
-    Raises own.OwnPartError for a part that cannot be imported, and for an optimizer or a part of the
-    model that does not keep its own word."""
+    Raises own.OwnPartError for a part that cannot be imported, and for an optimizer or a part of the model that differs from its
+    declaration."""
     for key, name in spec.own_parts.items():
         table, _, rest = key.partition(".")
         {"optimizer": admit_optimizer, "model": partial(admit_part, kind=rest)}.get(table, own.load)(name)
@@ -37,14 +38,15 @@ def admit(spec: RunSpec) -> dict[str, str]:
 
 
 def _opens_state(spec: RunSpec) -> bool:
-    """True if `opened` gives a rule other tensors than those that are kept: the state is elsewhere, or in few bits, or the gradients."""
+    """Return True if `opened` gives a rule copies of the stored tensors: the state is not on the device, or state or gradients
+    are in few bits."""
     optimizer = spec.optimizer
     few = {optimizer.moments, optimizer.master, spec.train.gradients} != {"fp32"}
     return few or spec.plan.state.optimizer != "device"
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each change of a source since the run was last started, with the parts that come from it."""
+    """Return a sentence for each source that changed since the run's last start, with its parts."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
@@ -69,7 +71,7 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (mine, repeats), group=group)
     if odd := [rank for rank, (_, same) in enumerate(everyone) if not same]:
-        raise own.OwnPartError(f"{drawn} is another one when ranks {odd} ask again. Let it follow from the number alone")
+        raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. It must follow from the number alone")
     for what, value in mine.items():
         if odd := [rank for rank, (other, _) in enumerate(everyone) if other.get(what) != everyone[0][0][what]]:
             raise own.OwnPartError(

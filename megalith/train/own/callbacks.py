@@ -34,13 +34,13 @@ class Done(NamedTuple):
 class Callback(Protocol):
     """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
 
-    All ranks pass the same numbers, so its state is the same on every rank; ranks compare it at each checkpoint. A callback that keeps
-    anything from step to step has `state` and `load` too. Without them it is refused if its attributes change. It trains nothing: it has
-    no weights or gradients, and parity does not call it. What it raises ends the run.
+    All ranks pass the same numbers, so its state is the same on every rank; ranks compare it at each checkpoint. A callback that
+    keeps anything from step to step also has `state` and `load`. Without them it is refused if its attributes change. It trains
+    nothing: it has no weights or gradients, and parity does not call it. An exception in it ends the run.
     """
 
     def after_step(self, done: Done) -> bool | None:
-        """Look at a finished step. True asks the run to save and stop after the next one."""
+        """Handle a finished step. Return True to make the run save and stop after the next one."""
         ...
 
     def state(self) -> Any:
@@ -48,7 +48,7 @@ class Callback(Protocol):
         ...
 
     def load(self, state: Any) -> None:
-        """Take up the state that `state` returned when the run was saved."""
+        """Restore the state that `state` returned when the run was saved."""
         ...
 
 
@@ -56,7 +56,7 @@ class Callbacks:
     """The callbacks of one rank."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """`names`: `module:object` each. Raises own.OwnPartError for what is no callback."""
+        """`names`: `module:object` each. Raises own.OwnPartError for an object that is not a callback."""
         self._all = {name: _made(name) for name in names}
         self._stateful = {name for name, one in self._all.items() if hasattr(one, "state") and hasattr(one, "load")}
         self._tried = False
@@ -70,7 +70,7 @@ class Callbacks:
         return (ROOM + 256) * len(self._all)
 
     def after_step(self, done: Done) -> bool:
-        """Call each; True if one asks the run to stop. Raises own.OwnPartError for one that keeps a state that it does not declare."""
+        """Call each; return True if one asks the run to stop. Raises own.OwnPartError for a callback with an undeclared state."""
         asked = False
         for name, one in self._all.items():
             watched = not self._tried and name not in self._stateful
@@ -94,7 +94,7 @@ class Callbacks:
             except (TypeError, ValueError) as error:
                 raise own.OwnPartError(f"the state of {name} cannot be stored as JSON: {error}") from error
             if size > ROOM:
-                raise own.OwnPartError(f"the state of {name} takes {size:,} bytes as JSON, and {ROOM:,} is the most")
+                raise own.OwnPartError(f"the state of {name} takes {size:,} bytes as JSON, and at most {ROOM:,} are allowed")
         return found
 
     def add_to(self, told: str) -> str:
@@ -103,13 +103,14 @@ class Callbacks:
         return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Take up the states that were saved; a callback that was not there then begins anew."""
+        """Restore the saved states; a callback without a saved state begins from its first one."""
         for name in self._stateful & states.keys():
             self._all[name].load(states[name])
 
 
 def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the states, once all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any differ."""
+    """Return the states, after all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any
+    differ."""
     if not callbacks:
         return {}
     mine, everyone = callbacks.dump(), list[Any]([None] * group.size())

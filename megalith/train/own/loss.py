@@ -10,7 +10,7 @@ from megalith.parallel.tensor import VocabularyCrossEntropy
 
 
 def use_loss(stages: Iterable[Stage], name: str) -> None:
-    """Have the output of each stage use a user's own loss of a token, in place of cross-entropy."""
+    """Make the output of each stage use a user's own loss of a token in place of cross-entropy."""
     of_token: Any = own.load(name)
     for stage in stages:
         for module in stage.modules():

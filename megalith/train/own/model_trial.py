@@ -1,4 +1,4 @@
-"""A trial of a user's own parts of a model on a small one: do they compute what their rows declare?"""
+"""A trial of a user's own parts of a model on a small one: their results must agree with the declarations in their rows."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -104,7 +104,7 @@ def _try_sight(
 
 
 def _try_cuts(module: nn.Module, declared: Declared, x: Tensor, batch: Batch, call: Call) -> None:
-    """Compare the part with the sum of what two tensor ranks compute of it, and their gradients with its own."""
+    """Compare the part with the sum of two tensor ranks' results, and its gradients with theirs."""
     weight = torch.linspace(-1, 1, x.numel()).view_as(x)
     whole_x, cut_x = (x.clone().requires_grad_() for _ in range(2))
     out = call(module, whole_x, batch)
@@ -153,7 +153,7 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """A core in which each token sees itself alone. Its queries and keys count too: they hold the positions."""
+    """A core in which each token sees only itself. Its queries and keys also count, because they contain the positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -161,7 +161,7 @@ class _Alone(nn.Module):
 
 
 def _in_halves(module: nn.Module, x: Tensor, positions: Tensor, stage: Stage, call: Call) -> Tensor:
-    """Return what the part makes of the two halves of each sequence, each computed alone."""
+    """Return the part's results for the two halves of each sequence, each computed alone."""
     halves = zip(x.split(HALF, 1), positions.split(HALF, 1), strict=True)
     return torch.cat([call(module, part, stage.prepare(Batch(at, positions=at))) for part, at in halves], dim=1)
 
@@ -171,5 +171,5 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """True if two results differ by no more than rounding in fp32 makes."""
+    """Return True if two results differ at most by rounding in fp32."""
     return _gap(one, other) < 1e-4

@@ -22,10 +22,10 @@ OPENED = "Read and change weights and slots within megalith.train.optimizers.rul
 def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     """Update a small matrix twice: at once, with a new rule for each update, and in two halves of its rows.
 
-    Raises own.OwnPartError if a new rule changes the result: then the rule keeps something outside its slots, which no checkpoint holds.
-    Raises it too if the row says that an update looks at single elements, and halves give another result than the whole.
-    `away`: also update with weights and slots that are at hand within `opened` alone, as state in host memory or on disk
-    (`train.offload.home`) and numbers of few bits (`train.optimizers.small`) are: in flat pieces if an update looks at single elements."""
+    Raises own.OwnPartError if a new rule changes the result: then the rule keeps state outside its slots, which no checkpoint
+    holds. Also raises it if the row declares an elementwise update, and halves give another result than the whole. `away`: also
+    update with weights and slots that exist only within `opened`, like state in host memory or on disk (`train.offload.home`) and
+    numbers of few bits (`train.optimizers.small`): in flat pieces if the update is elementwise."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
@@ -40,7 +40,7 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
         halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
         if not torch.allclose(at_once, halves, rtol=1e-5, atol=1e-7):
             raise own.OwnPartError(
-                f'{kind} updates a cut parameter otherwise than a whole one, and its unit is "element". Say unit = "tensor" or "matrix", '
+                f'{kind} updates a cut parameter differently from a whole one, but its unit is "element". Say unit = "tensor" or "matrix", '
                 "and add up over all shares with Whole.add_up"
             )
     if away:
@@ -50,11 +50,11 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
         except Exception as error:  # the user's own code runs
             raise own.OwnPartError(f"{kind} fails {how}: {type(error).__name__}: {error}. {OPENED}, in any shape") from error
         if not torch.equal(at_once, found):
-            raise own.OwnPartError(f"{kind} updates otherwise {how}. {OPENED}, and in place")
+            raise own.OwnPartError(f"{kind} gives a different update {how}. {OPENED}, and in place")
 
 
 class _Pieces:
-    """A home of a share and its state, which come in two flat pieces, or whole."""
+    """A home of a share and its state, which it yields in two flat pieces, or whole."""
 
     masters = True
 
@@ -74,7 +74,8 @@ class _Pieces:
 
 
 def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False, away: bool = False) -> Tensor:
-    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: what lasts is elsewhere."""
+    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: the state exists
+    only within `opened`."""
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))
     for gradient in gradients:

@@ -1,1 +1,1 @@
-"""How a run notices that its numbers have left their bands, finds out why, and goes back to a good state."""
+"""Detection of numbers outside their bands, search for the cause, and return to a good state."""

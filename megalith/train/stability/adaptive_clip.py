@@ -1,6 +1,6 @@
-"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is held to its own usual norm.
-
-The usual norm is a moving average of clipped norms, so one wild gradient hardly widens it. Norms are those of whole parameters, all experts
+"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is limited to its own
+usual norm. The usual norm is a moving average of clipped norms, so one extreme gradient hardly changes it. Norms are those of
+whole parameters, all experts
 of a layer together: an expert without tokens has no gradient, and a usual norm of its own would go to 0 and stay there.
 """
 
@@ -21,7 +21,7 @@ UNKNOWN = float("inf")
 
 
 class AdaptiveClip:
-    """Holds gradients to their usual norms, the same on all ranks. Every method is collective."""
+    """Limits gradients to their usual norms, the same on all ranks. Every method is collective."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def clip(self, *, number: int) -> None:
-        """Multiply each gradient by what its usual norm asks for. `number`: the updates made so far. Before update
+        """Multiply each gradient by the factor that its usual norm requires. `number`: the updates made so far. Before update
         `adaptive_clip_after`, nothing is multiplied and the smallest norm is remembered."""
         norms, usual = self._norms(), self.usual.double()
         factors = torch.ones_like(norms)
@@ -60,7 +60,7 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Remember the norms of the gradients that were clipped last. Until the update is made, the state is what it was."""
+        """Store the norms of the gradients that were clipped last. The state does not change before the update is made."""
         self.usual.copy_(self._next)
 
     def _norms(self) -> Tensor:

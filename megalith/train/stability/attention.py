@@ -1,7 +1,7 @@
 """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): after an update, the weights of heads whose attention logits were too large are scaled.
 
-A head's largest logit is taken as its bound: the longest query times the longest key, times the factor of the scores. That needs no seq x
-seq matrix, whatever kernel computes attention, and is the same number under every plan.
+A bound stands in for a head's largest logit: the longest query times the longest key, times the factor of the scores. It needs no
+seq x seq matrix, works with every attention kernel, and is the same number under every plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,13 +56,13 @@ class HeadClip:
 
     @torch.compiler.disable  # it is not part of the model: a compiled block would be compiled again for what it changes
     def _see(self, longest: Tensor, first: int, x: Tensor, factor: float) -> None:
-        """Let the longest vectors of heads know of x [batch, seq, heads, channels], whose heads begin at `first`."""
+        """Update the longest vectors of heads from x [batch, seq, heads, channels], whose heads begin at `first`."""
         found = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax((0, 1)) * factor
         here = longest[first : first + len(found)]
         here.copy_(torch.maximum(here, found))
 
     def _first(self, heads: int) -> int:
-        """The first of these heads that this tensor rank computes."""
+        """Return the first of these heads on this tensor rank."""
         tensor = self.groups.tensor
         return tensor.rank() * heads // tensor.size()
 
@@ -72,7 +72,8 @@ class HeadClip:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Set `factors` from what all ranks saw since `clear`: one all-reduce of maxima, to which a rank adds zeros for others' heads."""
+        """Set `factors` from the maxima of all ranks since `clear`: one all-reduce, in which a rank has zeros for others'
+        heads."""
         dist.all_reduce(self._longest, op=dist.ReduceOp.MAX, group=self.groups.world)
         bounds = torch.zeros_like(self.factors)
         for number, layer in enumerate(self.layers):

@@ -1,9 +1,10 @@
 """Extremes of a model's layers: the largest output of each part, and a bound of each attention layer's logits.
 
 They are measured in one step out of every few, on the first microbatch of each rank. One all-reduce takes the maxima. The bound of logits
-is the longest query times the longest key times the factor of scores, and needs no kernel that returns maxima. Not measured are the head's
-output, which is the loss; the logits of a user's own attention without a core; the output of a block that sends tokens to experts on other
-ranks, which is no single module's; and compiled blocks, since a hook that comes and goes would have them compiled again.
+is the longest query times the longest key times the factor of scores, and needs no kernel that returns maxima. These are not
+measured: the head's output, which is the loss; the logits of a user's own attention without a core; the output of a block that
+sends tokens to experts on other ranks, because no single module has it; and compiled blocks, because adding and removing a hook
+would compile them again.
 """
 
 from collections import deque
@@ -44,7 +45,7 @@ class Risen(NamedTuple):
 
 
 class Extremes:
-    """Measures the extremes of this rank's parts. `begin`, `end` and `demand` are called by all ranks together.
+    """Measures the extremes of this rank's parts. All ranks call `begin`, `end` and `demand` together.
 
     Hooks exist in measured steps only, so all other steps cost nothing.
     """
@@ -52,7 +53,7 @@ class Extremes:
     def __init__(
         self, model: ModelSpec, stages: Mapping[int, Stage], *, every: int, groups: Groups, device: torch.device, compiled: bool
     ) -> None:
-        """`every`: steps from one look to the next; 0: only looks that are demanded. `compiled`: there are none at all."""
+        """`every`: steps from one look to the next; 0: only demanded looks. `compiled`: no looks at all."""
         self.every, self._groups, self._compiled = every, groups, compiled
         self.looks = deque[Look](maxlen=KEPT + 1)
         """Regular looks, newest last."""
@@ -63,16 +64,16 @@ class Extremes:
         self._looking, self._demanded = False, False
         self._device = device
         self._found = torch.empty(0)
-        """In a step that is looked at: largest output by part, then the longest query, times the factor of scores, and the longest key by
+        """In a measured step: largest output by part, then the longest query, times the factor of scores, and the longest key by
         layer."""
         self._seen = set[int]()
 
     def demand(self) -> None:
-        """Look at the next step that is computed, besides the regular looks."""
+        """Measure the next step, in addition to the regular looks."""
         self._demanded = True
 
     def begin(self, step: int) -> None:
-        """Add the hooks if the forwards that follow, of step `step`, are to be looked at."""
+        """Add the hooks if the following forwards, of step `step`, must be measured."""
         self._unhook()
         # nothing but the step decides: ranks that joined later have no looks, and take part in the same all-reduces
         regular = self.every > 0 and (step + 1) % self.every == 0
@@ -126,7 +127,7 @@ class Extremes:
 
     @torch.no_grad()
     def end(self, step: int) -> None:
-        """Remove the hooks and share the numbers of step `step`, if it was looked at."""
+        """Remove the hooks and share the numbers of step `step`, if it was measured."""
         looking, demanded = self._looking, self._demanded
         self._looking, self._demanded = False, False
         if not looking:
@@ -149,7 +150,7 @@ class Extremes:
     def risen(self, *, before: int | None = None) -> Risen | None:
         """Return the first extreme of the newest look that is above RISEN times its largest value in the regular looks before.
 
-        `before`: of the newest regular look before that step. None is returned also where there are too few looks.
+        `before`: use the newest regular look before that step. Also returns None if there are too few looks.
         """
         regular = [look for look in self.looks if before is None or look.step < before]
         newest = self.last if before is None else regular[-1] if regular else None

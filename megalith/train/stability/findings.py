@@ -1,9 +1,8 @@
-"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All of it is pure.
-
-How much each kind of evidence proves decides the order. A step that gives other numbers the second time, from the same state and samples,
-was computed wrongly: nothing else can be why. A learning rate that has just jumped is the next surest. Then the batch before tells: if it
-still has the loss that it had, the weights are as good as they were, and the samples are why; if not, the weights are damaged, and the
-computation of the window once more says whether an accident did it or training itself.
+"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All functions are pure.
+The strength of the evidence decides the order. If a step gives other numbers the second time, from the same state and samples,
+its computation was wrong: there is no other explanation. A recent jump of the learning rate is the next strongest. After that
+comes the batch before. If it has its old loss, the weights are good, and the samples are the cause. If not, the weights are
+damaged, and a recomputation of the window shows whether a computing error or training itself did it.
 """
 
 import math
@@ -24,7 +23,7 @@ NAMED = 5  # samples that the evidence names
 
 
 class SpikeError(ArithmeticError):
-    """A spike ends the run, because `stability.answers` says so; the message has its numbers and likely causes."""
+    """A spike ends the run, as `stability.answers` requires; the message has its numbers and likely causes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A window of steps that was computed once more. `step`: the first that gave other numbers, None: none did; `was`, `now`: its loss."""
+    """A window of recomputed steps. `step`: the first with other numbers; None: there is none. `was`, `now`: its loss."""
 
     steps: int
     step: int | None = None
@@ -57,7 +56,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Moved:
-    """The first part of the model whose largest output is another one with the damaged weights than with those of the copy."""
+    """The first part of the model whose largest output differs between the damaged weights and those of the copy."""
 
     part: str
     was: float
@@ -78,13 +77,13 @@ class Findings:
 
     departures: tuple[Departure, ...] = ()
     tell: bool = False
-    """True if the log is to hear of it."""
+    """True if the log must have an event for it."""
     repeated: bool | None = None
-    """True if the step gave the same numbers when it was computed again; None: it was not."""
+    """True if the recomputed step gave the same numbers; None: not recomputed."""
     first: str = ""
     """The numbers of the first time, in words."""
     sound: bool | None = None
-    """True if the batch before still has the loss it had; None: not examined."""
+    """True if the batch before has its old loss; None: not examined."""
     batch_before: str = ""
     """The losses of the batch before, in words."""
     jump: Jump | None = None
@@ -97,15 +96,15 @@ class Findings:
     replayed: Replayed | None = None
     moved: Moved | None = None
     risen: Risen | None = None
-    """The first extreme that rose: in the spike, or before it where nothing was computed again."""
+    """The first extreme that rose: in the spike, or before it if nothing was recomputed."""
     compared: bool = False
     """True if the outputs of all parts were compared with those of the copy's weights."""
     heard: bool = False
-    """True if numbers that are not finite were reported to the fleet, whose own event says what came of them."""
+    """True if numbers that are not finite were reported to the fleet, which logs its own event."""
 
     @property
     def accident(self) -> bool:
-        """True if the step gave other numbers the second time."""
+        """True if the recomputed step gave other numbers."""
         return self.repeated is False and not self.heard
 
     @property
@@ -137,7 +136,7 @@ class Findings:
         assert self.risen is not None
         one = self.risen
         what = one.name if one.name.startswith(LOGITS) else f"the largest output of {one.name}"
-        return f"in step {one.step + 1} {what} rose to {one.now:.3g}, and was {one.was:.3g} at most in the looks before"
+        return f"in step {one.step + 1} {what} rose to {one.now:.3g}, and was {one.was:.3g} at most in the measurements before"
 
     def _part(self) -> str:
         """Name the part in which the damage shows first."""
@@ -165,7 +164,7 @@ class Findings:
 
 
 def spike_event(vitals: Vitals, decision: Decision, found: Findings) -> Spike:
-    """Return what the log is told of a step that is part of a spike, or of an accident."""
+    """Return the event for a step that is part of a spike, or had a computing error."""
     return Spike(
         step=vitals.step + 1,
         loss=vitals.loss if vitals.finite else None,
@@ -191,6 +190,6 @@ def _answer(decision: Decision, found: Findings) -> str:
 
 
 def lowered_event(stability: StabilitySpec, vitals: Vitals) -> Lowered:
-    """Return what the log is told of a learning rate that is lower from this update on."""
+    """Return the event for a learning rate that is lower from this update on."""
     until = vitals.updates + stability.lower_for
     return Lowered(step=vitals.step + 1, factor=stability.lower_by, until=until)

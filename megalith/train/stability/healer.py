@@ -1,9 +1,8 @@
-"""Finds out why a run's numbers left their bands, and takes the run back to a good state: on all ranks together, and only then.
-
-While nothing happens it writes down a line a step. In the first step of a spike it computes two steps more: the batch before once again,
-which tells damaged weights from bad samples, and the step itself, which tells of an accident. A rewind fills the state from a copy in
-memory, so nobody starts again; then the steps since are computed once more, to see whether they give the same numbers. A run that was
-killed anywhere in between begins from copies that are still there, and comes to the same decisions.
+"""Finds the cause when a run's numbers leave their bands, and takes the run back to a good state, on all ranks together. Without
+a spike it only records one entry for each step. In the first step of a spike it computes two more steps: the batch before, to
+tell damaged weights from bad samples, and the step itself, to find a computing error. A rewind fills the state from a copy in
+memory, so no rank restarts; then the later steps are recomputed, to compare their numbers. A run that is killed at any time in
+between starts from the remaining copies, and makes the same decisions.
 """
 
 import math
@@ -60,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A step that was done. `factor`: of its gradients, None if there was no update."""
+    """A finished step. `factor`: of its gradients; None: there was no update."""
 
     step: int
     loss: float
@@ -83,7 +82,7 @@ class Healer:
         guard: Guard | None,
         beat: Callable[[str, int], object] = lambda phase, step: None,
     ) -> None:
-        """`beat` gives signs of life: a phase, and the step."""
+        """`beat` sends a heartbeat: a phase, and the step."""
         stability = trainer.spec.stability
         self.trainer, self.data, self.checkpointer, self.guard = trainer, data, checkpointer, guard
         self._beat = beat
@@ -94,7 +93,7 @@ class Healer:
         self._found = Findings()  # of the spike that is not over
 
     def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
-        """A step's decision is about to be carried out, with this learning rate."""
+        """Record a step's decision before it is carried out, with this learning rate."""
         history = self.trainer.state.history
         inside = history.began < 0 or history.calm > 0
         factor = decision.factor if isinstance(decision, Update) else None
@@ -103,7 +102,7 @@ class Healer:
     # --- causes ---
 
     def look(self, before: Before, step: int) -> Findings:
-        """Compute the batch before once again, and make ready to compute this step again."""
+        """Recompute the batch before, and prepare to recompute this step."""
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
         self._put_back(step)
@@ -127,7 +126,7 @@ class Healer:
         return found
 
     def causes(self, step: int, findings: Findings) -> Findings:
-        """Add what the learning rates, the samples and the beginning of the spike tell."""
+        """Add the evidence of the learning rates, the samples and the beginning of the spike."""
         numbers = self.data.numbers(step)
         extremes, began = self.trainer.extremes, self.trainer.state.history.began
         # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
@@ -144,7 +143,8 @@ class Healer:
         return found
 
     def _with_samples(self, found: Findings, mine: list[tuple[float, int]], step: int) -> Findings:
-        """With the losses of all samples of the step. Ranks of one sequence have parts of its loss; data ranks have other samples."""
+        """Add the losses of all samples of the step. Ranks that share a sequence have parts of its loss; data ranks have other
+        samples."""
         numbers = [number for run in self.data.mine(step) for number in run]
         everyone: list[Any] = [None] * self.trainer.groups.world.size()
         told = len(mine) == len(numbers) and self.trainer.groups.coordinates["tensor"] == 0 and self._in_order()
@@ -161,7 +161,7 @@ class Healer:
         return replace(found, samples=named, typical=median(losses.values()))
 
     def _in_order(self) -> bool:
-        """Does this rank compute the last stage's microbatches one after the other? Bidirectional pipelines do not."""
+        """Return True if this rank computes the last stage's microbatches in order. Bidirectional pipelines do not."""
         program = self.trainer.executor.program
         slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
@@ -185,7 +185,8 @@ class Healer:
             seed_step(self.trainer, step)
 
     def _again(self, step: int) -> Totals:
-        """The totals of a step, computed with the weights as they are; its gradients stay. The trainer stays in the step's phase."""
+        """Compute the totals of a step with the current weights. Its gradients stay, and the trainer stays in the step's
+        phase."""
         self.trainer.enter(self.data.phase(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
         return Gathering(self.trainer, accumulated.executed, stop=False).wait()
@@ -193,7 +194,7 @@ class Healer:
     # --- going back ---
 
     def target(self, at_most: int) -> Target | None:
-        """The newest good copy of at most so many steps that all ranks have in memory, or that the store has."""
+        """Return the newest good copy of at most `at_most` steps in the memory of all ranks, or in the store."""
         in_memory: list[Any] = [None] * self.trainer.groups.world.size()
         mine = (self.memory.steps() if self.memory else set[int](), self.checkpointer.steps() if self._leads else set[int]())
         dist.all_gather_object(in_memory, mine, group=self.trainer.groups.world)
@@ -212,7 +213,7 @@ class Healer:
         return self.trainer.groups.rank == 0
 
     def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Go back to it in step `step`. `late`: within a row that is under way, so that nothing can be computed beside it.
+        """Restore the copy `target` in step `step`. `late`: within a running row, so nothing else can be computed.
 
         Raises Reported if the copy is damaged, which is reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
@@ -260,7 +261,8 @@ class Healer:
         return position_in(loaded.meta)
 
     def _continuous(self, first: int, step: int) -> bool:
-        """Is it known what each step from `first` on did, did none of them go back, and were the same products wide in all?"""
+        """Return True if all steps from `first` on are recorded, none of them went back, and the same products were wide in
+        all."""
         if any(first < raised <= step for _, raised in self.trainer.state.history.raised):
             return False
         known = {past.step: past for past in self._past}
@@ -268,8 +270,8 @@ class Healer:
         return all(past is not None and not past.rewound for past in window) and step in known
 
     def _replay(self, first: int, step: int, updates: int) -> tuple[Replayed, dict[str, float]]:
-        """Compute the steps from `first` to `step` once more, until one gives other numbers; also the largest outputs in the step that was
-        computed with damaged weights. The state is of no use afterwards."""
+        """Recompute the steps from `first` to `step`, until one gives other numbers; also return the largest outputs of the step
+        with damaged weights. The state cannot be used afterwards."""
         sound = dict[str, float]()
         known = {past.step: past for past in self._past}
         for done, number in enumerate(range(first, step + 1), start=1):
@@ -292,7 +294,7 @@ class Healer:
 
     @torch.no_grad()
     def _update(self, past: _Past, updates: int) -> int:
-        """Update as that step did."""
+        """Repeat the update of that step."""
         trainer = self.trainer
         assert past.factor is not None, f"step {past.step} had no update"
         trainer.clip(past.factor, number=updates)

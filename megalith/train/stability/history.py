@@ -1,8 +1,7 @@
-"""A run's memory of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones.
-
-All of it is a value that every rank has, and goes wherever the position of the run goes: into copies and checkpoints. So ranks decide
-alike, and a run that was killed decides as it would have. Bands are made of logarithms: the median of the newest numbers, and the median
-change from one to the next, which neither a falling loss nor a few wild numbers widen. (OLMo-core skips steps by mean and standard
+"""A run's history of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones. It is a
+value that is equal on every rank and, with the position of the run, part of copies and checkpoints. So all ranks make the same
+decisions, also after the run was killed. Bands are made of logarithms: the median of the newest numbers, and the median
+change from one to the next, which neither a falling loss nor a few outliers widen. (OLMo-core skips steps by mean and standard
 deviation of a window, which both do.)
 """
 
@@ -18,8 +17,8 @@ from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
 LEAST = {"loss": math.log(1.1), "norm": math.log(10.0)}
-"""How far above the median a band ends at least, in logarithms: numbers that hardly scatter leave theirs by noise otherwise. Norms of a few
-times the usual come and go in the first hundred updates, and clipping takes care of them."""
+"""The least distance from the median to the end of a band, in logarithms. Without it, numbers with little scatter would leave
+their band by noise. Norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is the level that a band stands on
 CALM = 8  # steps inside all bands that end a spike
@@ -43,12 +42,12 @@ class Departure:
 
 @dataclass(frozen=True)
 class History:
-    """Numbers of the last updates, oldest first, and what is known of spikes. Steps count from 0."""
+    """Numbers of the last updates, oldest first, and the record of spikes. Steps count from 0."""
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     began: int = -1
-    """The first step of the spike that is not over; -1: there is none."""
+    """The first step of the current spike; -1: there is none."""
     outside: int = 0
     """Steps of that spike outside a band."""
     calm: int = 0
@@ -58,12 +57,12 @@ class History:
     left_out: int = 0
     """Updates left out or undone because of spikes."""
     lowered: int = -1
-    """The update from which the learning rate is no longer lowered; -1: it never was."""
+    """The first update after a lower learning rate; -1: the rate was never lowered."""
     lowerings: int = 0
     raised: tuple[tuple[int, int], ...] = ()
     """Blocks whose products `precision.auto` made wide, each with the number of steps tried before."""
     text: int = 0
-    """The phase of the run with which text of the kind began that the numbers are of (`Phases.texts`)."""
+    """The first phase of the run with the kind of text of these numbers (`Phases.texts`)."""
 
     @classmethod
     def load(cls, record: Mapping[str, Any]) -> "History":
@@ -77,7 +76,7 @@ class History:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
-        """The watched numbers of a step that lie outside their bands; none where too few are known yet."""
+        """Return the watched numbers of a step outside their bands; empty while too few numbers are known."""
         if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
             return ()
         found = []
@@ -88,7 +87,7 @@ class History:
         return tuple(found)
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
-        """The copy that the run went back to because of a spike at the same place as `step`; None: there was none."""
+        """Return the copy of an earlier rewind because of a spike near `step`; None: there was none."""
         if self.rewinds and step - self.rewinds[-1][0] < spec.window:
             return self.rewinds[-1][1]
         return None
@@ -98,25 +97,25 @@ class History:
         return not any(to < step < at for at, to in self.rewinds)
 
     def of_text(self, text: int) -> "History":
-        """Before a step that reads text of this kind: numbers of another kind make no band for it."""
+        """Return the history before a step with this kind of text, without the numbers of another kind."""
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def accepted(self, loss: float, norm: float, spec: StabilitySpec) -> "History":
-        """With the numbers of an update that was made."""
+        """Return the history with the numbers of an update."""
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
     def strayed(self, step: int) -> "History":
-        """With a step outside a band."""
+        """Return the history with a step outside a band."""
         return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
 
     def stayed(self) -> "History":
-        """With a step inside all bands."""
+        """Return the history with a step inside all bands."""
         if self.began < 0:
             return self
         return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
-        """Without a spike."""
+        """Return the history without a current spike."""
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
@@ -129,7 +128,7 @@ class History:
 
 
 def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
-    """The median of the newest of two or more positive values, and where the band ends that they make."""
+    """Return the median of the newest of two or more positive values, and the end of their band."""
     logs = [math.log(max(value, TINY)) for value in values]
     middle = median(logs[-LEVEL:])
     deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))

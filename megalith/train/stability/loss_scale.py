@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): the scale as a value, and how it moves.
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): the scale as a value, and its changes.
 
 Gradients of a loss are multiplied by a power of two before they become fp16, which holds nothing below 6e-8, and divided by it once they
 are added up in fp32. Both are exact. The scale doubles after a run of good updates, and is halved when gradients overflow.
@@ -10,7 +10,8 @@ from typing import NamedTuple
 from megalith.spec.run import LossScaleSpec
 
 LARGEST = 64
-"""The exponent at which the scale stops growing, where gradients are all zero for instance: fp32 must hold it times any gradient."""
+"""The largest exponent of the scale, reached for example if all gradients are zero: fp32 must hold the scale times any
+gradient."""
 
 
 class Scale(NamedTuple):
@@ -19,11 +20,11 @@ class Scale(NamedTuple):
     exponent: int
     """The scale is two to this power."""
     good: int = 0
-    """Updates since the scale last moved, or gradients last overflowed."""
+    """Updates since the scale last changed, or gradients last overflowed."""
     spent: int = 0
     """Overflows since the scale last grew."""
     overflows: int = 0
-    """Updates that the whole run has left out because gradients overflowed."""
+    """Updates of the whole run that were skipped because gradients overflowed."""
 
     @classmethod
     def first(cls, spec: LossScaleSpec) -> "Scale":
@@ -53,7 +54,7 @@ class Scale(NamedTuple):
 
 
 def exponent_of(scale: int) -> int:
-    """Return k of a scale of 2^k."""
+    """Return k for a scale of 2^k."""
     return scale.bit_length() - 1
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, in words: which parameters they are of."""
+"""Descriptions of gradients that are not finite, with their parameters."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,8 @@ from megalith.train.stability.loss_scale import Overflow, Scale
 
 
 def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overflow]:
-    """Look at gradients that overflowed: `reason` with names. `after`: the next step's loss scale. All ranks call it together."""
+    """Examine gradients that overflowed; return `reason` with parameter names. `after`: the next step's loss scale. All ranks
+    call it together."""
     assert trainer.state.scale is not None
     found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model), "freed": _freed(trainer)}
     tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
@@ -21,7 +22,7 @@ def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overfl
 
 
 def where_not_finite(trainer: Trainer) -> str:
-    """The parameters whose gradients are not finite, in words. All ranks call it together."""
+    """Describe the parameters whose gradients are not finite. All ranks call it together."""
     found = {"forward": model_parameters(trainer.model), "freed": _freed(trainer)}
     return gradients.where_not_finite(trainer.parameters, world=trainer.groups.world, **found)
 

@@ -1,4 +1,4 @@
-"""The loss of each sample of a step, for the steps in which somebody asks: the head's own loss, taken once more for a row at a time."""
+"""The loss of each sample of a step, on request: the head's own loss, computed again for one row at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ class SampleLosses:
     """Losses of this rank's samples, until `close`; none on a rank without a head. Ranks that share a sequence have a part each."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
-        """`count`: samples of this rank in the step; of what is computed after them, nothing is taken."""
+        """`count`: samples of this rank in the step; later computations are ignored."""
         # before the healer asks, a step that is verified is computed again, for other ranks' samples too
         self._count = count
         self._losses: list[tuple[float, int]] = []
@@ -45,7 +45,7 @@ class SampleLosses:
         self._busy = False
 
     def close(self) -> list[tuple[float, int]]:
-        """The losses, in the order in which microbatches were computed: each the sum over this rank's targets of a sample, and their
+        """Return the losses in the order of the microbatches: for each sample the sum over this rank's targets, and their
         number."""
         for hook in self._hooks:
             hook.remove()
