@@ -1,4 +1,4 @@
-"""Set before any test imports torch, and before any starts a process."""
+"""Settings for before any test imports torch or starts a process."""
 
 import os
 import signal

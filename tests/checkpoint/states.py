@@ -1,4 +1,4 @@
-"""A small training state, laid out as any plan would: the same values whatever the layout."""
+"""A small training state in the layout of any plan: the values are the same in every layout."""
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def _tensor(key: str, value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor
 
 
 def differing(state: State, expected: State) -> list[str]:
-    """The keys whose local values differ in any bit."""
+    """Return the keys whose local values differ in any bit."""
     assert state.keys() == expected.keys()
     return [key for key in state if not torch.equal(_bits(state[key]), _bits(expected[key]))]
 

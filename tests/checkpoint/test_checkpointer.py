@@ -1,4 +1,4 @@
-"""Saves: asynchronous ones equal synchronous ones, never overlap, fail without ending the run, and are whole or absent."""
+"""Saves: asynchronous ones equal synchronous ones, never overlap, do not end the run if they fail, and are whole or absent."""
 
 import errno
 import os
@@ -219,7 +219,7 @@ def test_the_state_may_change_its_shape_between_saves(tmp_path):
 
 
 def _asynchronous_saves(rank, folder):
-    """Two saves while training talks on its own group all the time."""
+    """Two saves while training sends messages on its own group all the time."""
     checkpointer = Checkpointer(folder)
     for step in (1, 2):
         state = laid_out(values(seed=step), {"shards": 2})

@@ -1,4 +1,4 @@
-"""Without its multipliers a model computes what it did."""
+"""A model without its multipliers computes the same as before."""
 
 from typing import Any
 

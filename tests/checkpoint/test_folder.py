@@ -1,4 +1,4 @@
-"""A checkpoint folder is whole or absent, tells what is wrong with it, and old ones go in time."""
+"""A checkpoint folder is whole or absent, damage is named, and old ones are deleted."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_only_the_last_n_stay(tmp_path):
 
 
 def test_a_run_sent_back_to_an_older_step_keeps_what_it_saves_since(tmp_path):
-    """Steps 30 and 40 belong to a past that was given up: the run goes on from 25, not from 40."""
+    """Steps 30 and 40 belong to a discarded past: the run continues from 25, not from 40."""
     for step in (20, 30, 40):
         make(tmp_path, step)
     make(tmp_path, 25, keep=2)

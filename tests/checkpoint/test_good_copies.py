@@ -1,4 +1,4 @@
-"""Copies in memory that are kept to go back to, and the text that goes with each."""
+"""Copies in memory that are kept for a rewind, and the text with each."""
 
 from pathlib import Path
 

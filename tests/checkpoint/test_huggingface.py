@@ -1,4 +1,4 @@
-"""Weights and configurations travel to transformers and back unchanged."""
+"""Weights and configurations are unchanged by an export to transformers and an import from there."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def stage_of(spec: Llama, weights: dict[str, Tensor]) -> Stage:
 
 
 def same(spec: Llama) -> Llama:
-    """The spec with what transformers spells out."""
+    """The spec with the values that transformers writes explicitly."""
     return spec.model_copy(update={"kv_heads": spec.kv_heads or spec.heads, "head_dim": spec.head_dim or spec.dim // spec.heads})
 
 
@@ -262,7 +262,7 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
 
 
 def rewritten(folder: Path, **changes: Tensor) -> Path:
-    """An export of the tied model, some tensors of its file changed after."""
+    """An export of the tied model with some tensors of its file changed afterwards."""
     spec = SPECS["tied"]
     export(spec, weights_of(spec), folder, dtype=torch.float32)
     file = folder / "model.safetensors"

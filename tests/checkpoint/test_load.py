@@ -200,7 +200,7 @@ def test_a_difference_on_one_rank_is_told_on_all(folder):
 
 
 def test_a_part_of_the_state_can_be_loaded_and_converted(folder):
-    """How a run starts from the weights of another: no optimizer state, perhaps another precision."""
+    """A run starts so from the weights of another: without optimizer state, perhaps in another precision."""
     state = {key: value.bfloat16() for key, value in zeros().items() if key.startswith("weights.")}
     loaded = load(folder, state, partial=True, cast=True)
     assert loaded.path == folder / "step-00000020"
@@ -213,7 +213,7 @@ class _Trap:
 
 
 def test_nothing_from_a_checkpoint_is_executed(folder, monkeypatch):
-    """A planted pickle is not looked at, and no unpickling function is called on the way."""
+    """A planted pickle is not read, and no unpickling function is called."""
     monkeypatch.chdir(folder)
     for name in (".metadata", "rank-00001.safetensors", "__0_0.distcp"):
         (folder / "step-00000020" / name).write_bytes(pickle.dumps(_Trap()))

@@ -75,7 +75,7 @@ def test_two_plain_shards_of_one_dim_nest_left_to_right_and_unfinished_sums_are_
 
 
 def _boxes(rank, layout):
-    """Every share of this rank, and whether its values are those of its box of the whole tensor."""
+    """Return every share of this rank, and whether it has the values of its box of the whole tensor."""
     state = values()
     found = []
     for key, share in shares(laid_out(state, layout)).items():
@@ -88,7 +88,7 @@ def _boxes(rank, layout):
 
 @pytest.mark.slow
 def test_a_share_is_the_box_it_says_it_is():
-    """Also where FSDP2 cuts unevenly what tensor parallelism has cut already: DTensor's arithmetic has 7 rows on 2 x 3 wrong."""
+    """Also where FSDP2 unevenly cuts the shares of tensor parallelism: DTensor's arithmetic is wrong for 7 rows on 2 x 3."""
     ranks = run_ranks(_boxes, 6, {"shards": 3, "tensor": 2})
     assert all(right for items in ranks for _, right in items)
     _, problems = owners([[box for box, _ in items] for items in ranks])

@@ -1,4 +1,4 @@
-"""Copies of the state have its values, whatever becomes of it, and share one block of memory from save to save."""
+"""Copies of the state keep its values when it changes, and all saves use one block of memory."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Our safetensors files are what the safetensors library reads, and their digest is theirs."""
+"""The safetensors library can read our files and writes the same bytes, with the same digest."""
 
 import hashlib
 

@@ -194,12 +194,12 @@ def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_pass
     assert met.passed, met.problems
     missed = _judged(tmp_path / "missed", aims=Aims(median=0.7, most=0.9, minutes=0.4, silence=1.01))
     assert missed.problems == (
-        "recovery in the median 0.75 s, 0.7 s at most was asked",
-        "recovery at the 99th percentile 1.00 s, 0.9 s at most was asked",
-        "both runs 0.50 min, 0.4 min at most was asked",
-        "silence of a hang 1.02 of its limit, 1.01 of its limit at most was asked",
+        "recovery in the median 0.75 s, 0.7 s was the limit",
+        "recovery at the 99th percentile 1.00 s, 0.9 s was the limit",
+        "both runs 0.50 min, 0.4 min was the limit",
+        "silence of a hang 1.02 of its limit, 1.01 of its limit was the limit",
     )
-    assert "asked: recovery in the median 0.7 s at most: 0.75 s" in list(sentences(missed))
+    assert "limit: recovery in the median 0.7 s; found: 0.75 s" in list(sentences(missed))
 
 
 # --- blame ---

@@ -1,4 +1,4 @@
-"""DeepSeek's models travel to transformers' folders and back unchanged."""
+"""DeepSeek's models are unchanged by an export to transformers' folders and an import from there."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def stage_of(spec: DeepSeek, weights: dict[str, Tensor]) -> Stage:
 
 
 def written(spec: DeepSeek, folder: Path, **changes: Any) -> Path:
-    """An export, some settings changed after."""
+    """An export with some settings changed afterwards."""
     export(spec, weights_of(spec), folder, dtype=torch.float32)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -91,7 +91,7 @@ def test_what_transformers_saves_is_imported(name, tmp_path):
 
 
 def test_modules_that_are_counted_and_have_no_weights_are_left_out_and_named(tmp_path):
-    """transformers writes the count of multi-token prediction's modules, and not their weights."""
+    """transformers writes the number of multi-token prediction's modules, but not their weights."""
     spec = SPECS["v3"]
     folder = written(spec, tmp_path / "out")
     file = folder / "model.safetensors"

@@ -1,4 +1,5 @@
-"""Configurations drawn at random, as transformers writes them: the same logits and greedy text, and tensors that go back bit for bit."""
+"""Configurations drawn at random, as transformers writes them: the same logits and greedy text, and the same bits of tensors
+after an export."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Rotary settings mean what transformers takes them to mean, in whatever form a config.json has them, or are refused."""
+"""Rotary settings in every form of config.json have the same meaning as in transformers, or are refused."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def weights_of(spec: Model) -> dict[str, Tensor]:
 
 
 def written(spec: Model, folder: Path, changes: dict[str, Any]) -> Path:
-    """An export, some settings changed after."""
+    """An export with some settings changed afterwards."""
     export(spec, weights_of(spec), folder, dtype=torch.float32)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(_given(config)))

@@ -1,4 +1,4 @@
-"""Every family travels to transformers and back, and computes the same there."""
+"""Every family is the same in transformers and after an import from there."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 def weights_of(spec: Model) -> dict[str, Tensor]:
-    """Weights that leave nothing at its neutral value: biases and norms show as much as matrices."""
+    """Weights without neutral values, so that errors in biases and norms are as visible as in matrices."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes(spec).items()}
 
