@@ -6,11 +6,12 @@ from math import gcd
 from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
+from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
-from megalith.spec.sizes import own_tensors
+from megalith.spec.sizes import block_parameters, own_tensors
 
 
 class Cut(NamedTuple):
@@ -181,6 +182,70 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
     elif case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
         yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
+
+
+def gathers_have_the_products_numbers(case: Case) -> Found:
+    """Shards of weights are gathered as the numbers that all products round the whole weight to."""
+    choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
+    if choices.gather == "wide" or not is_narrow(precision):
+        return
+    wide = 'gather = "wide"'
+    if precision != "fp8":
+        reason = f'with train.precision = "{precision}", whose products round a weight to another format, or in two ways'
+        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or train.precision = "fp8".')
+        return
+    if choices.granularity != "tile":
+        reason = f'with precision.granularity = "{choices.granularity}": a scale would lie across several shards'
+        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
+    if choices.scale != "up":
+        reason = f'with precision.scale = "{choices.scale}": only scales of "up" leave numbers of bf16 that products do not change again'
+        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or scale = "up".')
+    if choices.input_gradient == "wide":
+        reason = 'with precision.input_gradient = "wide": these products need the weights as they are'
+        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
+    if plan.zero == 0 or plan.shards == 1:
+        reason = f"changes nothing with plan.zero = {plan.zero} and {plan.shards} shards: no weights are gathered"
+        yield advice("precision.gather", choices.gather, reason, "Leave it out.")
+    elif choices.granularity == "tile":
+        yield from _cut_by_shards(case)
+
+
+def _cut_by_shards(case: Case) -> Found:
+    """Yield the layers whose shards would cut a tile: they are gathered wide."""
+    tile, plan, model = tile_of(case.spec.precision, "fp8"), case.plan, case.model
+    if model is None:
+        return
+    blocks, seen, mesh = len(model.blocks), set[tuple[str, int]](), Mesh.of(plan)
+    for number, block in enumerate(model.blocks):
+        for weight in block_parameters(block, model.dim):
+            layer = weight.name.rpartition(".")[0]
+            multiplied = weight.role in ("matrix", "experts") and layer != "mlp.router"
+            if not multiplied or stays_wide(f"blocks.{number}.{layer}", blocks=blocks, choices=case.spec.precision):
+                continue
+            shards = max(1, (mesh.experts if weight.role == "experts" else mesh.state)[2])
+            length = model.dim if weight.role == "experts" else _held(layer, weight.shape[0], block, case)
+            if whole_tiles(length, shards, tile) or (layer, length) in seen:
+                continue
+            seen.add((layer, length))
+            reason = (
+                f"leaves each of {shards} shards {-(-length // shards)} of the {length} rows of blocks.{number}.{layer}, "
+                f"no multiple of a tile's {tile}: they are gathered in bf16"
+            )
+            fewer = next((n for n in range(shards - 1, 1, -1) if length % (n * tile) == 0), 0)
+            smaller = gcd(-(-length // shards), tile)
+            ways = [f"{fewer} shards (plan.replicate)"] * (fewer > 0) + [f"precision.tile = {smaller}"] * (smaller > 1)
+            yield advice("precision.gather", "fp8", reason, f"Use {' or '.join(ways) or 'other sizes'} to gather them in 8 bits.")
+
+
+def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
+    """Return the rows of a layer's weight on a tensor rank."""
+    own = own_tensors(block, case.model.dim) if case.model else {}
+    declared = {f"{half}.{each.name.removesuffix('.weight')}": each.cut for half, tensors in own.items() for each in tensors}
+    if declared[layer] == "inputs" if layer in declared else layer.endswith((".out", ".down")):
+        return rows
+    shares = (cut.share for cut in _cuts(block, case) if cut.axis == "tensor" and layer in cut.layers)
+    # ranks that share a head have its whole weight
+    return next((share for share in shares if share * case.plan.tensor == rows), rows)
 
 
 def rotations_fit(case: Case) -> Found:

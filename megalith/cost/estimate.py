@@ -9,6 +9,7 @@ from typing import Any
 
 from megalith.cost import host, network, update
 from megalith.cost.constants import Calibration, calibration
+from megalith.cost.gathered import widths
 from megalith.cost.kept import kept
 from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares, updated
 from megalith.cost.network import gather
@@ -249,15 +250,15 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
     copies = Mesh.of(plan).experts[1] if plan.zero else 1
     expert_shards = network.Line(max(1, own.size // copies), own.stride)
-    wires, m, width = setting.wires, workload.microbatches, workload.width
+    wires, m, width = setting.wires, workload.microbatches, widths(workload, traced)
     blocks = sum(times for _, times in here.blocks)
     calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 
-    def moved(bytes_each: float) -> float:
-        of_dense = gather(bytes_each * dense, shards, wires, calls=calls)
-        return of_dense + gather(bytes_each * expert, expert_shards, wires, calls=calls)
+    def moved(of_dense: float, of_expert: float) -> float:
+        every = gather(of_dense * dense, shards, wires, calls=calls)
+        return every + gather(of_expert * expert, expert_shards, wires, calls=calls)
 
-    reductions, gathers = moved(workload.gradient_bytes), moved(width)
+    reductions, gathers = moved(workload.gradient_bytes, workload.gradient_bytes), moved(*width)
     if plan.zero and plan.copies > 1:  # and the shards' sums over the groups
         across = network.Line(plan.copies, whole.stride * plan.shards)
         reductions += network.reduce(workload.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
@@ -275,7 +276,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     if plan.zero == 2:
         return m * _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
     if practice.gathers == "rank":
-        return _beside(reductions, backward, setting) + gather(width * dense, shards, wires, calls=shards.size)
+        return _beside(reductions, backward, setting) + gather(width.dense * dense, shards, wires, calls=shards.size)
     return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalith.cost import released
 from megalith.cost.constants import Calibration, calibration
+from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
@@ -17,7 +18,7 @@ from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
 from megalith.cost.software import TRAINER
 from megalith.cost.update import rest_bytes
-from megalith.cost.workload import Dispatch, Workload
+from megalith.cost.workload import Dispatch, Packed, Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, Schedule, computations
@@ -94,6 +95,12 @@ class _Here:
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
     weights: dict[int, tuple[Numbers, ...]]
+    gathered: dict[int, tuple[Numbers, ...]]
+    """The bytes in which these travel when they are gathered"""
+    arriving: float
+    """The bytes in which the largest part is gathered"""
+    kept: float
+    """Bytes of messages that are kept until the end of the step, because weights are rounded once and gathered often"""
     segments: dict[int, tuple[tuple[int, ...], ...]]
     """The blocks of each segment, by their numbers in the model."""
 
@@ -141,6 +148,8 @@ def of_run(spec: RunSpec) -> Workload:
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
     watched = is_narrow(train.precision) and spec.precision.watch_every > 0
     rules |= {"outer": outer_slots(spec.sites), "watched": watched, "dispatch": _dispatch(spec, model)}
+    if spec.precision.gather != "wide" and is_narrow(train.precision):
+        rules |= {"packed": Packed(tile_of(spec.precision, train.precision), spec.precision)}
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 
@@ -162,11 +171,23 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     # further tokens' embedding, though kept once, travels for the head too, apart from what no other stage has
     output = (traced.output, Numbers(traced.embedding.weights, 0)) if traced.ahead else (traced.output,)
     weights = *((Numbers(part.weights, part.expert_weights),) for part in parts), output
+    numbers = None, *range(len(traced.blocks)), None
+    each = [tuple(gathered(workload, one, number) for one in part) for part, number in zip(profiles, numbers, strict=True)]
+    ends = (tuple(wide(workload, one) for one in weights[end]) for end in (0, -1))
+    sent = next(ends), *each[1:-1], next(ends)
     own = {stage: slice(*plan.bounds(len(model.blocks))[stage]) for stage in schedule.stages_of(place)}
     return _Here(
         actions=tuple(action for slot in row for action in actions_of(slot)),
         stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
+        gathered={stage: tuple(chain(*sent[where])) for stage, where in own.items()},
+        arriving=max(map(sum, chain(*chain(*(each[where] for where in own.values()))))),
+        kept=sum(
+            kept(workload, traced.blocks[number], number)
+            for where in own.values()
+            for number in numbers[where]
+            if number is not None
+        ),
         segments={stage: _segments(traced, where) for stage, where in own.items()},
     )
 
@@ -325,12 +346,12 @@ def _inside(traced: Parts, here: _Here, stage: int) -> float:
 def _travelling(workload: Workload, here: _Here) -> float:
     """Bytes of the buffers that send weights and gradients of the largest part while a backward runs: none below ZeRO 2."""
     plan = workload.plan
+    arriving = here.arriving if plan.zero == 3 and plan.shards > 1 else 0
     if plan.state.release:
-        gathered = workload.width if plan.zero == 3 and plan.shards > 1 else 0
-        return released.travelling(workload, _largest(here)) + gathered * _largest(here)
+        return released.travelling(workload, _largest(here)) + arriving + here.kept
     if plan.zero < 2 or plan.shards == 1:
         return 0.0
-    return _largest(here) * (workload.gradient_bytes + (workload.width if plan.zero == 3 else 0))
+    return _largest(here) * workload.gradient_bytes + arriving + here.kept
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
@@ -383,9 +404,11 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
     """Weights gathered and gradients reduced, part by part: of all tokens' weights, and of the experts'."""
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
-    moved = [(kind, times, here.weights[stage]) for (kind, stage), times in kinds.items()]
+    moved = [
+        (kind, times, (here.gathered if kind == "GATHER" else here.weights)[stage]) for (kind, stage), times in kinds.items()
+    ]
     if workload.plan.zero == 3:
-        moved += [("GATHER", _times(here)[stage]["I"], _gathered_again(traced, here, stage)) for stage in here.stages]
+        moved += [("GATHER", _times(here)[stage]["I"], _gathered_again(workload, traced, here, stage)) for stage in here.stages]
     for kind, times, weights in moved:
         for part in weights:
             for names, count, (copies, shards) in (
@@ -393,17 +416,16 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
                 (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
             ):
                 if kind == "GATHER" and shards > 1:
-                    yield names[1], "all-gather", times, count * workload.width
+                    yield names[1], "all-gather", times, count
                 if kind == "REDUCE" and shards > 1:
                     yield names[1], "reduce-scatter", times, count * workload.gradient_bytes
                 if kind == "REDUCE" and copies > 1:
                     yield names[0], "all-reduce", times, count * workload.gradient_bytes / shards
 
 
-def _gathered_again(traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
-    """Weights that ZeRO 3 gathers once more for each backward: a segment's, but for its last block's, whose backward follows at once."""
-    blocks = [traced.blocks[number] for run in here.segments[stage] for number in run[:-1]]
-    return tuple(Numbers(block.weights, block.expert_weights) for block in blocks)
+def _gathered_again(workload: Workload, traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
+    """Bytes that ZeRO 3 gathers once more for each backward: a segment's, but for its last block's, whose backward follows at once."""
+    return tuple(gathered(workload, traced.blocks[number], number) for run in here.segments[stage] for number in run[:-1])
 
 
 def _work(here: _Here) -> Work:

@@ -77,6 +77,23 @@ class Exchange:
     times: int = 1
 
 
+@dataclass(frozen=True)
+class Multiplied:
+    """A weight that is a factor of products."""
+
+    layer: str
+    """The name of its module within the part"""
+    shape: tuple[int, ...]
+    """[outputs, inputs], or [experts, outputs, inputs], as a rank holds them where ZeRO does not cut them"""
+    cut: int
+    """The dim that ZeRO cuts"""
+
+    @property
+    def expert(self) -> bool:
+        """True if it belongs to experts."""
+        return len(self.shape) > 2
+
+
 AMONG_EXPERTS = frozenset({"expert", "expert_tensor"})
 """Axes along which tokens are dispatched to experts, or shared by the ranks that split an expert."""
 
@@ -108,6 +125,8 @@ class Profile:
     """Numbers held of the experts' weights."""
     output: float
     """The part's output."""
+    multiplied: tuple[Multiplied, ...] = ()
+    """The weights held that are factors of products"""
 
     def flops(self, phase: Phase | None = None) -> float:
         """Floating-point operations, attention in full."""
@@ -122,6 +141,7 @@ class Profile:
             "products": tuple(Product(**item) for item in value["products"]),
             "cores": tuple(Core(**item) for item in value["cores"]),
             "exchanges": tuple(Exchange(**item) for item in value["exchanges"]),
+            "multiplied": tuple(Multiplied(item["layer"], tuple(item["shape"]), item["cut"]) for item in value["multiplied"]),
         }
         return cls(**{**value, **lists})
 

@@ -5,6 +5,7 @@ boundaries of split modules, and the live storages. So the bytes that a recomput
 its name.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PlainCore
 from megalith.cost.exchanges import ByHeads, core_note, split
 from megalith.cost.practices import Copied, LossAtOnce, recompute, swap_kernels
-from megalith.cost.profile import Layout, Product, Profile
+from megalith.cost.profile import Layout, Multiplied, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
@@ -24,6 +25,7 @@ from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.embedding import Lookup
 from megalith.models.stage import Stage
+from megalith.parallel.expert import SPLITS
 from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
 
@@ -203,4 +205,14 @@ def _profile(
         weights=sum(p.numel() for _, p in named) - experts,
         expert_weights=experts,
         output=float(output),
+        multiplied=tuple(_multiplied(module)),
     )
+
+
+def _multiplied(module: nn.Module) -> Iterator[Multiplied]:
+    """Yield the weights of a part's layers that multiply, split as they are."""
+    for path, layer in module.named_modules():
+        if hasattr(layer, "multiply"):
+            named = ((name, weight) for name, weight in layer.named_parameters(recurse=False) if weight.dim() > 1)
+            for name, weight in named:
+                yield Multiplied(path, tuple(weight.shape), SPLITS[name][1] if weight.dim() > 2 else 0)

@@ -9,7 +9,7 @@ from megalith.mesh import Mesh
 from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
@@ -84,6 +84,15 @@ class Dispatch(NamedTuple):
     """How many numbers share a scale in fp32."""
 
 
+class Packed(NamedTuple):
+    """Weights that are gathered in 8 bits (`precision.gather`)."""
+
+    tile: int
+    """Numbers along each dim that share a scale in fp32"""
+    choices: PrecisionSpec
+    """The choices of the run, which say what layers stay wide"""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training step to be predicted."""
@@ -107,6 +116,8 @@ class Workload:
     """The number format in which gradients are added up; fp32: that of the software's practice."""
     dispatch: Dispatch | None = None
     """Blocks whose tokens are sent to experts in 8 bits; None: no block's are."""
+    packed: Packed | None = None
+    """Weights that are gathered in 8 bits; None: all are gathered as they compute."""
     watched: bool = False
     """Gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the gradients
     exist."""

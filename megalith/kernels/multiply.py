@@ -47,6 +47,11 @@ class Multiply(nn.Module):
         """The format in which rows travel to experts that multiply by this recipe now; None: their own."""
         return None
 
+    @property
+    def gathered_as(self) -> Scaling | None:
+        """The format of shards of weights on their way to ranks that multiply by this recipe now; None: their own."""
+        return None
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be put off.
 

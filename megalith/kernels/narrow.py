@@ -198,6 +198,10 @@ class Narrow(Multiply, ABC):
             return None
         return replace(self.along, block=(1, self.along.block[1]))  # tokens of experts share no scale
 
+    @property
+    def gathered_as(self) -> Scaling | None:
+        return None if self.choices.gather == "wide" or self._wide else self.weight_along
+
     def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
         """Draw for each of the gradients of outputs [..., outputs], or None if they are rounded to nearest.
 

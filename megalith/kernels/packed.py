@@ -1,4 +1,5 @@
-"""Rows in 8 bits as one tensor of bytes, so that they travel in one message: each row's codes, then its scales in fp32."""
+"""Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that they travel in one message: each row's codes, then
+its scales in fp32. Tiles of a weight are codes and scales apart, so that shards of both can be put together."""
 
 from collections.abc import Iterator
 
@@ -42,6 +43,38 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
     return out
 
 
-def _slabs(shape: torch.Size) -> Iterator[slice]:
-    height = max(1, SLAB // max(1, shape[1]))
+def scales_of(shape: torch.Size, scaling: Scaling) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor [..., rows, columns] in tiles."""
+    return (*shape[:-2], *(-(-size // tile) for size, tile in zip(shape[-2:], scaling.block, strict=True)))
+
+
+def pack_tiles(x: Tensor, codes: Tensor, scales: Tensor, scaling: Scaling) -> None:
+    """Write the codes (uint8, of the shape of x) and the scales (fp32, `scales_of` that) of x [..., rows, columns]."""
+    if x.dim() > 2:
+        for each in zip(x, codes, scales, strict=True):
+            pack_tiles(*each, scaling)
+        return
+    for part in _slabs(x.shape, scaling.block[0]):
+        narrow = quantise(x[part], scaling)
+        codes[part], scales[_blocks(part, scaling)] = narrow.codes, narrow.scales
+
+
+def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -> None:
+    """Write the numbers of packed tiles to `out`, exact in bf16 where scales are powers of two."""
+    if out.dim() > 2:
+        for each in zip(codes, scales, out, strict=True):
+            unpack_tiles(*each, scaling)
+        return
+    for part in _slabs(out.shape, scaling.block[0]):
+        out[part] = Narrowed(codes[part], scales[_blocks(part, scaling)], None, scaling).factors(out.dtype)
+
+
+def _blocks(rows: slice, scaling: Scaling) -> slice:
+    """Return the rows of scales that belong to these rows, which begin with a block's first."""
+    return slice(rows.start // scaling.block[0], -(-rows.stop // scaling.block[0]))
+
+
+def _slabs(shape: torch.Size, block: int = 1) -> Iterator[slice]:
+    """Cut rows into slabs, each of whole blocks."""
+    height = max(1, SLAB // max(1, shape[1] * block)) * block
     return (slice(first, first + height) for first in range(0, shape[0], height))

@@ -5,10 +5,13 @@ Each part is built whole (without other ranks' experts), filled, split and shard
 holds more than one whole part.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from megalith.kernels.multiply import Multiply
 from megalith.kernels.numbers import Dtypes
 from megalith.models.head import Ahead, Head
 from megalith.models.init import initialise
@@ -20,7 +23,7 @@ from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
 from megalith.parallel.passes import Runner
-from megalith.parallel.precision import apply_precision, share_maxima
+from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
@@ -78,7 +81,8 @@ class Builder:
                 apply_recompute(block, number, blocks=len(self.spec.blocks), plan=self.plan)
                 if self.plan.compile:
                     block.compile()
-            used.append(self._keep(name, part, places))
+            recipes = {parameter: recipe for module, recipe in narrow.items() for parameter in matrices(module)}
+            used.append(self._keep(name, part, places, recipes))
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut)
@@ -111,7 +115,9 @@ class Builder:
             split_part(part, self.split)
         return {p: Place(self.groups.state, (self.split.placed.get(p, Replicate()),)) for p in part.parameters()}
 
-    def _keep(self, name: str, part: nn.Module, places: dict[nn.Parameter, Place]) -> list[Bucket]:
+    def _keep(
+        self, name: str, part: nn.Module, places: dict[nn.Parameter, Place], recipes: Mapping[nn.Parameter, Multiply]
+    ) -> list[Bucket]:
         """Make the stored and the computing form of the part's parameters; return the buckets that it uses."""
         found: list[Bucket] = []
         own: dict[torch.distributed.DeviceMesh, list[Weight]] = {}
@@ -119,9 +125,8 @@ class Builder:
             full = self.tied.get(f"{name}.{path}", f"{name}.{path}")
             shared = full in self.tied.values()
             if full not in self.by_name:
-                self.by_name[full] = weight = Weight(
-                    parameter, places[parameter], self.dtypes, partial=parameter in self.split.partial
-                )
+                how = {"partial": parameter in self.split.partial, "recipe": recipes.get(parameter)}
+                self.by_name[full] = weight = Weight(parameter, places[parameter], self.dtypes, **how)
                 weight.shared = shared
                 if shared:
                     self._alone[full] = Bucket([weight])
@@ -129,4 +134,4 @@ class Builder:
                     own.setdefault(places[parameter].mesh, []).append(weight)
             if shared:
                 found.append(self._alone[full])
-        return [Bucket(weights) for weights in own.values()] + found
+        return [Bucket(weights, often=self.plan.zero == 3) for weights in own.values()] + found

@@ -22,8 +22,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.kernels import halves
+from megalith.kernels.multiply import Multiply
 from megalith.kernels.numbers import Dtypes
+from megalith.kernels.quantise import Scaling
 from megalith.parallel.groups import wait_for
+from megalith.parallel.parcel import Item, Parcel
+from megalith.spec.numbers import whole_tiles
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -66,8 +70,11 @@ class Weight:
     """One parameter's two faces. `total`: sums of gradients not yet reduced, where these are computed in another dtype than they are
     added up in."""
 
-    def __init__(self, computes: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False) -> None:
-        """`partial`: a tensor rank's gradient is only its part of the sum."""
+    def __init__(
+        self, computes: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
+    ) -> None:
+        """`partial`: a tensor rank's gradient is only its part of the sum. `recipe`: that of the products with it, if there is one."""
+        self.recipe = recipe
         self.computes, self.dim, self.mesh, self.partial, self.sums = computes, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
         whole = computes.detach().movedim(self.dim, 0)
@@ -106,6 +113,15 @@ class Weight:
     def resident(self) -> bool:
         """True if what computes is always whole, so that nothing is gathered."""
         return self.aliased or (self._moved is not None and self.mesh.size(1) == 1)
+
+    @property
+    def gathered_as(self) -> Scaling | None:
+        """The format in which shares are gathered now, where no tile lies across two of them; None: their own."""
+        scaling = None if self.recipe is None else self.recipe.gathered_as
+        if scaling is None:
+            return None
+        tile = scaling.block[self.dim - self.computes.dim()]
+        return scaling if whole_tiles(self.computes.shape[self.dim], self.mesh.size(1), tile) else None
 
     def share(self) -> Tensor:
         """The share that is gathered, its cut dimension first."""
@@ -204,15 +220,17 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 class Bucket:
     """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights, mesh = tuple(weights), weights[0].mesh
+    def __init__(self, weights: Sequence[Weight], *, often: bool = False) -> None:
+        """`often`: they are gathered several times a step, so what is rounded for it is kept until the step's end."""
+        self.weights, self.often, mesh = tuple(weights), often, weights[0].mesh
         self.copies, self.shards = mesh.get_group(0), mesh.get_group(1)
         self.size = self.shards.size()
         ends = list(accumulate(weight.numbers for weight in weights))
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numbers = ends[-1]
         self.whole = True
-        self._arriving: tuple[Any, Tensor] | None = None
+        self._arriving: tuple[Any, Tensor, Parcel | None] | None = None
+        self._packed: tuple[Parcel, Tensor] | None = None  # this rank's message, kept for the next gather
         self.probe: Probe | None = None
         self.observe: Observe | None = None
         self.done: Callable[[Bucket], None] | None = None
@@ -230,36 +248,58 @@ class Bucket:
         """Begin to gather, if the weights are not whole and not on their way."""
         if self.whole or self._arriving or self.resident:
             return
+        parcel, mine = self._message()
+        if self.size == 1:
+            self._arriving = None, mine, None
+            return
+        everyone = mine.new_empty(self.size * len(mine))
+        self._arriving = dist.all_gather_into_tensor(everyone, mine, group=self.shards, async_op=True), everyone, parcel
+
+    def _message(self) -> tuple[Parcel | None, Tensor]:
+        """This rank's shares as they are gathered, and their places where some travel in 8 bits."""
+        if self._packed is not None:
+            return self._packed
+        formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
+        if any(formats):
+            items = (Item(w.computes, w.dim, w.chunk, scaling) for w, scaling in zip(self.weights, formats, strict=True))
+            parcel = Parcel(items)
+            message = parcel.pack([weight.share() for weight in self.weights])
+            if self.often:
+                self._packed = parcel, message
+            return parcel, message
         mine = torch.empty(self.numbers, dtype=self.weights[0].computes.dtype, device=self.weights[0].computes.device)
         for weight, where in zip(self.weights, self.slices, strict=True):
             if not weight.resident:
                 _put(mine[where][None], weight.share(), weight.chunk)
-        if self.size == 1:
-            self._arriving = None, mine
-            return
-        everyone = mine.new_empty(self.size * self.numbers)
-        self._arriving = dist.all_gather_into_tensor(everyone, mine, group=self.shards, async_op=True), everyone
+        return None, mine
+
+    def forget(self) -> None:
+        """Drop what was rounded: the weights are about to change."""
+        self._packed = None
 
     def gather(self) -> None:
         """Make the weights whole."""
         self.start()
         if self._arriving is None:
             return
-        work, flat = self._arriving
+        work, flat, parcel = self._arriving
         if work is not None:
             wait_for(work)
-        table = flat.view(self.size, self.numbers)
+        table = flat.view(self.size, -1)
+        for weight in self.weights:
+            if not weight.resident:
+                weight.computes.untyped_storage().resize_(weight.bytes)
+        if parcel is not None:
+            parcel.unpack(table)
         for weight, where in zip(self.weights, self.slices, strict=True):
-            if weight.resident:
-                continue
-            weight.computes.untyped_storage().resize_(weight.bytes)
-            _get(weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk)  # .data: saved views stay valid
+            if parcel is None and not weight.resident:
+                _get(weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk)  # .data: saved views stay valid
         self.whole, self._arriving = True, None
 
     def free(self) -> None:
         """Free the unsharded weights, and those being gathered."""
         if self._arriving is not None:
-            work, _ = self._arriving
+            work, *_ = self._arriving
             if work is not None:
                 wait_for(work)
             self._arriving = None

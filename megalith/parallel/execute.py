@@ -262,9 +262,10 @@ class Executor:
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
 
     def _gather(self, action: Action, flight: _Flight) -> None:
-        """ZeRO 1 and 2: begin to gather the stage's weights now. ZeRO 3: each part's weights are gathered inside the computation
-        after this action."""
-        self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
+        """ZeRO 1 and 2: begin to gather the stage's weights now. ZeRO 3: each part's weights are gathered inside the computation after
+        this action."""
+        with working_on(flight.batches[0].work):  # which says in what format
+            self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:
         """Reduce all gradients now, unless the computation before this action has already reduced each part's when it was

@@ -78,10 +78,11 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
     def free(self) -> None:
-        """Drop the whole weights."""
+        """Drop the whole weights, and what was rounded to gather them: they are about to change."""
         for used in self.buckets:
             for bucket in used:
                 bucket.free()
+                bucket.forget()
 
     def _enter(self, number: int, then: int | None) -> None:
         """Wait for the part's weights, and begin to gather those of the part after it."""

@@ -60,6 +60,11 @@ def apply_precision(
     return found
 
 
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a module that its recipe multiplies by."""
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+
+
 def share_maxima(
     narrow: Mapping[nn.Module, Narrow],
     placed: Mapping[nn.Parameter, Placement],

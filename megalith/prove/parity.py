@@ -109,6 +109,8 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     if is_narrow(spec.train.precision):
         precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers)), SMALL_TILE
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
+        if precision.gather != "wide":
+            unit = lcm(unit, tile * plan.tensor * plan.shards)
     optimizer = spec.optimizer.model_copy(update=OPTIMIZER)
     if optimizer.moments != "fp32":
         optimizer = optimizer.model_copy(update=SMALL_MOMENTS)

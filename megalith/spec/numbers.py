@@ -292,6 +292,10 @@ class PrecisionSpec(Spec):
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide", description="format in which tokens are sent to narrow experts in fp8; results and gradients travel wide"
     )
+    gather: Literal["wide", "fp8"] = Field(
+        default="wide",
+        description="format in which ZeRO gathers the weights of narrow layers in fp8, where tiles lie inside shards",
+    )
     watch_every: NonNegativeInt = Field(
         default=0, description="steps between comparisons of a microbatch's gradients with those of wide products; 0: never"
     )
@@ -321,6 +325,12 @@ def tile_of(choices: PrecisionSpec, precision: str) -> int:
     scale."""
     tile = PRECISIONS[precision].tile
     return 0 if choices.granularity != "tile" else tile and (choices.tile or tile)
+
+
+def whole_tiles(length: int, shards: int, tile: int) -> bool:
+    """Return True if no tile lies across two shards of a dim of this length: shards are equal, and the last ones shorter or empty."""
+    share = -(-length // shards)
+    return share % tile == 0 or share >= length
 
 
 def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:

@@ -169,3 +169,28 @@ def test_tokens_are_sent_as_experts_round_them() -> None:
     assert 'Use scale = "up"' in reasons(*asked, "train.precision=fp8", "precision.scale=fp32")["precision.dispatch"]
     assert "precision.dispatch" in advice(*asked, "train.precision=fp8", 'precision.wide=["*.experts"]')
     assert "precision.dispatch" in advice(*FP8, "precision.dispatch=fp8")
+
+
+def test_weights_are_gathered_as_products_round_them() -> None:
+    asked = (*FP8, "plan.data=2", "plan.zero=3", "precision.gather=fp8")
+    assert not errors(*asked) and "precision.gather" not in advice(*asked)
+    every = (*asked, "precision.scale=fp32", "precision.granularity=row", "precision.input_gradient=wide")
+    assert len([problem for problem in errors(*every) if problem.key == "precision.gather"]) == 3
+    assert 'Use gather = "wide", or scale = "up"' in reasons(*asked, "precision.scale=ocp")["precision.gather"]
+    assert 'or train.precision = "fp8"' in reasons(*asked, "train.precision=mxfp8")["precision.gather"]
+    for plan in (("plan.zero=0",), ("plan.data=1",), ("plan.replicate=2",)):
+        said = {problem.key: problem.reason for problem in found(*asked, *plan)}
+        assert "no weights are gathered" in said["precision.gather"]
+
+
+def test_shards_that_would_cut_a_tile_are_named() -> None:
+    """Keys and values of 512 rows, 64 of them on each of 8 shards."""
+    asked = (*FP8, "plan.data=8", "plan.zero=3", "precision.gather=fp8")
+    assert not errors(*asked)
+    problems = [problem for problem in found(*asked) if problem.key == "precision.gather"]
+    assert len(problems) == 2 and "64 of the 512 rows of blocks.1.attention.k," in problems[0].reason
+    assert "Use 4 shards (plan.replicate) or precision.tile = 64 to gather them in 8 bits" in problems[0].way_out
+    for other in ("plan.replicate=2", "precision.tile=64", 'precision.wide=["*.attention.k", "*.attention.v"]'):
+        assert "precision.gather" not in advice(*asked, other)
+    halves = {problem.key for problem in found(*asked, "plan.tensor=2", "plan.replicate=2")}
+    assert "precision.gather" in halves, "a tensor rank's 256 rows on each of 4 shards"

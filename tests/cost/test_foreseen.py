@@ -1,12 +1,15 @@
 """Predictions of a rank equal its dry run: exactly, unless left to kernels, and except for padding of shares."""
 
+from typing import Any
+
 import pytest
 
 from megalith.cost.foreseen import Comparison, foresee, of_run
+from megalith.cost.gathered import packed_bytes
 from megalith.planner.beside import beside
 from megalith.spec.run import RunSpec
 from tests.prove.dry import dry
-from tests.specs import brief_run
+from tests.specs import TINY_EXPERTS, brief_run
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +91,35 @@ def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
     assert wide.foreseen is not None and packed.foreseen is not None
     tokens = wide.foreseen / 4 / 2  # one of four ways, in half of the blocks
     assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "experts apart": {"plan": {"data": 4, "expert": 2, "zero": 3}, "model": TINY_EXPERTS},
+    "tensor ranks, recomputed": {"plan": {"data": 2, "tensor": 2, "zero": 3, "recompute": "segments:2"}, "model": {"ffn": 64}},
+    "shards that cut tiles": {"plan": {"data": 8, "zero": 2}},  # 2 rows of keys and of values, 4 of queries
+}
+
+
+@pytest.mark.parametrize("run", GATHERED.values(), ids=GATHERED)
+def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[str, Any]) -> None:
+    """The difference is the one foreseen, to the byte. What ZeRO 3 keeps of them until the end of the step counts as buffers."""
+
+    def found(gather: str) -> dict[str, Comparison]:
+        spec = brief_run(**run | {"train": {"precision": "fp8"}, "precision": {"tile": 4, "gather": gather}})
+        return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+
+    def less(name: str) -> float:
+        (foreseen, counted), (few, of_them) = ((one[name].foreseen or 0.0, one[name].counted) for one in (wide, packed))
+        assert foreseen - few == counted - of_them, name
+        return counted - of_them
+
+    wide, packed = found("wide"), found("fp8")
+    sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "shards" in name and one.foreseen]
+    assert sent and all(less(name) > 0 for name in sent)
+    if "recompute" in run["plan"]:  # the others are fullest at another moment then
+        assert less("memory.buffers") < 0
+
+
+def test_a_weight_of_whole_tiles_is_gathered_in_half_of_the_bytes() -> None:
+    """A code for each number, and four bytes for each tile's scale."""
+    assert packed_bytes((4096, 1024), 128) / (2 * 4096 * 1024) == 0.5 + 2 / 128**2

@@ -1,11 +1,13 @@
 """Rows in 8 bits: the numbers that products round them to, in 51.6 % of the bytes."""
 
+from math import prod
+
 import pytest
 import torch
 
 from megalith.kernels.elements import E4M3, E5M2
 from megalith.kernels.narrow import in_slabs
-from megalith.kernels.packed import pack, unpack, width_of
+from megalith.kernels.packed import pack, pack_tiles, scales_of, unpack, unpack_tiles, width_of
 from megalith.kernels.quantise import ALL, Scaling
 
 TILES = Scaling(E4M3, (1, 128))
@@ -45,3 +47,26 @@ def test_a_number_that_is_not_finite_makes_its_tile_nan() -> None:
         and (found[0, 128:] == 1).all()
         and (found[1, :128] == 1).all()
     )
+
+
+def tiles_of(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(scales_of(x.shape, scaling))
+    pack_tiles(x, codes, scales, scaling)
+    return codes, scales
+
+
+@pytest.mark.parametrize("shape", [(512, 300), (5, 128), (3, 64, 48), (0, 64), (2, 0, 8)], ids=str)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_tiles_of_a_weight_are_the_numbers_that_a_product_rounds_it_to(shape: tuple[int, ...], tile: int) -> None:
+    """Rounded once more they are the same, and a shard of whole tiles has the codes and scales of the whole weight."""
+    scaling = Scaling(E4M3, (tile, tile))
+    x = rows(shape[0], prod(shape[1:])).view(shape)
+    codes, scales = tiles_of(x, scaling)
+    found = torch.empty_like(x)
+    unpack_tiles(codes, scales, found, scaling)
+    expected = in_slabs(x, scaling)
+    assert torch.equal(found, expected) and torch.equal(in_slabs(found, scaling), expected)
+    for first in range(0, shape[-2], tile):
+        part = tiles_of(x[..., first : first + tile, :], scaling)
+        assert torch.equal(part[0], codes[..., first : first + tile, :])
+        assert torch.equal(part[1], scales[..., first // tile : first // tile + 1, :])

@@ -15,10 +15,12 @@ from megalith.kernels.narrow import Narrow
 from megalith.models.head import Output
 from megalith.models.linear import Linear
 from megalith.models.moe import Experts
+from megalith.parallel import parcel
 from megalith.parallel.precision import RECIPES, apply_precision
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
+from megalith.train.measure.aside import buckets_of
 from megalith.train.step import accumulate
 from tests.models.deepseek import deepseek
 from tests.models.plain import stage
@@ -180,3 +182,51 @@ def test_experts_compute_the_same_whether_tokens_are_sent_wide_or_in_8_bits() ->
     assert found.losses == wide.losses
     moved = {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
     assert moved == {f"blocks.{block}.mlp.experts.{name}" for block in (1, 2) for name in ("gate", "up")}
+
+
+GATHERS: dict[str, dict[str, Any]] = {
+    "zero 1": {"data": 2, "zero": 1},
+    "zero 2, shares of tensor ranks": {"data": 2, "tensor": 2, "zero": 2},
+    "zero 3, shorter last shares": {"data": 3, "zero": 3},
+    "zero 3, experts apart": {"data": 4, "expert": 2, "zero": 3},
+    "zero 3, a pipeline": {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb-h1"},
+}
+
+
+def gathers(gather: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
+    """The first and the last block stay wide. Three ranks have 12, 12 and 10 of 34 rows. Of 32 they have 11, which are gathered wide."""
+    train = {"global_batch": 12, "precision": "fp8", "steps": 2, "seq_len": 16}
+    model = TINY_EXPERTS | ({"dim": 34} if plan["data"] == 3 else {})
+    return tiny_run(model=model, plan=plan, precision={"tile": 4, "gather": gather} | precision, train=train)
+
+
+@pytest.mark.parametrize("plan", GATHERS.values(), ids=GATHERS)
+def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(plan: dict[str, Any]) -> None:
+    """To the bit, in losses, gradients and weights: a product rounds a gathered weight to the numbers that it has already."""
+    ranks = gathers("fp8", plan).plan.ranks
+    wide, found = (run_ranks(recorded, ranks, gathers(gather, plan))[0] for gather in ("wide", "fp8"))
+    assert found.losses == wide.losses
+    for step, expected in enumerate(wide.gradients):
+        assert all(torch.equal(found.gradients[step][name], grad) for name, grad in expected.items())
+    assert all(torch.equal(found.weights[name], weight) for name, weight in wide.weights.items())
+
+
+def rounded_weights(rank: int, spec: RunSpec) -> tuple[int, bool]:
+    """Count the weights that a step of several microbatches rounds for its gathers; and see if a gather for wide products brings rounded
+    ones."""
+    trainer = trainer_of(spec)
+    with mock.patch.object(parcel, "pack_tiles", wraps=parcel.pack_tiles) as rounds:
+        accumulate(trainer, microbatches(trainer))
+    bucket, weight = next((b, w) for b in buckets_of(trainer) for w in b.weights if w.gathered_as is not None)
+    with working_on(Tokens(torch.arange(1), torch.arange(8), wide=True)):
+        bucket.gather()
+    assert isinstance(weight.recipe, Narrow)
+    whole = weight.computes.detach()
+    return rounds.call_count, torch.equal(narrow.in_slabs(whole, weight.recipe.weight_along), whole)
+
+
+def test_a_share_is_rounded_once_a_step_and_not_at_all_for_wide_products() -> None:
+    """Two of four blocks have three tensors of experts; their attention stays wide."""
+    spec = gathers("fp8", {"data": 2, "zero": 3}, wide=("*.attention.*",))
+    assert spec.microbatches > 1
+    assert run_ranks(rounded_weights, 2, spec) == [(6, False)] * 2

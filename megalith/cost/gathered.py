@@ -1,0 +1,64 @@
+"""Bytes in which ZeRO gathers the weights of a part: two or four a number, or one where layers are gathered in 8 bits. No torch."""
+
+from math import prod
+
+from megalith.cost.parts import Numbers, Parts
+from megalith.cost.profile import Multiplied, Profile
+from megalith.cost.workload import Packed, Workload
+from megalith.spec.numbers import stays_wide, whole_tiles
+
+SCALE = 4
+"""Bytes of a scale."""
+
+
+def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers:
+    """Return the bytes of a part's weights as all ranks together send them. `block`: its number, if it is one."""
+    dense, expert = wide(workload, Numbers(profile.weights, profile.expert_weights))
+    if workload.packed is not None and block is not None:
+        for weight in _narrow(workload, workload.packed, profile, block):
+            spared = workload.width * prod(weight.shape) - packed_bytes(weight.shape, workload.packed.tile)
+            dense, expert = (dense, expert - spared) if weight.expert else (dense - spared, expert)
+    return Numbers(dense, expert)
+
+
+def wide(workload: Workload, weights: Numbers) -> Numbers:
+    """Return the bytes of weights that are gathered as they compute."""
+    return Numbers(workload.width * weights.dense, workload.width * weights.expert)
+
+
+def widths(workload: Workload, traced: Parts) -> Numbers:
+    """Return the mean bytes of a number that is gathered, over the whole model."""
+    if workload.packed is None:
+        return Numbers(workload.width, workload.width)
+    ends = (wide(workload, Numbers(traced.embedding.weights, 0)), wide(workload, traced.output))
+    bytes = (*ends, *(gathered(workload, block, number) for number, block in enumerate(traced.blocks)))
+    numbers = (part for part in (traced.embedding, *traced.blocks))
+    held = (traced.output, *(Numbers(part.weights, part.expert_weights) for part in numbers))
+    mean = (sum(sent) / max(1.0, sum(all)) for sent, all in zip(zip(*bytes, strict=True), zip(*held, strict=True), strict=True))
+    return Numbers(*mean)
+
+
+def kept(workload: Workload, profile: Profile, block: int) -> float:
+    """Return the bytes of a rank's messages for a block that ZeRO 3 keeps until the end of the step: rounded once, and sent often."""
+    if workload.packed is None or workload.plan.zero < 3:
+        return 0.0
+    experts = {weight.expert for weight in _narrow(workload, workload.packed, profile, block)}
+    by_kind = zip((False, True), gathered(workload, profile, block), workload.shards, strict=True)
+    return sum(size / shards for kind, size, shards in by_kind if kind in experts)
+
+
+def _narrow(workload: Workload, packed: Packed, profile: Profile, block: int) -> list[Multiplied]:
+    """Return the block's weights that are gathered in 8 bits."""
+    blocks, found = len(workload.model.blocks), []
+    for weight in profile.multiplied:
+        shards = workload.shards[weight.expert]
+        wide = stays_wide(f"blocks.{block}.{weight.layer}", blocks=blocks, choices=packed.choices)
+        if shards > 1 and not wide and whole_tiles(weight.shape[weight.cut], shards, packed.tile):
+            found.append(weight)
+    return found
+
+
+def packed_bytes(shape: tuple[int, ...], tile: int) -> int:
+    """Return the bytes of codes, and of the scales of their tiles."""
+    *matrices, rows, columns = shape
+    return prod(shape) + SCALE * prod(matrices) * -(-rows // tile) * -(-columns // tile)

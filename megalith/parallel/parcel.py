@@ -1,0 +1,108 @@
+"""Shares of a bucket's weights as one message of bytes, where some travel in 8 bits: codes and the scales of their tiles.
+
+Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a weight that is put together
+are those to which a product rounds it, and rounded once more they stay as they are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.packed import SCALE, pack_tiles, scales_of, unpack_tiles
+from megalith.kernels.quantise import Scaling
+
+
+@dataclass
+class Field:
+    """Bytes of each rank's message that hold a tensor's share [up to chunk, *row]."""
+
+    dtype: torch.dtype
+    chunk: int
+    row: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.chunk * prod(self.row) * self.dtype.itemsize
+
+    def of(self, message: Tensor) -> Tensor:
+        """Return the field of a message, [chunk, *row]."""
+        return message[self.first : self.first + self.bytes].view(self.dtype).view(self.chunk, *self.row)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One weight of a parcel."""
+
+    computes: Tensor
+    """The whole weight, whose memory need not be there yet."""
+    dim: int
+    """The dim along which shards cut it"""
+    chunk: int
+    """The slices of a share; the last shares are shorter or empty."""
+    scaling: Scaling | None
+    """Its format on the way; None: its own."""
+
+    def fields(self) -> tuple[Field, ...]:
+        """Return the weight's own field, or those of its scales and its codes."""
+        if self.scaling is None:
+            return (Field(self.computes.dtype, self.chunk, _row(self.computes.shape, self.dim)),)
+        shape = list(self.computes.shape)
+        shape[self.dim] = self.chunk
+        scales = scales_of(torch.Size(shape), self.scaling)
+        return (
+            Field(torch.float32, scales[self.dim], _row(scales, self.dim)),
+            Field(torch.uint8, self.chunk, _row(self.computes.shape, self.dim)),
+        )
+
+
+class Parcel:
+    """The places of some weights in a message."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self.items = tuple(items)
+        self.fields = [item.fields() for item in self.items]
+        end = 0
+        # the widest elements first, so that each lies at a multiple of its size
+        for field in sorted(chain(*self.fields), key=lambda field: -field.dtype.itemsize):
+            field.first, end = end, end + field.bytes
+        self.bytes = -(-end // SCALE) * SCALE
+        """The length of a rank's message"""
+
+    def pack(self, shares: Sequence[Tensor]) -> Tensor:
+        """Return this rank's message, from its share of each weight with the cut dim first."""
+        message = torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].computes.device)
+        for item, fields, share in zip(self.items, self.fields, shares, strict=True):
+            parts, share = _parts(item, fields, message, len(share)), share.movedim(0, item.dim)
+            if item.scaling is None:
+                parts[0].copy_(share)
+            else:
+                scales, codes = parts
+                pack_tiles(share.to(item.computes.dtype), codes, scales, item.scaling)
+        return message
+
+    def unpack(self, messages: Tensor) -> None:
+        """Write the whole weights from the messages of all ranks, uint8 [ranks, bytes]."""
+        for item, fields in zip(self.items, self.fields, strict=True):
+            shares = item.computes.data.split(item.chunk, item.dim)  # .data: saved views stay valid
+            for message, share in zip(messages, shares, strict=False):  # the last ranks may have none
+                parts = _parts(item, fields, message, share.shape[item.dim])
+                if item.scaling is None:
+                    share.copy_(parts[0])
+                else:
+                    scales, codes = parts
+                    unpack_tiles(codes, scales, share, item.scaling)
+
+
+def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> list[Tensor]:
+    """Return the fields of a message, with the dims of the weight, as far as a share of so many slices fills them."""
+    return [field.of(message)[: -(-count * field.chunk // item.chunk)].movedim(0, item.dim) for field in fields]
+
+
+def _row(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the shape of a slice along `dim`."""
+    return (*shape[:dim], *shape[dim + 1 :])
