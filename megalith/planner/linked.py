@@ -19,10 +19,10 @@ KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
 
 @dataclass(frozen=True)
 class Linked:
-    """Prediction for a run across sites. `said`: with the run file's own table; `chosen`: that table, with missing keys chosen for the link;
-    `proposed`: the prediction with it. Both are None if no key is missing. `gain`: tokens a second of all sites, as proposed or else as the
-    file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with gradients
-    exchanged in every step; None if the run could not do that, or does."""
+    """Prediction for a run across sites. `said`: with the run file's own table; `chosen`: that table, with missing keys chosen for the
+    link; `proposed`: the prediction with it. Both are None if no key is missing. `gain`: tokens a second of all sites, as proposed or
+    else as the file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with
+    gradients exchanged in every step; None if the run could not do that, or does."""
 
     said: Across
     chosen: SitesSpec | None

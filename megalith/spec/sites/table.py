@@ -120,7 +120,7 @@ class SitesSpec(Spec):
         refuse lists in place of tuples."""
         for key, value in EVERY_STEP.items() if self.exchanges_gradients else ():
             if key not in self.model_fields_set:
-                self.__dict__[key] = value
+                object.__setattr__(self, key, value)  # specs are frozen once they are validated
                 self.model_fields_set.add(key)
         return self
 
