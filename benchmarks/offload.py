@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks.within_memory import on_disk
 from megalith.machine.resident import resident_bytes
 from megalith.prove.parity import RandomText
 from megalith.prove.worlds import run_ranks
@@ -92,7 +93,7 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in trainer.parameters.values()),
         "peak": _peak() - before,
-        "disk": trainer.state.bytes().get("disk", 0),
+        "disk": on_disk(),
         "read": (read_since - read) / spec.train.steps,
         "written": (written_since - written) / spec.train.steps,
         "update": statistics.median(updates),
