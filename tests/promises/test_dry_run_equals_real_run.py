@@ -40,6 +40,12 @@ PLANS: dict[str, dict[str, Any]] = {
         "train": {"precision": "fp8"},
         "precision": {"tile": 4, "dispatch": "fp8"},
     },
+    "weights gathered in 8 bits": {
+        "plan": {"data": 4, "zero": 3, "expert": 2},
+        "model": MIXTRAL | {"layers": 3},
+        "train": {"precision": "fp8"},
+        "precision": {"tile": 4, "gather": "fp8"},
+    },
     "experts in a pipeline": {
         "plan": {"pipeline": 2, "data": 2, "tensor": 2, "expert": 2, "zero": 1},
         "model": MIXTRAL | {"layers": 4, "ffn": 128},
