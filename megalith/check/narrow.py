@@ -11,7 +11,7 @@ from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
-from megalith.spec.sizes import block_parameters, own_tensors
+from megalith.spec.sizes import layer_of, multiplied, own_tensors
 
 
 class Cut(NamedTuple):
@@ -184,6 +184,22 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
         yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
 
 
+def kept_are_the_forwards_numbers(case: Case) -> Found:
+    """Inputs are kept for backward as forward rounds them, which must be numbers of 8 bits with scales that are powers of two."""
+    choices, precision = case.spec.precision, case.spec.train.precision
+    if choices.kept == "wide" or not is_narrow(precision):
+        return
+    if PRECISIONS[precision].factors.bits != 8:
+        reason = f'with train.precision = "{precision}", whose products do not round to 8 bits'
+        yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or train.precision = "fp8".')
+    if choices.scale == "fp32":
+        reason = 'with precision.scale = "fp32": rounded inputs are no numbers of bf16, and would be rounded once more to be kept'
+        yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or scale = "up".')
+    if case.plan.overlap_tensor > 1:
+        reason = f"with plan.overlap_tensor = {case.plan.overlap_tensor}: inputs that travel in pieces are kept wide"
+        yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or overlap_tensor = 1.')
+
+
 def gathers_have_the_products_numbers(case: Case) -> Found:
     """Shards of weights are gathered as the numbers that all products round the whole weight to."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
@@ -217,10 +233,9 @@ def _cut_by_shards(case: Case) -> Found:
         return
     blocks, seen, mesh = len(model.blocks), set[tuple[str, int]](), Mesh.of(plan)
     for number, block in enumerate(model.blocks):
-        for weight in block_parameters(block, model.dim):
-            layer = weight.name.rpartition(".")[0]
-            multiplied = weight.role in ("matrix", "experts") and layer != "mlp.router"
-            if not multiplied or stays_wide(f"blocks.{number}.{layer}", blocks=blocks, choices=case.spec.precision):
+        for weight in multiplied(block, model.dim):
+            layer = layer_of(weight)
+            if stays_wide(f"blocks.{number}.{layer}", blocks=blocks, choices=case.spec.precision):
                 continue
             shards = max(1, (mesh.experts if weight.role == "experts" else mesh.state)[2])
             length = model.dim if weight.role == "experts" else _held(layer, weight.shape[0], block, case)

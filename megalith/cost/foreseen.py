@@ -148,8 +148,10 @@ def of_run(spec: RunSpec) -> Workload:
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
     watched = is_narrow(train.precision) and spec.precision.watch_every > 0
     rules |= {"outer": outer_slots(spec.sites), "watched": watched, "dispatch": _dispatch(spec, model)}
-    if spec.precision.gather != "wide" and is_narrow(train.precision):
-        rules |= {"packed": Packed(tile_of(spec.precision, train.precision), spec.precision)}
+    if is_narrow(train.precision):
+        layers = Packed(tile_of(spec.precision, train.precision), spec.precision)
+        rules |= {"packed": layers} if spec.precision.gather != "wide" else {}
+        rules |= {"keeps": layers} if spec.precision.kept != "wide" else {}
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 

@@ -20,8 +20,10 @@ from megalith.cost.workload import Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.numbers import stays_wide
 from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
+from megalith.spec.sizes import layer_of, multiplied
 
 VERSION = 4
 """Version of the figures: a change in what is counted invalidates old files."""
@@ -164,25 +166,45 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
     again = [True] * blocks if size else alone
     ahead = model.head.ahead
-    known: dict[tuple[int, bool, bool], Key] = {}
+    known: dict[tuple[int, bool, bool, tuple[str, ...]], Key] = {}
     packed = workload.dispatch
     sent = [packed is not None and number in packed.blocks for number in range(blocks)]
+    keeping = [_keeping(workload, number) for number in range(blocks)]
 
-    def key(block: BlockSpec, full: bool, narrow: bool = False) -> Key:
+    def key(block: BlockSpec, full: bool, narrow: bool = False, keeps: tuple[str, ...] = ()) -> Key:
         of = (
             id(block),
             full,
             narrow,
+            keeps,
         )  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
         if of not in known:
             layout = whole if full else plain
             layout = replace(layout, dispatched=packed.tile) if narrow and packed is not None else layout
+            if workload.keeps is not None and keeps:
+                layout = replace(layout, packed=keeps, packed_tile=workload.keeps.tile)
             known[of] = Key("block", bare, block, _seen(block, layout), folder)
         return known[of]
 
     embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
-    inside = list(map(key, model.blocks, alone, sent)) if size and not all(alone) else []
-    return embedding, head, list(map(key, model.blocks, again, sent)), key(ahead.block, further) if ahead else None, inside
+    inside = list(map(key, model.blocks, alone, sent, keeping)) if size and not all(alone) else []
+    return (
+        embedding,
+        head,
+        list(map(key, model.blocks, again, sent, keeping)),
+        key(ahead.block, further) if ahead else None,
+        inside,
+    )
+
+
+def _keeping(workload: Workload, number: int) -> tuple[str, ...]:
+    """Return the layers of a block that keep their inputs in 8 bits."""
+    if workload.keeps is None:
+        return ()
+    blocks, block = len(workload.model.blocks), workload.model.blocks[number]
+    layers = dict.fromkeys(map(layer_of, multiplied(block, workload.model.dim)))
+    choices = workload.keeps.choices
+    return tuple(layer for layer in layers if not stays_wide(f"blocks.{number}.{layer}", blocks=blocks, choices=choices))
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long

@@ -9,8 +9,11 @@ from megalith.cost.cores import PairedExperts, fused_collect, fused_norm, fused_
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout
 from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
+from megalith.kernels.elements import E4M3
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.packed import once, width_of
+from megalith.kernels.quantise import Scaling
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
 from megalith.models.latent import LatentAttention
@@ -135,3 +138,21 @@ class Copied(nn.Module):
         logits = multiply(x.flatten(0, 1), weight).float()
         loss = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
         return Loss(loss, loss.detach())
+
+
+class KeepsPacked(Multiply):
+    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row)."""
+
+    def __init__(self, tile: int) -> None:
+        super().__init__()
+        self.scaling = Scaling(E4M3, (1, tile))
+
+    def keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
+        kept = once(x, self.scaling, lambda: x.new_empty(shape, dtype=torch.uint8))
+        return self.fprop(x, weight, bias, sizes=sizes), kept
+
+    def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+        return kept.new_empty(len(kept), inputs, dtype=dtype)

@@ -231,5 +231,9 @@ class Layout:
     """Bytes of a number that a product keeps for its weight's gradient: fewer if it computes in a narrow format."""
     dispatched: int = 0
     """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
+    packed: tuple[str, ...] = ()
+    """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
+    packed_tile: int = 0
+    """Numbers of such a row that share a scale; 0: all"""
     sparing: bool = False
     """Two more tensors are kept in fewer bits: `workload.Practice.sparing`."""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PlainCore
 from megalith.cost.exchanges import ByHeads, core_note, split
-from megalith.cost.practices import Copied, LossAtOnce, recompute, swap_kernels
+from megalith.cost.practices import Copied, KeepsPacked, LossAtOnce, recompute, swap_kernels
 from megalith.cost.profile import Layout, Multiplied, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
@@ -65,6 +65,8 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
         recorder = Recorder(layout.width)
         module = stage.blocks["0"]
         split(module, recorder, layout)
+        for layer in layout.packed:
+            module.get_submodule(layer).multiply = KeepsPacked(layout.packed_tile)
         _swap_mixers(module, block, recorder, layout)
         swap_kernels(module, layout)
         if layout.recompute != "none":

@@ -85,10 +85,10 @@ class Dispatch(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Weights that are gathered in 8 bits (`precision.gather`)."""
+    """A run's narrow layers, of which something is in 8 bits."""
 
     tile: int
-    """Numbers along each dim that share a scale in fp32"""
+    """Numbers along each dim that share a scale in fp32; 0: all of a row"""
     choices: PrecisionSpec
     """The choices of the run, which say what layers stay wide"""
 
@@ -117,7 +117,9 @@ class Workload:
     dispatch: Dispatch | None = None
     """Blocks whose tokens are sent to experts in 8 bits; None: no block's are."""
     packed: Packed | None = None
-    """Weights that are gathered in 8 bits; None: all are gathered as they compute."""
+    """Layers whose weights are gathered in 8 bits (`precision.gather`); None: all are gathered as they compute."""
+    keeps: Packed | None = None
+    """Layers whose inputs are kept for backward in 8 bits (`precision.kept`); None: all are kept as they are."""
     watched: bool = False
     """Gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the gradients
     exist."""

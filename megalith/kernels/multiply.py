@@ -58,7 +58,7 @@ class Multiply(nn.Module):
         With `sizes`, rows x [rows, in] of consecutive groups, which `sizes` sum to, and weight [groups, out, in], without a bias.
         """
         if not torch.compiler.is_compiling():
-            return _Multiply.apply(x, weight, bias, sizes, self)  # pyright: ignore[reportReturnType]
+            return _Multiply.apply(x, weight, bias, sizes, self, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
         assert sizes is None, "how many rows a group has differs in every batch: experts are not compiled"
         # A compiler schedules the backward itself, so nothing is put off. It knows torch's own product best.
         return F.linear(x, weight, bias) if type(self) is Multiply else _Compiled.apply(x, weight, bias, self)  # pyright: ignore[reportReturnType]
@@ -72,6 +72,16 @@ class Multiply(nn.Module):
         out = product(x, weight.T)
         return out if bias is None else out.add_(bias)
 
+    def keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `fprop`, and what is kept of x for the weight's gradient."""
+        return self.fprop(x, weight, bias, sizes=sizes), x
+
+    def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+        """Return x [rows, inputs] in its dtype, from what was kept of it."""
+        return _rows(kept)
+
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
         """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. Written to `out` [rows, in] if that is given."""
         return product(grad, weight, out=out) if sizes is None else grouped_products(grad, weight, sizes)
@@ -80,9 +90,9 @@ class Multiply(nn.Module):
         """gradᵀ x, the gradient of the weight: grad [rows, out], x [rows, in] -> [out, in] or [groups, out, in], without a graph."""
         return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
 
-    def gradient_of(self, weight: Tensor, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor | None:
-        """The gradient of `weight` from grad [rows, out] and x [..., in], or None where it is put off."""
-        return weight_gradient(weight, lambda: self.wgrad(grad, _rows(x), sizes=sizes))
+    def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor, *, sizes: Sizes | None = None) -> Tensor | None:
+        """The gradient of `weight` from grad [rows, out] and what was kept of x [..., in], or None where it is put off."""
+        return weight_gradient(weight, lambda: self.wgrad(grad, self.restored(kept, weight.shape[-1], grad.dtype), sizes=sizes))
 
 
 PLAIN = Multiply()
@@ -95,21 +105,27 @@ def _rows(x: Tensor) -> Tensor:
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply, follows: bool
+    ) -> Tensor:
+        """`follows`: there will be a backward."""
+        if not follows:
+            return multiply.fprop(x, weight, bias, sizes=sizes)
+        out, kept = multiply.keeping(x, weight, bias, sizes=sizes)
+        ctx.save_for_backward(kept)
         ctx.weight = weight  # itself, since its `.grad` may be added to later
         ctx.biased, ctx.sizes, ctx.multiply = bias is not None, sizes, multiply
-        return multiply.fprop(x, weight, bias, sizes=sizes)
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), weight, sizes, multiply = ctx.saved_tensors, ctx.weight, ctx.sizes, ctx.multiply
+        (kept,), weight, sizes, multiply = ctx.saved_tensors, ctx.weight, ctx.sizes, ctx.multiply
         if sizes is not None:
             grad = grad.contiguous()
         rows = _rows(grad)
         of_x = multiply.dgrad(grad, weight, sizes=sizes) if ctx.needs_input_grad[0] else None
-        of_weight = multiply.gradient_of(weight, rows, x, sizes=sizes) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.biased else None, None, None
+        of_weight = multiply.gradient_of(weight, rows, kept, sizes=sizes) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.biased else None, None, None, None
 
 
 class _Compiled(torch.autograd.Function):

@@ -19,6 +19,7 @@ from megalith.kernels.draws import key_of, signs, tokens_at_work, uniform
 from megalith.kernels.elements import E2M1, E4M3, ELEMENTS, Element
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.packed import once, pack, unpack
 from megalith.kernels.quantise import ALL, Scale, Scaling, Share, narrowed
 from megalith.spec.numbers import PrecisionSpec
 
@@ -153,9 +154,36 @@ class Narrow(Multiply, ABC):
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         if self._wide:
             return super().fprop(x, weight, bias, sizes=sizes)
-        rows = self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
+        return self._product(self._inputs(x, sizes), weight, bias, sizes).to(x.dtype)
+
+    def keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.choices.kept == "wide" or self._wide:
+            return super().keeping(x, weight, bias, sizes=sizes)
+        rows, scaling = self._inputs(x, sizes), self.kept_as
+        kept = once(x, scaling, lambda: pack(rows.reshape(-1, rows.shape[-1]), scaling))
+        return self._product(rows, weight, bias, sizes).to(x.dtype), kept
+
+    def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+        if kept.dtype != torch.uint8:  # products were wide
+            return super().restored(kept, inputs, dtype)
+        return unpack(kept, inputs, self.kept_as, dtype)
+
+    @property
+    def kept_as(self) -> Scaling:
+        """The format in which rounded inputs are kept for backward, exactly: theirs, with a scale for each row of a block that follows
+        its own largest number."""
+        return replace(self.along, block=(1, self.along.block[1]), scale="up", saturates=False)
+
+    def _inputs(self, x: Tensor, sizes: Sizes | None) -> Tensor:
+        """Round the inputs of a product in forward."""
+        return self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
+
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None) -> Tensor:
+        """Multiply rounded inputs, in their dtype."""
         bias = None if bias is None else bias.to(rows.dtype)
-        return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes).to(x.dtype)
+        return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
         if self.choices.input_gradient == "wide" or self._wide:

@@ -1,7 +1,7 @@
 """Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that they travel in one message: each row's codes, then
 its scales in fp32. Tiles of a weight are codes and scales apart, so that shards of both can be put together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
         codes = packed[part, :columns]
         out[part] = Narrowed(codes, scales, None, scaling).factors(dtype)
     return out
+
+
+def once(x: Tensor, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` makes of x; where several layers multiply the same x, the tensor that the first of them made."""
+    known = getattr(x, _MADE, None)
+    if known is None or known[:2] != (x._version, key):
+        known = x._version, key, make()
+        setattr(x, _MADE, known)  # lives as long as x, or as a backward that keeps it
+    return known[2]
+
+
+_MADE = "_megalith_packed"
 
 
 def scales_of(shape: torch.Size, scaling: Scaling) -> tuple[int, ...]:

@@ -292,6 +292,9 @@ class PrecisionSpec(Spec):
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide", description="format in which tokens are sent to narrow experts in fp8; results and gradients travel wide"
     )
+    kept: Literal["wide", "fp8"] = Field(
+        default="wide", description="format in which the inputs of narrow products in 8 bits are kept for backward"
+    )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",
         description="format in which ZeRO gathers the weights of narrow layers in fp8, where tiles lie inside shards",

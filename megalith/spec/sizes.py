@@ -134,6 +134,18 @@ def count_model(model: ModelSpec) -> Count:
     return Count(outside.dense + inside.dense, outside.experts + inside.experts)
 
 
+def multiplied(block: BlockSpec, dim: int) -> Parameters:
+    """Yield the parameters of a block that are factors of products by the one door: all matrices but the router's, and the experts."""
+    for each in block_parameters(block, dim):
+        if each.role in ("matrix", "experts") and each.name != "mlp.router.weight":
+            yield each
+
+
+def layer_of(parameter: Parameter) -> str:
+    """Return the name of the layer of a parameter."""
+    return parameter.name.rpartition(".")[0]
+
+
 def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
     """Return the tensors that a block's own attention and MLP declare, by the name of that half, without Megalith's own
     halves."""

@@ -194,3 +194,18 @@ def test_shards_that_would_cut_a_tile_are_named() -> None:
         assert "precision.gather" not in advice(*asked, other)
     halves = {problem.key for problem in found(*asked, "plan.tensor=2", "plan.replicate=2")}
     assert "precision.gather" in halves, "a tensor rank's 256 rows on each of 4 shards"
+
+
+def test_inputs_are_kept_in_8_bits_where_products_round_to_these() -> None:
+    assert not errors(*FP8, "precision.kept=fp8") and not errors("train.precision=mxfp8", *FP8[1:], "precision.kept=fp8")
+    every = (
+        *FP8[1:],
+        "precision.kept=fp8",
+        "train.precision=fp8",
+        "precision.scale=fp32",
+        "plan.tensor=2",
+        "plan.overlap_tensor=2",
+    )
+    assert [problem.key for problem in errors(*every)].count("precision.kept") == 2
+    assert "do not round to 8 bits" in reasons("train.precision=nvfp4", *FP8[1:], "precision.kept=fp8")["precision.kept"]
+    assert "precision.kept" in advice("train.precision=bf16", *FP8[1:], "precision.kept=fp8")

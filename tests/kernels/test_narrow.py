@@ -27,7 +27,7 @@ from megalith.kernels.narrow import (
     maxima,
     rotated,
 )
-from megalith.kernels.quantise import Scaling, quantise
+from megalith.kernels.quantise import ALL, Scaling, quantise
 from megalith.spec.numbers import PrecisionSpec
 
 RECIPES: list[type[Narrow]] = [Blockwise, Microscaled, Microscaled4]
@@ -471,3 +471,66 @@ def test_counts_are_those_of_a_part_and_of_narrow_products_alone() -> None:
             other.fprop(x, weight)
             one.fprop(x, weight)
     assert {part: counts.tolist() for part, counts in lost.items()} == {"blocks.1": [80, 0, 0]}
+
+
+# --- inputs kept in 8 bits ---
+
+KEEPING: dict[str, Narrow] = {
+    "tiles": small(Blockwise, kept="fp8"),
+    "tiles, OCP's scales": small(Blockwise, kept="fp8", scale="ocp"),
+    "blocks": small(Microscaled, kept="fp8"),
+    "rows": small(Rowwise, kept="fp8"),
+    "tensors": small(Tensorwise, kept="fp8"),
+}
+
+
+@pytest.mark.parametrize("here", KEEPING.values(), ids=KEEPING)
+def test_inputs_are_kept_as_forward_rounds_them(here: Narrow) -> None:
+    """In little more than half of the bytes; the result is that of a product that keeps them wide."""
+    x, weight = lively(4, 16, 96), lively(32, 96, seed=1)
+    out, kept = here.keeping(x, weight)
+    assert torch.equal(out, here.fprop(x, weight))
+    assert torch.equal(here.restored(kept, 96, x.dtype), here._tokens(x, here.along, INPUTS).flatten(0, 1))
+    blocks = 1 if here.along.block[1] == ALL else 96 // 16
+    assert kept.dtype == torch.uint8 and kept.nbytes == 64 * (96 + 4 * blocks)
+    grad = lively(64, 32, seed=2)
+    assert torch.equal(here.restored(x, 96, x.dtype), x.flatten(0, 1)), "what was kept while products were wide"
+    exact = torch.equal(here.wgrad(grad, here.restored(kept, 96, x.dtype)), here.wgrad(grad, x.flatten(0, 1)))
+    assert exact == (here is not KEEPING["tiles, OCP's scales"]), "these cut off the largest number of a tile twice"
+
+
+def test_a_number_that_is_not_finite_is_kept_as_one() -> None:
+    here, x = small(Blockwise, kept="fp8"), torch.ones(2, 32, dtype=torch.bfloat16)
+    x[0, 3] = torch.inf
+    found = here.restored(here.keeping(x, lively(8, 32))[1], 32, x.dtype)
+    assert found[0, :16].isnan().all() and found[1].equal(x[1]) and found[0, 16:].equal(x[0, 16:])
+
+
+def test_layers_that_multiply_the_same_tensor_keep_it_once() -> None:
+    """A tensor that was written to is another one."""
+    one, other = small(Blockwise, kept="fp8"), small(Blockwise, kept="fp8")
+    x, weight = lively(32, 32).requires_grad_(), lively(16, 32).requires_grad_()
+    saved = set[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outs = one(x, weight), other(x, weight)
+        assert len(saved) == 1
+        with torch.no_grad():
+            x.mul_(2)
+        outs = *outs, one(x, weight)
+        assert len(saved) == 2
+    grads = torch.autograd.grad(outs, weight, [torch.ones_like(out) for out in outs])
+    before = x.detach() / 2
+    ones, rounded = torch.ones(32, 16).bfloat16(), [in_slabs(each, one.along) for each in (before, before, x.detach())]
+    expected = torch.stack([one.wgrad(ones, each).float() for each in rounded]).sum(0)
+    assert torch.allclose(grads[0].float(), expected, rtol=2**-7)
+
+
+def test_nothing_is_kept_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.kernels.narrow.pack", None)
+    with torch.no_grad():
+        small(Blockwise, kept="fp8")(lively(32, 32), lively(16, 32))

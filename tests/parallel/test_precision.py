@@ -230,3 +230,28 @@ def test_a_share_is_rounded_once_a_step_and_not_at_all_for_wide_products() -> No
     spec = gathers("fp8", {"data": 2, "zero": 3}, wide=("*.attention.*",))
     assert spec.microbatches > 1
     assert run_ranks(rounded_weights, 2, spec) == [(6, False)] * 2
+
+
+def keeps(kept: str, model: dict[str, Any], **precision: Any) -> RunSpec:
+    choices = {"tile": 4, "kept": kept} | precision
+    return tiny_run(model=model, precision=choices, train={"global_batch": 4, "precision": "fp8", "steps": 1, "seq_len": 16})
+
+
+def moved_by_keeping(model: dict[str, Any], **precision: Any) -> set[str]:
+    """The parameters whose gradients inputs kept in 8 bits move, in the first step."""
+    wide, found = (run_ranks(recorded, 1, keeps(kept, model, **precision))[0] for kept in ("wide", "fp8"))
+    assert found.losses == wide.losses
+    return {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
+
+
+def test_inputs_kept_in_8_bits_move_weight_gradients_alone_and_none_where_the_recipe_rounds_them_alike() -> None:
+    assert not moved_by_keeping({}, granularity="tensor")
+    layers = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
+    moved = moved_by_keeping({}, scale="ocp")  # which cuts off the largest number of a tile, in both directions
+    assert moved and moved <= {f"blocks.{block}.{layer}.weight" for block in (1, 2) for layer in layers}
+
+
+def test_experts_keep_what_was_sent_to_them_in_8_bits() -> None:
+    """So the weight gradients of their first products are the same bits; those of their second product see rounded inputs."""
+    moved = moved_by_keeping(TINY_EXPERTS, dispatch="fp8", wide=("*.attention.*",))
+    assert moved == {f"blocks.{block}.mlp.experts.down" for block in (1, 2)}
