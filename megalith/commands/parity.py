@@ -166,7 +166,9 @@ def _show_draws(found: dict[str, Any]) -> None:
     outcomes, count, seed = found["outcomes"], found["asked"], found["seed"]
     equal, ties = outcomes["equal"], outcomes["tie"]
     if ties:
-        print(f"{ties} tied, and {'counts' if ties == 1 else 'count'} for nothing: tokens had two experts too close to call")
+        print(
+            f"{ties} tied, and {'counts' if ties == 1 else 'count'} for nothing: tokens had two experts with nearly equal scores"
+        )
     if found["equal"]:
         ranks = counted(max(case["ranks"] for case in found["cases"]), "rank")
         print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) as in one process")
@@ -182,7 +184,7 @@ def _table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:
     for case in cases:
         gaps = [f"{r['quantity']}: {r['gap']:.2g}, limit {r['limit']:g} ({r['where']})" for r in case["rows"] if not r["equal"]]
         if case["outcome"] == "tie":
-            gaps = [f"{case['tokens_tied']} tokens had experts too close to call"]
+            gaps = [f"{case['tokens_tied']} tokens had experts with nearly equal scores"]
         why = case["error"].strip().splitlines()[-6:] or gaps
         colour = "yellow" if case["outcome"] == "tie" else "bold red"
         table.add_row(escape(case["name"]), str(case["ranks"]), f"[{colour}]{case['outcome']}[/]", escape("\n".join(why)))

@@ -35,7 +35,7 @@ class Time:
     context: float
     expert: float
     pipeline: float
-    """Messages between stages that nothing hides."""
+    """Messages between stages that no computation hides."""
     data: float
     """Gathers and reductions of weights and gradients that nothing hides."""
     bubble: float

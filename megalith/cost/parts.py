@@ -45,7 +45,7 @@ TRACED = (
 
 
 class Numbers(NamedTuple):
-    """How many weights a rank holds of something: those that every token uses, and the experts'."""
+    """Numbers of weights on a rank: those that every token uses, and the experts'."""
 
     dense: float
     expert: float

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in SENT:
             raise TypeError(
-                f"{name} reached a trace, which knows no price for it. Let the module send through its parallel.tensor.Split or its "
+                f"{name} reached a trace, which has no cost for it. Let the module send through its parallel.tensor.Split or its "
                 "Exchange, whose counterparts are in cost/exchanges.py"
             )
         out = _at_once(name, args) if name in PLAIN and not kwargs else None

@@ -73,7 +73,7 @@ class Nodes(Protocol):
         ...
 
     def beats(self) -> list[Beat]:
-        """The last sign of life of each rank."""
+        """The last heartbeat of each rank."""
         ...
 
     def send(self, number: int, ranks: Collection[int]) -> None:

@@ -167,7 +167,7 @@ def _judge_errors(gpu: Gpu, check: str) -> Finding:
     ever = gpu.uncorrected_ever or 0
     value = f"{gpu.uncorrected:,} uncorrected errors since the driver was loaded, {ever:,} ever"
     if gpu.uncorrected:
-        return Finding(check, "fail", value, limit, f"Reset the GPU at {gpu.place}; if they come again, have it replaced")
+        return Finding(check, "fail", value, limit, f"Reset the GPU at {gpu.place}; if the errors return, replace the GPU")
     return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU: it has had them before" if ever else "")
 
 
@@ -206,7 +206,7 @@ def xids(log: str, *, up: float) -> Finding:
     fresh = [text for at, text in telling if up - at <= RECENT_SECONDS]
     verdict: Verdict = "fail" if fresh else "warn"
     listed = ", ".join(dict.fromkeys(fresh or [text for _, text in telling]))
-    way_out = "Reset the GPU or restart the machine; if it comes again, have it replaced" if fresh else "Watch this machine"
+    way_out = "Reset the GPU or restart the machine; if the error returns, replace the GPU" if fresh else "Watch this machine"
     return Finding(check, verdict, listed, limit, way_out)
 
 

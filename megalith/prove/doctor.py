@@ -56,7 +56,7 @@ def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int)
             wrong += differing(left @ right, expected) > 0
     limit = "the same bits each time"
     if wrong:
-        way_out = f"Do not train on this device ({device}): take the node out and have it replaced"
+        way_out = f"Do not train on this device ({device}): take the node out of use and replace the device"
         return Finding(name, "fail", f"{wrong:,} of {products:,} products differ", limit, way_out)
     if not all(bool(product.isfinite().all()) for product in first):
         return Finding(

@@ -29,7 +29,8 @@ Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of one combination. `tokens_tied`: tokens sent to other experts because the choice was too close to call. `error`: why the
+    """Result of one combination. `tokens_tied`: tokens sent to other experts because two experts had nearly equal scores.
+    `error`: why the
     ranks did not finish; then there are no rows."""
 
     draw: Draw

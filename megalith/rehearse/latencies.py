@@ -19,7 +19,7 @@ class Latencies:
     `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision to ranks that can restore; `restore`,
     by tier: the time after that. `replace`: added when a spare joins. `stall` by tier: how long a copy stops the work; `write`:
     until a
-    checkpoint in the store is whole; `save`: a save that is waited for. `start`: the first start. `check`: a health check.
+    checkpoint in the store is whole; `save`: a save for which training waits. `start`: the first start. `check`: a health check.
     """
 
     restart: float

@@ -29,7 +29,7 @@ class LatencySpec(Spec):
     restore: TierSeconds = Field(default=TierSeconds(), description="seconds to restore from each tier")
     stall: TierSeconds = Field(default=TierSeconds(), description="seconds that work stops for each copy")
     write: NonNegativeFloat | None = Field(default=None, description="until a checkpoint in the store is whole")
-    save: NonNegativeFloat | None = Field(default=None, description="a save that is waited for")
+    save: NonNegativeFloat | None = Field(default=None, description="a save for which training waits")
     start: NonNegativeFloat | None = Field(default=None, description="the first start")
     check: NonNegativeFloat | None = Field(default=None, description="a node's health check")
     verify: NonNegativeFloat | None = Field(

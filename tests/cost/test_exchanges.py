@@ -91,7 +91,7 @@ class Found(NamedTuple):
 
 
 class Listening(Recorder):
-    """Collects what a rank of a fake world sends, and lets nothing of it through."""
+    """Collects the messages of a rank of a fake world, and sends none of them."""
 
     def __init__(self, width: int, groups: Groups) -> None:
         super().__init__(width)
@@ -109,7 +109,7 @@ class Listening(Recorder):
         return work if name == "alltoall_base_" else (args[0], work)
 
     def messages(self, operations: list[dist.P2POp]) -> list[Any]:
-        """In place of `dist.batch_isend_irecv`, which knows no meta device."""
+        """In place of `dist.batch_isend_irecv`, which does not support the meta device."""
         sent = [operation.tensor for operation in operations if operation.op is dist.isend]
         self._hear("send", ("context",), sent)
         return []
@@ -132,7 +132,7 @@ def _layout(plan: Plan, width: int) -> Layout:
 
 
 def traced(model: ModelSpec, part: int, layout: Layout) -> Found:
-    """Part `part` as the planner knows it."""
+    """Return part `part` as the planner sees it."""
     if part == 0:
         profile = trace.trace_embedding(model, layout)
     elif part == len(model.part_names) - 1:
@@ -200,7 +200,7 @@ def _bare(model: ModelSpec) -> ModelSpec:
 
 
 def _agree(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, *, width: int = 4, blocks_only: bool = False) -> list[Found]:
-    """Hold all parts of a model equal: what a trace finds of them."""
+    """Assert that trace and trainer agree on all parts of a model; return the results of the traces."""
     model, layout, found = _bare(MODELS[name]), _layout(plan, width), []
     for part in range(blocks_only, len(model.part_names) - blocks_only):
         ours, theirs = traced(model, part, layout), trained(model, part, plan, layout, monkeypatch)
@@ -264,7 +264,7 @@ def test_a_context_rank_keeps_and_sends_the_same(name: str, plan: Plan, width: i
 
 
 def test_every_class_of_the_layout_table_is_compared() -> None:
-    """A class that gets a row wants a model here. Of `Ahead`, which is not traced itself, its block is."""
+    """Every class with a row needs a model here. `Ahead` itself is not traced, but its block is."""
     with torch.device("meta"):
         met = {type(module) for model in MODELS.values() for module in Stage(_bare(model)).modules()}
     assert set(LAYOUT) - {Ahead} <= met
@@ -286,7 +286,7 @@ def _sends_by_itself(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def test_a_style_that_sends_past_its_split_is_refused_by_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a new row of the table could send what no plan's price knows of."""
+    """Otherwise a new row of the table could send messages that no plan's cost includes."""
     monkeypatch.setitem(layouts.LAYOUT, Scaled, {"": _sends_by_itself})
     layout = _layout(Plan(tensor=2, zero=0), 4)
     with torch.device("meta"):

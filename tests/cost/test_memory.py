@@ -134,7 +134,7 @@ SPLIT = [
 
 @pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
 def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
-    """Though not every rank is looked at."""
+    """This holds although not every rank is compared."""
     load = workload(DENSE_FIRST, plan, global_batch=64)
     traced = parts(load)
     assert memory(load, traced, GENERATION).total == max(rank.total for rank in every_rank(load, traced, GENERATION))
@@ -171,7 +171,7 @@ def test_a_rank_holds_the_weights_that_its_stage_has(head: dict[str, Any], pipel
 
 
 def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path):
-    """It is neither taken for another one, nor built for another one."""
+    """It is neither used nor built for another number."""
     written = schedules.build("1f1b", ranks=4, microbatches=13)
     (tmp_path / "mine.txt").write_text(schedules.dump(written))
     plans = [Plan(pipeline=4, schedule=name) for name in (f"file:{tmp_path / 'mine.txt'}", "1f1b")]
@@ -242,7 +242,7 @@ def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():
 
 @pytest.mark.parametrize(("graphs", "blocks"), [("none", 0), ("router", 2), ("parts", 2), ("whole", 0)])
 def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blocks):
-    """Each of a graph's own, for every microbatch in flight, beside what backward needs anyway."""
+    """Each graph has its own, for every microbatch in flight, in addition to the tensors for backward."""
     model, plan = mixture(), Plan(pipeline=2, zero=0)
     plain, recorded = (workload(model, plan, global_batch=8, practice=Practice(graphs=kind)) for kind in ("none", graphs))
     traced = parts(plain)

@@ -34,7 +34,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def test_what_was_traced_for_one_folder_is_kept_in_the_next_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a second process would trace again what this one knew already."""
+    """Otherwise a second process would repeat the traces of this one."""
     load, kept = workload(dense(), Plan()), []
     for name in ("one", "other"):
         monkeypatch.setenv(CACHE, str(tmp_path / name))
@@ -275,7 +275,8 @@ def test_what_the_ends_do_not_see_of_a_layout_changes_none_of_their_figures(trac
 
 
 def test_a_block_of_further_tokens_is_recomputed_by_its_own_number() -> None:
-    """It counts on from the model's last block, as for `parallel.apply`: of four blocks, every second one from the first is recomputed."""
+    """Its number continues from the model's last block, as for `parallel.apply`: of four blocks, every second one from the first
+    is recomputed."""
     model = dense(4)
     further = model.model_copy(
         update={"head": model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=1, weight=0.1)})}

@@ -1,4 +1,4 @@
-"""The size of segments that is decided is the one whose dry run holds the least."""
+"""The chosen size of segments is the one whose dry run needs the least memory."""
 
 import pytest
 

@@ -73,7 +73,8 @@ def test_scores_kept_by_plain_attention_are_five_bytes_each_and_go_with_selectiv
 
 
 def test_a_gpt_block_keeps_about_34_bytes_a_token_and_channel():
-    """Korthikanti et al. 2022: 34, of which 2 are masks of a dropout that is not there; fused attention keeps one sum a row."""
+    """Korthikanti et al. 2022: 34, of which 2 are masks of a dropout that this block does not have; fused attention keeps one sum
+    a row."""
     saved = trace_block(dense(gated=False), 0, LAYOUT).saved
     assert saved / (TOKENS * DIM) == pytest.approx(32, abs=1.0)
 
@@ -223,7 +224,7 @@ def test_mamba_is_split_by_its_groups():
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_trace_is_the_same_each_time(recompute: str):
-    """A tensor that is gone is not mistaken for one that later lies at the same address."""
+    """A freed tensor is not mistaken for a later one at the same address."""
     layout = changed(tensor=2, recompute=recompute, regather=True, kept=1, expert=2)
     model = mixture(1, 16, hidden=512)
     assert len({trace_block(model, 0, layout).saved for _ in range(40)}) == 1

@@ -1,4 +1,5 @@
-"""Parquet as a source of text: every row once, whole, beside JSON lines and plain text; what cannot be read is named with its row."""
+"""Parquet as a source of text: every row is read once and whole, together with JSON lines and plain text; unreadable values are
+named with their row."""
 
 import json
 from pathlib import Path

@@ -175,7 +175,7 @@ def test_domains_come_in_proportion_to_their_weights_or_tokens(prepared):
 
 
 def test_a_samples_domain_does_not_disturb_another_domains_order(prepared):
-    """The n-th sample of a domain is the same whatever else is in the mixture."""
+    """The n-th sample of a domain does not depend on the other domains of the mixture."""
     first = Stream(prepared, seq_len=SEQ_LEN, weights={"novel": 1, "words": 1})
     second = Stream(prepared, seq_len=SEQ_LEN, weights={"novel": 0, "words": 1})
     mixed = [sample for sample in map(first.sample, range(80)) if sample.domain == "words"]

@@ -1,4 +1,4 @@
-"""The product as its users meet it: commands, files, processes and ports of the tree under test.
+"""The product as its users see it: commands, files, processes and ports of the tree under test.
 
 MEGALITH_TREE names that tree; without it, it is the one that these tests stand in. Nothing of `megalith` is imported here, so the same
 tests run against any commit (`benchmarks/was_broken.py`).
@@ -22,13 +22,13 @@ import psutil
 ROOT = Path(__file__).parents[2]
 TREE = Path(os.environ.get("MEGALITH_TREE") or ROOT).resolve()
 PATIENCE = 120.0
-"""Seconds that a sign is waited for: far more than a busy machine needs."""
+"""Seconds to wait for a sign: far more than a busy machine needs."""
 
 UNKNOWN = re.compile(r"No such (option|command)|ModuleNotFoundError|ImportError|is no key|unknown key")
 
 
 class IncomparableError(Exception):
-    """The tree under test does not know what it was asked: that proves nothing about a finding."""
+    """The tree under test does not know a command or option: this proves nothing about a finding."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Said:
 
     @property
     def words(self) -> str:
-        """All that was printed, on one line."""
+        """The whole output, on one line."""
         return " ".join(f"{self.stdout} {self.stderr}".split())
 
     @property
@@ -69,7 +69,7 @@ def megalith(*arguments: object, at: Path, stdin: Path | None = None) -> Said:
 
 
 class Running:
-    """A command that goes on while a test looks at it."""
+    """A command that runs while a test observes it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", output: Path) -> None:
         self.process, self._output = process, output
@@ -84,7 +84,7 @@ class Running:
         return self.process.poll() is not None
 
     def children(self) -> list[psutil.Process]:
-        """All its processes but itself."""
+        """Return all its processes except itself."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -97,7 +97,7 @@ class Running:
         return [child for child in found if child.pid not in parents]
 
     def end(self) -> int:
-        """Wait for its end; its exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for its end; return its exit status. Raises subprocess.TimeoutExpired."""
         return self.process.wait(PATIENCE)
 
     def until(self, what: Callable[[], Any], *, or_ended: bool = False) -> None:

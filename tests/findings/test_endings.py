@@ -1,4 +1,4 @@
-"""Part C: what ended runs, or misled those who plan for it."""
+"""Part C: faults that ended runs, or misled users who plan them."""
 
 import contextlib
 import os
@@ -83,14 +83,14 @@ def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Pa
 
 
 class Endless:
-    """A run of more steps than anybody waits for."""
+    """A run of more steps than any test needs."""
 
     def __init__(self, at: Path, stack: contextlib.ExitStack) -> None:
         self._at, self._stack, self._started = at, stack, 0
         self.sound = False
 
     def begin(self) -> None:
-        """Have a run that goes on: the same one if the last test says that it is `sound`."""
+        """Start a run, or keep the same one if the last test set `sound`."""
         sound, self.sound = self.sound, False
         if sound and not self.command.ended:
             return
@@ -124,7 +124,7 @@ def run(_endless: Endless) -> Endless:
 
 
 def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(run: Endless) -> None:
-    """A display shows the log, and must never end what trains."""
+    """A display shows the log, and must never end the training."""
     with (run.folder / "events.jsonl").open("a") as log:
         log.write("123\n")
     run.await_steps(5)
@@ -133,7 +133,7 @@ def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(run: Endless) -> None
 
 
 def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_path: Path) -> None:
-    """Nor is anything written where it was: it may be a bare mount point."""
+    """Nothing is written at its old place, which may be a bare mount point."""
     run.folder.rename(tmp_path / "elsewhere")
     ranks = [rank.pid for rank in run.command.ranks()]
     for rank in ranks:
@@ -241,7 +241,7 @@ def test_c8_what_this_machine_is_short_of_is_told_by_check(settings: list[str], 
 
 
 def test_c9_ctrl_c_is_answered_with_what_a_second_one_does(at: Path) -> None:
-    """A second one, typed because nothing was heard, lost the steps since the last checkpoint."""
+    """A second one, typed because there was no reply, lost the steps since the last checkpoint."""
     with running("train", "run.toml", "--run-dir", "stopped", at=at) as command:
         command.until(lambda: events(at / "stopped", "step"))
         command.process.send_signal(signal.SIGINT)

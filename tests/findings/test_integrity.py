@@ -1,4 +1,4 @@
-"""Part A: what changed a run, or its data, without a word."""
+"""Part A: faults that changed a run, or its data, without a message."""
 
 import contextlib
 import json
@@ -169,7 +169,7 @@ def test_a11_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
 
 
 def test_a11_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
-    """It used to be waited for for ever: here somebody opens it at last, so that the command ends in either tree."""
+    """The command used to wait for ever. Here the test opens the FIFO at the end, so that the command ends in either tree."""
     os.mkfifo(tmp_path / "pipe")
     with running("data", "prepare", "verse=pipe", "--tokenizer", "bytes", "--out", "out", at=tmp_path) as command:
         opened = _open_when_read(tmp_path / "pipe", command)
@@ -216,7 +216,7 @@ def test_a12_a_value_in_config_json_is_told_by_its_file_and_its_own_key(tmp_path
 
 
 def test_a12_import_says_all_at_once(tmp_path: Path) -> None:
-    """A kind of rotary stretch that nobody knows hid values that are no numbers."""
+    """An unknown kind of rotary scaling hid values that are not numbers."""
     _foreign(tmp_path / "model", rope_scaling={"rope_type": "lama3", "factor": 8.0}, hidden_act="gelu", num_hidden_layers="one")
     said = megalith("import", "model", "--out", "out", at=tmp_path)
     assert said.status != 0
@@ -259,7 +259,7 @@ def _launched(words: list[str], at: Path, place: dict[str, str]) -> contextlib.A
 
 
 def test_a7_parity_proves_the_precision_that_was_asked_for(at: Path) -> None:
-    """It proved fp32 whatever the run trained in."""
+    """It proved fp32 for every precision of the run."""
     said = megalith("parity", "run.toml", "--set", "train.precision=bf16", "--json", at=at)
     assert said.status == 0, said.words
     assert said.json.get("precision") == "bf16"
@@ -304,7 +304,7 @@ def test_a9_yarn_of_one_mscale_is_not_read_otherwise_than_transformers_does(at: 
 
 
 def test_a14_an_export_keeps_the_bias_of_a_router_in_fp32(at: Path, deep: Path) -> None:
-    """Steps of the bias are smaller than what bf16 tells apart."""
+    """Steps of the bias are smaller than the resolution of bf16."""
     said = megalith("export", "deep", "--dtype", "bf16", "--out", "narrow", at=at)
     assert said.status == 0, said.words
     kinds = {}

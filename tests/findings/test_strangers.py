@@ -1,4 +1,4 @@
-"""Part B: what neighbours on the network, and other users of the machine, could do."""
+"""Part B: attacks by neighbours on the network and by other users of the machine."""
 
 import contextlib
 import signal
@@ -89,7 +89,7 @@ def test_b1_whoever_reaches_the_port_orders_nobody_about(at: Path, agents: list[
 
 
 def test_b2_copies_are_not_kept_in_a_folder_that_others_may_write_to(at: Path) -> None:
-    """Its name could be foreseen, so whoever makes it first could put back any state."""
+    """Its name is predictable, so anyone who makes it first could replace the state."""
     words = ["train", "run.toml", "--run-dir", "foreseen", "--set", "train.steps=100000"]
     with running(*words, at=at) as command:
         command.until(lambda: events(at / "foreseen", "step"))

@@ -1,4 +1,4 @@
-"""Jobs for these tests, and a look at what processes they leave behind."""
+"""Jobs for these tests, and the processes that they leave behind."""
 
 import json
 import os
@@ -55,8 +55,8 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 class Clock:
-    """A supervisor's time, which stands still until `sign` is there and then goes on by `seconds`: what its limits do is tested, however
-    long the machine takes."""
+    """A supervisor's time, which stops until `sign` is there and then advances by `seconds`, so that its limits can be tested on
+    a machine of any speed."""
 
     def __init__(self, sign: Callable[[], bool], *, seconds: float) -> None:
         self._sign, self._left, self._now, self._there = sign, seconds, 0.0, False
@@ -82,7 +82,7 @@ def until(true: Callable[[], bool], *, seconds: float) -> None:
 
 
 def processes(run_dir: Path) -> dict[str, int]:
-    """Process ids that the entries of these tests wrote down: of each rank, and of what started them."""
+    """Return the process ids that the entries of these tests recorded: of each rank, and of its parent."""
     found = {}
     for file in run_dir.glob("pids-?"):
         own, parent = file.read_text().split()
@@ -91,7 +91,7 @@ def processes(run_dir: Path) -> dict[str, int]:
 
 
 def beats(run_dir: Path, *, ranks: int) -> list[tuple[str, int]]:
-    """The phase and step that each rank last said; empty before there are any."""
+    """Return the last phase and step of each rank; empty before there are any."""
     try:
         found = [Heartbeat.open(run_dir / "ranks" / HEARTBEATS, rank).read() for rank in range(ranks)]
     except (OSError, ValueError):

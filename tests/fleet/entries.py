@@ -20,7 +20,7 @@ def _rank() -> int:
 
 
 def _start() -> Heartbeat:
-    """Say who this process is, and that it is ready."""
+    """Report this process and that it is ready."""
     folder = Path(os.environ["MEGALITH_RUN_DIR"])
     part = folder / f"pids-{_rank()}.new"
     part.write_text(f"{os.getpid()} {os.getppid()}")
@@ -42,7 +42,7 @@ def wait() -> None:
 
 
 def _forever() -> None:
-    """Wait until somebody ends this process; an answered signal ends no sleep."""
+    """Wait until this process is ended; a handled signal does not end the sleep."""
     while True:
         time.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""A launch from the few things that are said of it."""
+"""A launch from few given values."""
 
 from typing import Any
 

@@ -57,7 +57,7 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
 def _submit(
     command: list[str], environment: dict[str, str], output: Path, *, meanwhile: Callable[[], None] = lambda: None
 ) -> int:
-    """Run the driver to its end; its exit status."""
+    """Run the driver to its end; return its exit status."""
     with output.open("wb") as out:
         driver = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0)
     try:

@@ -1,4 +1,4 @@
-"""Connections between sites: whole messages in order, and nobody else's; also after a connection broke."""
+"""Connections between sites: whole messages in order, only from sites, also after a connection broke."""
 
 import contextlib
 import socket
@@ -49,7 +49,7 @@ def _messages(peers: Peers, count: int) -> dict[int, list[bytes]]:
 
 
 def _greeted(peers: Peers) -> int:
-    """Return the site that the next news is about, which is a new connection."""
+    """Return the site of the next event, which is a new connection."""
     news = peers.next(PATIENCE)
     assert news is not None and news.message is None
     return news.site
@@ -274,7 +274,7 @@ def test_strangers_do_not_keep_sites_apart(what: str, monkeypatch: pytest.Monkey
 
 
 def test_an_altered_frame_ends_the_connection() -> None:
-    """Whoever is on the path can cut it, and nothing else."""
+    """An attacker on the path can only cut it."""
     with _sites(2) as sites:
         _open(sites)
         assert _greeted(sites[0]) == 1

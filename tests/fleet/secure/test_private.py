@@ -1,4 +1,4 @@
-"""Folders that only this user can reach, in a place that everybody can. Another user is played by another effective user id."""
+"""Folders that only this user can access, in a place that all users can. Another effective user id stands in for another user."""
 
 import os
 import stat

@@ -26,7 +26,7 @@ FEW = Limits(unproved=8, seconds=0.3, clients=4, stored=4096, waiting=1 << 20)
 
 
 class Store:
-    """A store in a process of its own, and those who come to its port."""
+    """A store in a process of its own, and its clients."""
 
     def __init__(self, limits: Limits) -> None:
         server = listen("127.0.0.1", 0)
@@ -77,7 +77,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _proved(connection: socket.socket) -> ClientHandshake:
-    """Go through the proofs by hand."""
+    """Exchange the proofs by hand."""
     handshake = ClientHandshake(KEY, _exactly(connection, GREETING_BYTES))
     connection.sendall(handshake.proof)
     return handshake
