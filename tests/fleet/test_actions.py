@@ -50,8 +50,8 @@ def seat(tmp_path: Path) -> Seat:
 
 
 def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
-    """How a rank ended that a fault came to, as in `subprocess`; 0 if it outlived it. Its parent is a server of ranks, which has no
-    others."""
+    """Return the exit status of a rank with a fault, as in `subprocess`; 0 if it survived. Its parent is a server of ranks, which
+    has no others."""
     server = os.fork()
     if server == 0:
         os._exit(_befall_rank(kind, seat, step) & 0xFF)
@@ -141,7 +141,7 @@ def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "altered"])
 def test_memory_stays_lost_though_another_rank_was_copying(kind: str, run: Path, seat: Seat):
-    """Else the run would go on from memory, and the damage to its newest checkpoint would wait for the next fault."""
+    """Otherwise the run would continue from memory, and the damage to its newest checkpoint would show only at the next fault."""
     assert seat.memory is not None
     server = os.fork()
     if server == 0:

@@ -74,7 +74,7 @@ def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
 
 
 def test_a_rank_that_gets_no_processor_has_as_much_longer_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has a processor and says nothing for so long is not waited for; nor is one without for ever."""
+    """The controller does not wait that long for a silent rank with a processor, nor for ever for one without."""
     clock, log = SimpleNamespace(now=0.0), tmp_path / "rank-0.log"
     log.touch()
 

@@ -60,7 +60,7 @@ def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path
 
 
 def test_signs_of_life_are_written_to_memory_where_there_is_some(shared: Path, tmp_path: Path) -> None:
-    """A store that is away keeps no rank from saying that it lives."""
+    """Ranks can send heartbeats although a store is away."""
     nodes, memory = _nodes(tmp_path / "run")
     nodes._heartbeats = nodes._new_heartbeats()
     told = nodes._assign(Generation("g", ("0",))).variables(0)
@@ -273,7 +273,8 @@ def test_ranks_get_the_key_from_their_environment_and_no_file_holds_it(
 def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cleaner of temporary files does this, or systemd when its user logs out. A rehearsed node without its own folder is lost."""
+    """A cleaner of temporary files removes it, or systemd when its user logs out. A rehearsed node without its own folder is
+    lost."""
     for names, removed, lost in (("0",), "", ()), (("0",), "node-0", ()), (("0", "1"), "", ()), (("0", "1"), "node-1", ("1",)):
         run = tmp_path / f"run-{len(names)}{removed}"
         memory = roots.memory_root(run, "spec")

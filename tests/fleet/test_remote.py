@@ -57,7 +57,7 @@ class Fleet:
         self.threads.append(thread)
 
     def until(self, true: Callable[[list[Any]], bool]) -> list[Any]:
-        """Listen until what was heard is enough."""
+        """Listen until `true` holds for the events."""
         heard: list[Any] = []
         end = time.monotonic() + SECONDS
         while not true(heard):
@@ -67,7 +67,7 @@ class Fleet:
 
 
 class Unreachable(Dictionary):
-    """A connection that has been cut: what is sent never arrives."""
+    """A connection that has been cut: no message arrives."""
 
     def __init__(self, behind: Dictionary) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fl
 
 
 def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) -> None:
-    """To ask for copies may take a minute; a dead one is lost after its silence, and told of."""
+    """A request for copies may take a minute; a dead node is lost and reported after its silence."""
     store, clock = Dictionary(), SimpleNamespace(now=0.0)
 
     def passing() -> float:
@@ -192,7 +192,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
 
 
 def test_no_start_is_ordered_while_the_run_folder_is_full(tmp_path: Path) -> None:
-    """The controller waits for space, as it does when the nodes are of its own machine."""
+    """The controller waits for space, as it does with nodes of its own machine."""
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=1, run_dir=tmp_path), FleetSpec())
     letters.orders(store, store.add(letters.JOINED, 1))
@@ -214,7 +214,7 @@ def test_agents_tell_how_long_their_ranks_waited_for_processors(
 
 
 def test_a_node_that_is_being_taken_away_is_gone_to_whoever_asks_whether_it_is_fit(fleet: Callable[..., Fleet]) -> None:
-    """It would pass its check, get an empty slot, and be killed there again."""
+    """Otherwise it would pass its check, get an empty slot, and be killed there again."""
     run = fleet("wait")
     run.join("a")
     run.nodes.await_nodes(1, 1, seconds=SECONDS)
@@ -225,7 +225,7 @@ def test_a_node_that_is_being_taken_away_is_gone_to_whoever_asks_whether_it_is_f
 
 
 def test_a_node_joins_once_ranks_could_start_there_at_once(fleet: Callable[..., Fleet]) -> None:
-    """Its imports would otherwise look like a hang of the first ranks that it is given."""
+    """Otherwise its imports would look like a hang of its first ranks."""
     run = fleet("finish", word="hello", preload=("megalith.spec.run",))
     run.join("a")
     run.nodes.await_nodes(1, 1, seconds=SECONDS)
@@ -324,7 +324,7 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
 
 
 class Answered(Dictionary):
-    """A store in which every question has its answer already."""
+    """A store that already has a reply to every request."""
 
     def __init__(self, behind: Dictionary, text: str) -> None:
         super().__init__()

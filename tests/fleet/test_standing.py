@@ -1,4 +1,4 @@
-"""Whom the others wait for, from how many collectives each has begun."""
+"""The rank for which the others wait, from the number of collectives that each has begun."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A module that leaves a thread behind when it is imported: nothing that a fork server may hold."""
+"""A module whose import leaves a thread behind, so a fork server must not import it."""
 
 import threading
 

@@ -63,7 +63,8 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_documents_of_any_lengths_one_after_the_other(gpu, shape):
-    """Also short ones, and those of earlier calls in another batch: torch's own choice of a kernel once gave what was left in memory."""
+    """Also short ones, and those of earlier calls in another batch: a kernel that torch chose once returned old contents of
+    memory."""
     heads, kv_heads, channels, of_v = shape
     random = torch.Generator().manual_seed(0)
     for turn in range(16):

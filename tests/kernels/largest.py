@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements any operation gave, by dtype, and every shape it gave. Backward is seen too."""
+    """Records the largest number of elements in any operation's result, by dtype, and the shapes of all results. Backward is
+    included."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,8 @@ def test_short_sequences_and_other_dtypes_go_to_the_fused_kernel(seq, dtype, mon
 @pytest.mark.parametrize("pieces", [None, ((30, 7), (37,))], ids=["whole", "documents"])
 @pytest.mark.parametrize("shape", [SHAPES["grouped"], SHAPES["latent"]], ids=["grouped", "latent"])
 def test_attention_in_fp16_is_rounded_once(shape, pieces):
-    """Scores are fp32 inside, where fp16 would move a probability by a hundredth. Output and gradients come within a rounding of fp64's."""
+    """Scores are fp32 inside; fp16 would change a probability by a hundredth. Output and gradients agree with fp64 within one
+    rounding."""
     q, k, v, grad = (x.transpose(1, 2) for x in tensors(shape, dtype=torch.float16))
     q = q * 20
     core = CausalCore(scale=SCALE)

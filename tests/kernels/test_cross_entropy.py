@@ -172,7 +172,7 @@ def test_no_tensor_is_ever_as_large_as_all_logits():
 
 @pytest.mark.parametrize(("softcap", "held"), [(None, 1), (30.0, 2)])
 def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch, softcap, held):
-    """With a cap, the slope at each logit is held beside it."""
+    """With a cap, the slope at each logit is also kept."""
     tokens, dim, vocab = 512, 4, 1024
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
     with Largest() as largest:

@@ -1,6 +1,5 @@
-"""Narrow number formats beside another implementation of them: ml_dtypes, of JAX and TensorFlow.
-
-It turns what lies beyond the largest number into NaN or an infinity, where a quantiser saturates. So values are cut to the format's range
+"""Comparison of narrow number formats with another implementation: ml_dtypes, of JAX and TensorFlow. It turns numbers above the
+largest one into NaN or an infinity, but a quantiser saturates. So values are cut to the format's range
 before it casts them.
 """
 
@@ -45,7 +44,8 @@ def million(element: Element) -> Tensor:
 
 
 def edges(element: Element) -> Tensor:
-    """Every number, every middle of two neighbours (a tie), the fp32 numbers beside these, infinities and what is hardly one."""
+    """Every number, every middle of two neighbours (a tie), the fp32 numbers beside these, infinities and the largest finite
+    numbers."""
     numbers = numbers_of(element, codes_of(element))
     numbers = numbers[numbers.isfinite()].sort().values
     points = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([-0.0, 1e-45, -1e-45, 3e38, -3e38])))

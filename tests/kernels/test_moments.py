@@ -66,7 +66,8 @@ def test_zeros_are_zeros_and_an_infinity_is_seen() -> None:
 
 @pytest.mark.parametrize("number", ["fp8", "bf16"])
 def test_rounding_is_unbiased(number: str) -> None:
-    """A moment that moves by a thousandth of itself in each of many updates arrives: rounded to the nearest it would stay where it is."""
+    """A moment that changes by a thousandth in each of many updates reaches its value. With rounding to the nearest number it
+    would never change."""
     decay, updates = 0.999, 1500
     kept = torch.ones(64, 128)
     for update in range(updates):

@@ -16,7 +16,7 @@ from megalith.models.linear import Linear
 
 
 class Scaled(Multiply):
-    """Products that give themselves away: forward is twice as large, the input's gradient 3 times, the weight's 5 times."""
+    """Products with recognizable results: forward is twice as large, the input's gradient 3 times, the weight's 5 times."""
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
         return super().fprop(2 * x, weight, bias, **how)

@@ -89,7 +89,8 @@ def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) -> None:
-    """Up to the order of fp32 sums, and the rounding of the result to bf16: a bound that follows from both, not from what was seen."""
+    """Up to the order of fp32 sums, and the rounding of the result to bf16: the bound follows from both, not from
+    measurements."""
     here, x, weight, grad = small(recipe), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
     rows, columns, both = (Scaling(here.along.element, block, here.along.scale) for block in ((1, 16), (16, 1), (16, 16)))
     along, down = (both, both) if recipe in SQUARES else (rows, columns)
@@ -437,7 +438,8 @@ def test_a_rotation_lowers_the_error_of_weight_gradients_with_outliers() -> None
 
 @pytest.mark.parametrize("recipe", [Microscaled4, NvFp4])
 def test_a_rotation_saves_what_outliers_would_hide(recipe: type[Narrow]) -> None:
-    """A few tokens with large activations and no gradient: beside them, what all other tokens share is rounded to nothing."""
+    """A few tokens have large activations and no gradient. Without a rotation, the common part of all other tokens is rounded to
+    0."""
     grad, x = 1 + 0.2 * ordinary(512, 80, seed=0), 1 + 0.2 * ordinary(512, 96, seed=1)
     grad[5::16], x[5::16] = 0, 32
     assert ratio_of_errors(recipe, grad.bfloat16(), x.bfloat16()) < 0.3

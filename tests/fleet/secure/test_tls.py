@@ -1,4 +1,4 @@
-"""Encrypted connections between sites: nobody on the path reads them, and no other certificate is taken."""
+"""Encrypted connections between sites: an attacker on the path cannot read them, and no other certificate is accepted."""
 
 import contextlib
 import re
@@ -76,7 +76,7 @@ def test_both_send_at_once(files: dict[str, dict[str, str]]) -> None:
 
 
 class _Tap:
-    """Somebody on the path, who forwards and keeps all bytes."""
+    """An attacker on the path, who forwards and keeps all bytes."""
 
     def __init__(self) -> None:
         self.seen = bytearray()

@@ -1,4 +1,4 @@
-"""Copies of the state as files: what is half written or altered is no copy, and what pieces make up a whole one."""
+"""Copies of the state as files: half-written or altered files do not count, and pieces make up a whole copy."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LAYOUT = Layout.of([("weights.a", "F32", (5, 3), 60), ("moments.first.a", "F32",
 
 
 def write(root: Path, node: str, rank: int, step: int, *, whose: Whose = "own", world: int = WORLD, buffer: int = 0) -> Buffer:
-    """A rank's copy, as a rank writes it."""
+    """Write a rank's copy in the way of a rank."""
     text = LAYOUT.dump()
     file = Buffer.create(node_folder(root, node) / copies.file_name(whose, rank, buffer), len(text) + LAYOUT.payload, key=KEY)
     file.strike_out()
