@@ -40,6 +40,12 @@ PLANS: dict[str, dict[str, Any]] = {
         "train": {"precision": "fp8"},
         "precision": {"tile": 4, "dispatch": "fp8"},
     },
+    "inputs kept in 8 bits": {
+        "plan": {"data": 2, "expert": 2, "zero": 1},
+        "model": MIXTRAL | {"layers": 3},
+        "train": {"precision": "fp8"},
+        "precision": {"tile": 4, "kept": "fp8", "dispatch": "fp8"},
+    },
     "weights gathered in 8 bits": {
         "plan": {"data": 4, "zero": 3, "expert": 2},
         "model": MIXTRAL | {"layers": 3},
