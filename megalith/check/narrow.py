@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
-from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import layer_of, multiplied, own_tensors
@@ -223,14 +223,12 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
         reason = f"changes nothing with plan.zero = {plan.zero} and {plan.shards} shards: no weights are gathered"
         yield advice("precision.gather", choices.gather, reason, "Leave it out.")
     elif choices.granularity == "tile":
-        yield from _cut_by_shards(case)
+        yield from _cut_by_shards(case, case.model) if case.model is not None else ()
 
 
-def _cut_by_shards(case: Case) -> Found:
+def _cut_by_shards(case: Case, model: ModelSpec) -> Found:
     """Yield the layers whose shards would cut a tile: they are gathered wide."""
-    tile, plan, model = tile_of(case.spec.precision, "fp8"), case.plan, case.model
-    if model is None:
-        return
+    tile, plan = tile_of(case.spec.precision, "fp8"), case.plan
     blocks, seen, mesh = len(model.blocks), set[tuple[str, int]](), Mesh.of(plan)
     for number, block in enumerate(model.blocks):
         for weight in multiplied(block, model.dim):
