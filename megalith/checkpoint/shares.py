@@ -126,7 +126,7 @@ def frozen(share: Share) -> Share:
 
 
 def can_wait(data: Tensor | Stored) -> bool:
-    """True if a share can be written while training goes on: it is copied first, or does not change."""
+    """True if a share can be written while training continues: it is copied first, or does not change."""
     return isinstance(data, Tensor) or data.in_memory or data.extents is not None
 
 
