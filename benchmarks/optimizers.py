@@ -6,8 +6,8 @@
     python benchmarks/optimizers.py --file optimizers.jsonl --part batch
     python benchmarks/optimizers.py --quick
 
-trains recipes/quickstart.toml in one process: its model, data, tokens, warm-up and schedule. With the first seed, five learning rates
-(factors of two) and two weight decays are searched. The best of them is trained with three other seeds. The table has each optimizer's
+trains the model of recipes/quickstart.toml in one process, on its data, for as many tokens: 240 steps of 16 sequences, 40 of them warm-up.
+With the first seed, five learning rates (factors of two) and two weight decays are searched. The best of them is trained with three other seeds. The table has each optimizer's
 held-out loss at the end, and the share of the tokens after which it was as low as AdamW's at the end. `!` marks a best rate at the end of
 its grid.
 
@@ -16,7 +16,7 @@ batch from one to eight times. Tokens are the same.
 
 Each run is kept in the file with commit and machine when it ends, and left out the next time. The table is printed from the file. A run
 takes about three minutes on an idle core. The first part has 78 of them and the second 39; `--kinds muon,lion` trains some of them.
-`--quick` searches two values with a small model on bytes, in a few seconds.
+`--quick` searches two values with a small model on bytes, in a few seconds. benchmarks/results/optimizers.jsonl has the runs of docs/performance.md.
 """
 
 import argparse
@@ -53,6 +53,7 @@ from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
 ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = ("train.steps=240", "train.global_batch=16", "optimizer.warmup=40")
 SEEDS = (1, 2, 3)  # seed 0 searches
 LOOKS = 24  # validations of a run
 TIMES = 8  # the large batch, in batches of the recipe
@@ -184,7 +185,7 @@ def main() -> None:
 
 def full(part: str, data: str) -> Search:
     """The quickstart."""
-    spec = load(ROOT / "recipes/quickstart.toml", overrides=[f"data.path={data}"]).spec
+    spec = load(ROOT / "recipes/quickstart.toml", overrides=[f"data.path={data}", *SETTINGS]).spec
     return Search(spec, part, rates=range(-2, 3), decays=2, seeds=SEEDS)
 
 

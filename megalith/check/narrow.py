@@ -148,7 +148,7 @@ def histories_follow_tensors(case: Case) -> Found:
         if was != now:
             late = f"{choices.history} steps" if now > was else "one step"
             reason = (
-                f"takes scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
+                f"makes scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
                 f"gradients become {was / now:.3g} times as large, and their scales {late} later"
             )
             yield advice("precision.history", choices.history, reason, "Use history = 0, or the same tokens in every step.")
