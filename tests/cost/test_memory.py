@@ -23,7 +23,7 @@ from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
 from megalith.spec.cluster import HostSpec
 from megalith.spec.model import AheadSpec, MoeSpec
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.state import Moments
 from megalith.spec.treatment import treatments
@@ -221,7 +221,7 @@ def test_a_full_host_does_not_fit():
 
 
 def test_a_full_disk_does_not_fit():
-    load = workload(dense(), offloaded(Plan(), 1.0, "disk"))
+    load = workload(dense(), Plan(state=StateSpec(optimizer="disk")))
     found = memory(load, parts(load), GENERATION)
     assert found.disk > 0 and found.host == host.streamed(load) > 0 and fits(load, found, GENERATION)
     for room, enough in ((int(found.disk) + 1, True), (int(found.disk) - 1, False)):
@@ -231,7 +231,7 @@ def test_a_full_disk_does_not_fit():
 
 
 def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():
-    in_memory, on_disk = (workload(dense(), offloaded(Plan(), 1.0, place)) for place in ("host", "disk"))
+    in_memory, on_disk = (workload(dense(), Plan(state=StateSpec(optimizer=place))) for place in ("host", "disk"))
     state, carried, numbers = in_memory.state_bytes, 4 + 2, 1e9
     assert host.seconds(_on(in_memory, memory_bandwidth=1e11, link=1e18), numbers) == pytest.approx(
         numbers * 2 * (state + carried) / 0.43e11
