@@ -7,16 +7,17 @@
     python benchmarks/optimizers.py --quick
 
 trains the model of recipes/quickstart.toml in one process, on its data, for as many tokens: 240 steps of 16 sequences, 40 of them warm-up.
-With the first seed, five learning rates (factors of two) and two weight decays are searched. The best of them is trained with three other seeds. The table has each optimizer's
-held-out loss at the end, and the share of the tokens after which it was as low as AdamW's at the end. `!` marks a best rate at the end of
-its grid.
+With the first seed, five learning rates (factors of two) and two weight decays are searched. The best of them is trained with three other
+seeds. The table has each optimizer's held-out loss at the end, and the share of the tokens after which it was as low as AdamW's at the
+end. `!` marks a best rate at the end of its grid.
 
 `--part batch` does the same at eight times the batch and an eighth of the updates: with AdamW, with LAMB, and with AdamW and a ramp of the
 batch from one to eight times. Tokens are the same.
 
 Each run is kept in the file with commit and machine when it ends, and left out the next time. The table is printed from the file. A run
 takes about three minutes on an idle core. The first part has 78 of them and the second 39; `--kinds muon,lion` trains some of them.
-`--quick` searches two values with a small model on bytes, in a few seconds. benchmarks/results/optimizers.jsonl has the runs of docs/performance.md.
+`--quick` searches two values with a small model on bytes, in a few seconds. benchmarks/results/optimizers.jsonl has the runs of
+docs/performance.md.
 """
 
 import argparse

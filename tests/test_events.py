@@ -88,7 +88,7 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
         if isinstance(event, Holding):
             expected = line.removesuffix("}\n") + ',"host_bytes":0,"disk_bytes":0}\n'
         if isinstance(event, Merge):
-            newer = ',"number":-1,"merged":[],"left":[],"joined":[],"count":0,"samples":0,"total":0,"mark":""}\n'
+            newer = ',"number":-1,"merged":[],"left":[],"joined":[],"count":0,"samples":0,"total":0,"mark":"","decided":null}\n'
             expected = line.removesuffix("}\n") + newer
         if isinstance(event, RunStarted):
             expected = line.removesuffix("}\n") + ',"own":{}}\n'

@@ -74,7 +74,7 @@ def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
             own = [
                 key
                 for key in ("plan", "cluster")
-                if number < spec.sites.count and getattr(spec.sites.each[number], key) is not None
+                if number < len(spec.sites.each) and getattr(spec.sites.each[number], key) is not None
             ]
             moved = {key: f"sites.each.{number}.{key}" for key in own}
     for problem in found:

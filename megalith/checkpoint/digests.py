@@ -4,10 +4,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from io import FileIO
+
+    import numpy as np
 
     Octets = np.ndarray[Any, Any]
 
@@ -35,7 +35,8 @@ class FileDigest:
 
 def words_of(octets: "Octets") -> int:
     """Return the sum of the words modulo 2^64, an incomplete last word filled up with zeros."""
-    # by numpy: it starts no threads, and lets others run
+    import numpy as np  # takes long to import; it starts no threads, and lets others run
+
     whole = len(octets) // 8 * 8
     rest = int.from_bytes(octets[whole:].tobytes(), "little")
     return (int(octets[:whole].view(np.uint64).sum(dtype=np.uint64)) + rest) % WORDS
@@ -47,6 +48,8 @@ def text(total: int) -> str:
 
 
 def _of_file(file: "FileIO") -> int:
+    import numpy as np  # takes long to import
+
     total, memory = 0, np.empty(READ, dtype=np.uint8)
     while taken := _fill(file, memory):
         total += words_of(memory[:taken])

@@ -94,7 +94,12 @@ def apart(asked: Asked, search: Callable[[Asked], Found]) -> Apart | None:
             raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two leave the most choice.")])
         if shares in known:
             break
-        known[shares] = found = _planned(asked, shares, there, search)
+        try:
+            known[shares] = found = _planned(asked, shares, there, search)
+        except SpecErrors:
+            if best is None:
+                raise
+            break  # these shares leave a site without a plan; the ones before did not
         best = found if best is None or max(found.steps) < max(best.steps) else best
         rates = [share / step for share, step in zip(shares, found.steps, strict=True)]
     return best
@@ -118,7 +123,10 @@ def _clusters(asked: Asked, sites: SitesSpec) -> list[ClusterSpec]:
 def alone(asked: Asked) -> Asked:
     """The question for a site that trains the whole batch without the others."""
     own = {one.name: getattr(asked, one.name) for one in fields(Asked)}
-    return Asked(**own | {"run": whole_batch(asked), "sites": None})
+    whole = whole_batch(asked)
+    if isinstance(asked, OfSite) and asked.sites is not None:
+        whole = _with_batch(asked.run, asked.part * asked.sites.parts)
+    return Asked(**own | {"run": whole, "sites": None})
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
@@ -164,7 +172,7 @@ def _planned(asked: Asked, shares: Sequence[int], there: Sequence[ClusterSpec], 
         OfSite(
             **own
             | {
-                "run": _of_site(asked.run, one, share * part),
+                "run": _with_batch(asked.run.model_copy(update={"cluster": one.cluster}), share * part),
                 "cluster": cluster,
                 "sites": sites,
                 "part": part,
@@ -188,7 +196,5 @@ def _shares(sites: SitesSpec) -> tuple[int, ...]:
     return sites.shares or (1,) * sites.count
 
 
-def _of_site(run: RunSpec, site: SiteSpec, batch: int) -> RunSpec:
-    """The run of one site: its devices and samples."""
-    train = run.train.model_copy(update={"global_batch": batch})
-    return run.model_copy(update={"cluster": site.cluster, "train": train})
+def _with_batch(run: RunSpec, batch: int) -> RunSpec:
+    return run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})

@@ -33,6 +33,11 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
         if named and value is not None:
             reason = "is for one site, and this run names the cluster of each site and shares its batch out among them"
             found.append(Problem("error", option, value, reason, "Change the run file instead.", "command line"))
+    if named and len(Phases.of(spec).all) > 1:
+        reason = "name clusters, and the run has phases: shares would be chosen for the batch of one of them"
+        found.append(
+            Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the ramp.")
+        )
     if own_batch(spec) == 0:
         reason = f"leaves sites without samples: they share a step's samples out in {sites.parts} parts"
         found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))

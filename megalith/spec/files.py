@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from megalith import disk
@@ -150,7 +151,7 @@ def dump(resolved: Resolved, *, brief: bool = False) -> str:
     A value that is not set is written as "none". `brief`: without the values that are defaults, and a model that is a preset by its name.
     """
     tables: dict[tuple[str, ...], list[Leaf]] = {}
-    for leaf in telling(resolved.spec) if brief else leaves(resolved.spec):
+    for leaf in telling(resolved.spec, resolved.provenance) if brief else leaves(resolved.spec):
         tables.setdefault(leaf.path[:-1], []).append(leaf)
     # the top level first, a table before the tables inside it: leaves come in the order of the fields
     first = [section for section in dict.fromkeys(path[:1] for path in tables) if section]
@@ -169,8 +170,8 @@ def dump(resolved: Resolved, *, brief: bool = False) -> str:
     return "\n".join(text) + "\n"
 
 
-def telling(spec: RunSpec) -> Iterator[Leaf]:
-    """Yield the values of a run that are not its defaults; a model that is a preset is one value."""
+def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) -> Iterator[Leaf]:
+    """Yield the values of a run that are not its defaults; a model that is a preset is one value. `origins`: where values came from."""
     values = spec.model.model_dump()
     kept = {name: values[name] for name, field in type(spec.model).model_fields.items() if field.is_required()}
     usual = {leaf.path: leaf.value for leaf in leaves(type(spec.model).model_validate(kept))}
@@ -183,10 +184,12 @@ def telling(spec: RunSpec) -> Iterator[Leaf]:
         yield from (Leaf(("model", *leaf.path), leaf.value) for leaf in model)
     least = {"model": values, "data": {"path": ""}, "train": {"steps": 1, "global_batch": 1, "seq_len": 1}}
     plain = {leaf.path: leaf.value for leaf in leaves(RunSpec.model_validate(least))}
-    plain |= {("sites", *leaf.path): leaf.value for leaf in leaves(SitesSpec())}  # a run has none by itself
-    said = {("name",), ("data", "path"), ("train", "steps"), ("train", "global_batch"), ("train", "seq_len")}
+    plain |= {("sites", *leaf.path): leaf.value for leaf in leaves(SitesSpec())}
+    said = {("name",), ("data", "path"), ("train", "steps"), ("train", "global_batch"), ("train", "seq_len"), ("sites", "count")}
     for leaf in leaves(spec):
-        if leaf.path[0] != "model" and (leaf.path in said or plain.get(leaf.path, ...) != leaf.value):
+        # what is left out of `[sites]` may be chosen for a link, so what a person said stays although it is a default
+        asked = leaf.path[0] == "sites" and origins.get(dotted(leaf.path), "default") not in ("", "default")
+        if leaf.path[0] != "model" and (asked or leaf.path in said or plain.get(leaf.path, ...) != leaf.value):
             yield Leaf(leaf.path, tuple(map(_told, leaf.value)) if isinstance(leaf.value, tuple) else leaf.value)
 
 

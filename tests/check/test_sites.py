@@ -78,6 +78,7 @@ def test_a_site_with_a_plan_of_its_own_is_legal() -> None:
     ("key", "each", "batch"),
     [
         ("sites.each", [{"share": 2}], 12),
+        ("sites.each", [{"plan": {"data": 1}}], 12),
         ("train.global_batch", OWN, 16),
         ("train.global_batch", [{"plan": {"data": 2}}, {"plan": {"data": 3}, "share": 2}], 16),
         ("sites.each.1.plan.tensor", [{}, {"plan": {"tensor": 3}}], 12),

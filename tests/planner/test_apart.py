@@ -78,6 +78,9 @@ def test_a_faster_site_reads_more_and_no_step_is_longer_than_with_even_shares(tm
         * (answered.linked.proposed or answered.linked.said).use
         / max(found.steps)
     )
+    path = _file(tmp_path, "h100:8", "a100:2", more="bits = 4\n")
+    other = _answer(path, **{"sites.site": "1"}).linked
+    assert other is not None and other.gain == pytest.approx(answered.linked.gain), "whichever site the command is for"
     drawn = plans.sites(found)
     assert drawn.row_count == 2
 
@@ -128,3 +131,29 @@ def test_devices_that_cannot_compute_in_the_run_s_format_are_named_by_site(tmp_p
     with pytest.raises(SpecErrors) as raised:
         _answer(_file(tmp_path, "h100:4", "t4:2"))
     assert [(one.key, one.value) for one in raised.value.problems] == [("sites.each.1.cluster", "t4:2")]
+
+
+def test_a_ramp_of_the_batch_is_refused(tmp_path: Path) -> None:
+    """Shares would be chosen for the batch of one phase."""
+    path = _file(tmp_path, "h100:4", "a100:2")
+    path.write_text(
+        path.read_text().replace("global_batch = 64", "global_batch = 64\nbatch_ramp = [{ begin = 640, global_batch = 128 }]")
+    )
+    with pytest.raises(SpecErrors) as raised:
+        ask(Question(path=path))
+    assert "sites.each" in {one.key for one in raised.value.problems}
+
+
+def test_shares_that_leave_a_site_without_a_plan_lose_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, tried = apart._planned, list[tuple[int, ...]]()
+
+    def planned(asked, shares, *others):
+        tried.append(tuple(shares))
+        if len(tried) > 1:
+            raise SpecErrors([])
+        return whole(asked, shares, *others)
+
+    monkeypatch.setattr(apart, "_planned", planned)
+    monkeypatch.setattr(apart, "share_out", lambda rates, batch, able: (1, 1) if not tried else (3, 1))
+    found = _answer(_file(tmp_path, "h100:4", "h100:4")).apart
+    assert found is not None and found.sites.shares == () and tried == [(1, 1), (3, 1)]

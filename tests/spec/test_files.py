@@ -451,3 +451,14 @@ def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpe
     resolved = Resolved(spec, {dotted(leaf.path): origin for leaf in leaves(spec)})
     (tmp_path / "run.toml").write_text(files.dump(resolved), encoding="utf-8")
     assert load(tmp_path / "run.toml").spec == spec
+
+
+def test_a_brief_file_keeps_sites_that_are_all_defaults_and_what_was_said_of_them(run: Path) -> None:
+    """What is left out may be chosen for a link."""
+    run.write_text(run.read_text() + "\n[sites]\nbits = 32\n")
+    before = files.load(run)
+    brief = run.with_name("brief.toml")
+    brief.write_text(files.dump(before, brief=True))
+    after = files.load(brief)
+    assert after.spec == before.spec and after.spec.sites is not None
+    assert "bits" in after.spec.sites.model_fields_set and "overlap" not in after.spec.sites.model_fields_set
