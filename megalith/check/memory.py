@@ -13,10 +13,13 @@ from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
-from megalith.spec.sites import outer_slots
+from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
-from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
+from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
+
+PAIR = 2
+"""Files of a rank with state on disk that updates alternate between."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -186,11 +189,15 @@ def disk_takes_the_state(case: Case) -> Found:
         wrong = "is not a folder" if not there.is_dir() else "may not be written to"
         yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
         return
-    needed, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
-    if needed > free:
-        has = f"{there} has {format_bytes(free)} free"
-        reason = f"needs at least {format_bytes(needed)} for {DISK_SLOTS} slots of each rank's state, but {has}"
-        yield error("plan.state.folder", state.folder, reason, "Make room there, or name a folder on another disk.")
+    slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
+    has, way_out = f"but {there} has {format_bytes(free)} free", "Make room there, or name a folder on another disk."
+    saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
+    if PAIR * slot > free:
+        reason = f"needs at least {format_bytes(PAIR * slot)} for two slots of each rank's state, {has}"
+        yield error("plan.state.folder", state.folder, reason, way_out)
+    elif (PAIR + saved) * slot > free:
+        reason = f"needs at least {format_bytes((PAIR + saved) * slot)} while it saves, in files that checkpoints hold too, {has}"
+        yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
 
 
 def long_sequences_recompute(case: Case) -> Found:
@@ -226,17 +233,13 @@ def _elsewhere(case: Case) -> list[Slot]:
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of the size of a rank's files for the blocks' state: two slots, and a third for one that a checkpoint holds."""
+    """Lower bound of the size of a rank's file for the blocks' state: one slot of each chunk."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
     shares = numbers.dense / (plan.tensor * plan.shards) + numbers.experts / (
         plan.expert * plan.expert_tensor * max(1, mesh.experts[2])
     )
-    return (
-        int(DISK_SLOTS * plan.state.away * bytes_each(_elsewhere(case)) * shares / places)
-        if plan.state.optimizer == "disk"
-        else 0
-    )
+    return int(plan.state.away * bytes_each(_elsewhere(case)) * shares / places) if plan.state.optimizer == "disk" else 0
 
 
 def total_state_bytes(case: Case, plan: Plan) -> int:

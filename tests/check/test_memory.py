@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megalith.check import check
-from megalith.check.case import format_bytes
-from megalith.check.memory import _saved_numbers
+from megalith.check.case import Case, format_bytes
+from megalith.check.memory import _saved_numbers, disk_bytes
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import load
@@ -158,6 +158,29 @@ def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatc
     full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert f"but {tmp_path} has 1.0 MiB free" in _said_of_the_folder(*settings, f"plan.state.folder={tmp_path}/new")
+
+
+@pytest.mark.parametrize(
+    ("slots", "settings", "severity"),
+    [
+        (1.5, [], "error"),
+        (2.5, [], "advice"),
+        (2.5, ["checkpoint.every=0"], None),
+        (4.5, [], "advice"),
+        (5.5, [], None),
+        (4.5, ["checkpoint.keep=1"], None),
+    ],
+)
+def test_room_for_what_checkpoints_hold_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, slots: float, settings: list[str], severity: str | None
+) -> None:
+    """Two files are needed to train, and `checkpoint.keep` + 3 within a save beside the checkpoints."""
+    run = spec("plan.state.optimizer=disk", "fleet.memory_every=0", "checkpoint.every=5", "checkpoint.keep=2", *settings)
+    free = int(slots * disk_bytes(Case(run, None, files=True), run.plan))
+    full = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    found = [problem.severity for problem in check(run) if problem.key == "plan.state.folder"]
+    assert found == ([severity] if severity else [])
 
 
 def _said_of_the_folder(*settings: str) -> str:

@@ -31,10 +31,12 @@ class Slots:
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
         self._fresh: dict[int, SlotFile] = {}  # written since: they count once they are settled
         self._before: dict[int, SlotFile] = {}
+        self._full = False  # no room was found for a file since the last update
 
     @property
     def bytes(self) -> int:
-        """The most bytes that files of this process take: two slots, and one for what takes the place of a slot that a checkpoint holds."""
+        """The most bytes that files of this process take besides older checkpoints: two slots, and one for what takes the place of a slot
+        that the newest checkpoint holds."""
         return DISK_SLOTS * self.layout.bytes
 
     def _make(self) -> SlotFile:
@@ -43,7 +45,7 @@ class Slots:
             return SlotFile(self.path, self.layout)
         except OSError as error:
             free = _free(self.path.parent)
-            needs = f"plan.state: the optimizer's state needs {self.bytes:,} bytes in {self.path.parent}, in {DISK_SLOTS} files"
+            needs = f"plan.state: the optimizer's state needs another file of {self.layout.bytes:,} bytes in {self.path.parent}"
             text = f"{needs} ({error.strerror}; {free:,} are free). {FREE}"
             raise StateFileError(error.errno, text) from error
 
@@ -75,7 +77,7 @@ class Slots:
             file.sync()
         self._before = {chunk: self._used[chunk] for chunk in self._fresh}
         self._used |= self._fresh
-        self._fresh = {}
+        self._fresh, self._full = {}, False
 
     def drop(self) -> None:
         """Forget what was written since the last `settle`."""
@@ -100,7 +102,7 @@ class Slots:
         None if there is no room, or in the midst of an update.
         """
         files = {*self._used.values()}
-        if self._fresh or len(files) != 1:
+        if self._fresh or len(files) != 1 or self._full:
             return None
         (held,) = files
         self._before = {}  # the file before it may be an older checkpoint's, which nothing else needs
@@ -108,6 +110,7 @@ class Slots:
             try:
                 self._pair = [*(file for file in self._pair if file is not held), self._make()]
             except StateFileError:
+                self._full = True  # a save asks once for each tensor
                 return None
         return held
 

@@ -105,7 +105,8 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", _full)
     with pytest.raises(
-        StateFileError, match=r"needs 122,880 bytes in .*, in 3 files \(No space left on device; [0-9,]+ are free\)\. Make room"
+        StateFileError,
+        match=r"needs another file of 40,960 bytes in .* \(No space left on device; [0-9,]+ are free\)\. Make room",
     ) as caught:
         _file(tmp_path)
     assert caught.value.errno == errno.ENOSPC and caught.value.exit_code == ExitCode.LOST
@@ -187,13 +188,14 @@ def test_updates_are_undone_to_what_a_checkpoint_holds_and_not_beyond(tmp_path: 
 
 
 def test_files_that_nothing_needs_give_their_room_back(tmp_path: Path) -> None:
-    """Each update is saved, and only the newest checkpoint is kept: three files, as `bytes` has it."""
+    """Each update is saved, and only the newest checkpoint is kept: three files, as `bytes` has it, and one more within a save."""
     file = _file(tmp_path)
     for value in range(10):
         _update(file, value)
         held = file.hold()
         assert held is not None
         held.link(tmp_path / f"{value}")
+        assert len(_room(tmp_path)) == DISK_SLOTS + (value > 0)
         (tmp_path / f"{value - 1}").unlink(missing_ok=True)
         del held
         gc.collect()
@@ -206,15 +208,17 @@ def test_files_that_nothing_needs_give_their_room_back(tmp_path: Path) -> None:
 
 
 def test_without_room_nothing_is_held_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = _file(tmp_path)
+    file, asked = _file(tmp_path), list[int]()
     _update(file, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", _full)
-        assert file.hold() is None
+        patch.setattr(os, "posix_fallocate", lambda *given: (asked.append(1), _full(*given)))
+        assert file.hold() is None and file.hold() is None and asked == [1]
     _update(file, 2)
     assert _value(file, 0) == 2 and len(_room(tmp_path)) == 2
     file.write(0, _body(file, 3))
     assert file.hold() is None  # in the midst of an update
+    file.drop()
+    assert file.hold() is not None, "there is room again"
 
 
 def _update(file: Slots, value: int) -> None:
