@@ -1,4 +1,4 @@
-"""How long a run's own phases take, and so how long a silence is too long.
+"""How long ranks are silent in a run's own phases, and so how long a silence is too long.
 
 A fixed limit is either too short for one run or too long for another: the limit of a hang follows from the run's own pace.
 """
@@ -10,8 +10,8 @@ from megalith.fleet.heartbeat import Beat
 from megalith.fleet.tiers import Source, Tier
 from megalith.spec.fleet import FleetSpec
 
-KEPT = 256  # durations of a phase that the percentile is of
-ENOUGH = 3  # durations from which on a limit follows; for the first step of a start one is enough
+KEPT = 256  # silences in a phase that the percentile is of
+ENOUGH = 3  # silences from which on a limit follows; for the first step of a start one is enough
 START_FLOORS = 5  # times hang_floor that a start may take in any case
 
 
@@ -37,12 +37,13 @@ class Limits:
 
 
 class Pace(Limits):
-    """Limits that follow the durations of this run's phases, over all its generations."""
+    """Limits that follow the silences in this run's phases, over all its generations."""
 
     def __init__(self, start: float, silence: float | None, fleet: FleetSpec) -> None:
         super().__init__(start, silence)
         self._fleet = fleet
-        self._durations: dict[str, deque[float]] = {}
+        self._silences: dict[str, deque[float]] = {}  # by phase: the longest between two beats, each time that a rank was in it
+        self._longest: dict[int, float] = {}  # by rank, in the phase and step that it is in
         self._starts: dict[Tier | None, deque[float]] = {}  # by the slowest tier they read: a store takes longer than memory
         self._tier: Tier | None = None
         self._last: list[Beat] = []
@@ -53,16 +54,19 @@ class Pace(Limits):
     def begin(self, source: Source) -> None:
         self._tier = source.slowest
         self._last, self._first_step, self._began, self._ready = [], -1, None, False
+        self._longest.clear()
 
     def note(self, beats: Sequence[Beat]) -> None:
         before, self._last = self._last or [Beat()] * len(beats), list(beats)
-        for old, new in zip(before, beats, strict=True):
+        for rank, (old, new) in enumerate(zip(before, beats, strict=True)):
             if new.count == old.count:
                 continue
             if new.step >= 0 and self._first_step < 0:
                 self._first_step = new.step
             if old.count and old.ready:
-                self._durations.setdefault(self._key(old), deque(maxlen=KEPT)).append(new.time - old.time)
+                self._longest[rank] = max(self._longest.get(rank, 0.0), new.time - old.time)
+                if (new.phase, new.step) != (old.phase, old.step):  # else a rank that waits says so, however often
+                    self._silences.setdefault(self._key(old), deque(maxlen=KEPT)).append(self._longest.pop(rank))
         self._note_start(beats)
 
     def _note_start(self, beats: Sequence[Beat]) -> None:
@@ -95,7 +99,7 @@ class Pace(Limits):
         return max(known) if known and len(known) == len(limits) else self._silence
 
     def _limit(self, key: str) -> float | None:
-        times = self._durations.get(key, ())
+        times = self._silences.get(key, ())
         if len(times) < (1 if key.startswith("first ") else ENOUGH):
             return None
         return max(self._fleet.hang_floor, self._fleet.hang_factor * percentile(times, 0.99))

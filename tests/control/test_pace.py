@@ -45,6 +45,20 @@ def test_a_hang_is_thrice_the_slowest_percent_of_steps_and_never_less_than_the_f
     assert _asked(fast, 20) == 1.0
 
 
+def test_a_rank_that_waits_within_a_step_and_says_so_does_not_make_the_limit_shorter():
+    """Sites that exchange gradients wait within the step, and their ranks repeat their beat meanwhile."""
+    pace = Pace(120.0, 600.0, FLEET)
+    pace.begin(BEGINNING)
+    number, at = 1, 0.0
+    pace.note([Beat(number, at, -1, True, "ready")] * 2)
+    for step in range(12):
+        for waited in [2.0, *[0.25] * 108]:  # the last step's gradients, or another sign of life
+            number += 1
+            pace.note([Beat(number, at, step, True, "step")] * 2)
+            at += waited
+    assert _asked(pace, 12) == 6.0
+
+
 def test_a_phase_that_was_never_seen_keeps_the_fixed_limit():
     pace = Pace(120.0, 600.0, FLEET)
     _steps(pace, first=0, count=20, seconds=0.05)
