@@ -6,6 +6,7 @@ after each step, and none can miss one. So a merge needs all of them, and after 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.merge import Made, Round, Sites
 from megalith.train.sites.messages import Start, Verdict
+from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
 from megalith.train.step import Watcher
 
@@ -81,6 +83,20 @@ class NoCheckpointError(RuntimeError):
 
 class All(Council):
     """A council each of whose merges needs all sites."""
+
+    def __init__(self, *arguments: Any, patience: float, **named: Any) -> None:
+        """Arguments are those of `Council`. A merge waits for a site as long as for a quorum: without it there is none."""
+        super().__init__(*arguments, patience=patience, **named)
+        self.pace = Pace(patience, patience)
+
+    def gather(self, verdict: Verdict, seconds: float) -> bool:
+        """Wait as `Council.gather` does, but not for a site that was started again: it has no gradients of this step."""
+        missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
+        if lost := {site for site in missing if not self._roll.takes_part(site)}:
+            raise PeerGone(
+                f"{are(lost)} away from site {self.site}, and data parallelism needs all sites: at step {verdict.step}"
+            )
+        return super().gather(verdict, seconds)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
         """Begin as `start` says. Raises NoCheckpointError."""
