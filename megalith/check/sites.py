@@ -1,6 +1,7 @@
 """Rules about sites that train apart and merge their weights."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import EVERY_STEP, FULL
+from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
 
 
 def merges_fit_the_round(case: Case) -> Found:
@@ -90,8 +91,22 @@ def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]
         yield "sites.method", "data-parallel", "is not for models with experts: their loads are counted within each site"
     if spec.optimizer.qk_clip:
         yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by what one site has seen"
-    if spec.sites is not None and len(set(spec.sites.plans)) > 1:
-        yield "sites.each", len(spec.sites.each), "give sites different plans, which round sums differently"
+    if (sites := spec.sites) is None:
+        return
+    if len(set(sites.plans)) > 1:
+        yield "sites.each", len(sites.each), "give sites different plans, which round sums differently"
+    if len(devices := _devices(sites)) > 1:
+        reason = f"give sites different devices ({', '.join(devices)}), whose kernels round differently"
+        yield "sites.each", len(sites.each), reason
+
+
+def _devices(sites: SitesSpec) -> list[str]:
+    """Return the kinds of devices of the clusters that sites name. Only for a run that `at_site` returned."""
+    found = dict[str, None]()
+    for name in filter(None, (one.cluster for one in sites.each)):
+        with suppress(SpecErrors):  # another rule reports a cluster that is not known
+            found[clusters.load(name).accelerator.name] = None
+    return [*found]
 
 
 def fragments_have_parts(case: Case) -> Found:
@@ -189,7 +204,7 @@ def each_cluster_has_the_ranks(case: Case) -> Found:
 def returned_samples_can_be_trained(case: Case) -> Found:
     """A lost site's samples are dealt out again in shares that may be as small as the smallest part of a step."""
     spec, sites = case.spec, case.spec.sites
-    if sites is None or len(sites.plans) != sites.count:
+    if sites is None or sites.exchanges_gradients or len(sites.plans) != sites.count:  # no step is made without a site
         return
     batch = min(phase.global_batch for phase in Phases.of(spec).all)
     for number, (plan, share) in enumerate(zip(sites.plans, sites.shares, strict=False)):

@@ -139,6 +139,40 @@ def test_gradients_may_be_exchanged() -> None:
     assert "sites.each" in [problem.key for problem in check(own, files=False) if problem.severity == "error"]
 
 
+@pytest.mark.parametrize(
+    ("clusters", "refused"),
+    [
+        (("h100:2", "t4:2"), True),
+        (("h100:2", "8xh100"), False),
+        (("h100:2", None), False),
+        (("h100:2", "no-such"), False),
+    ],
+)
+def test_other_devices_cannot_make_the_same_update(clusters: tuple[str | None, str | None], refused: bool) -> None:
+    """Sites with the same plan. What `local` is shows only there, and a cluster that nobody knows is another rule's."""
+    each = [{"cluster": one, "plan": {"data": 2}} for one in clusters]
+    run = at_site(tiny_run(sites={"method": "data-parallel", "each": each}, checkpoint={"every": 2}))
+    reasons = [one.reason for one in check(run, files=False) if one.severity == "error" and one.key == "sites.each"]
+    assert bool(reasons) is refused, reasons
+    if refused:
+        assert "different devices (h100, t4), whose kernels round differently" in reasons[0]
+    merges = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}))
+    assert "sites.each" not in [one.key for one in check(merges, files=False)]
+
+
+def test_samples_are_not_handed_back_where_every_step_needs_all_sites() -> None:
+    plan = {"pipeline": 2, "schedule": "dualpipe", "zero": 1, "microbatch": 4}
+    sites = {"inner_steps": 2, "each": [{"plan": plan, "share": 3}, {"plan": plan, "share": 2}]}
+    tables = {"checkpoint": {"every": 2}, "train": {"global_batch": 20}}
+    refused = "sites.each.0.plan.schedule"
+    errors = [
+        problem.key for problem in check(at_site(tiny_run(sites=sites, **tables)), files=False) if problem.severity == "error"
+    ]
+    assert refused in errors, "merges go on without a site"
+    run = at_site(tiny_run(sites={"method": "data-parallel", "each": sites["each"]}, **tables))
+    assert not [problem for problem in check(run, files=False) if problem.severity == "error"]
+
+
 def test_sites_that_exchange_gradients_stay_as_many() -> None:
     two, three = (tiny_run(sites={"method": "data-parallel", "count": count}, train={"global_batch": 12}) for count in (2, 3))
     assert [problem.key for problem in check_resume(two, three)] == ["sites.count"]
