@@ -24,9 +24,8 @@ class Incident:
 
 @dataclass(frozen=True)
 class Merges:
-    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks waited for other sites. `used`:
-    the
-    share of the time in steps and merges in which they did not. `norm`, `spread`: those of the last merge."""
+    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks waited for other sites. `used`: the share
+    of the time in steps and merges, also in those that were repeated, in which they did not. `norm`, `spread`: those of the last merge."""
 
     count: int
     sites: int
@@ -130,6 +129,8 @@ def merges_of(run: History) -> Merges | None:
     if not made:
         return None
     waited = sum(one.waited for one in made)
-    whole = sum(step.seconds for step in run.steps) + sum(one.seconds for one in made)
+    whole = sum(step.seconds for step in (*run.steps, *run.repeated))
+    if (run.spec.get("sites") or {}).get("method") != "data-parallel":  # gradients are exchanged within a step, weights after it
+        whole += sum(one.seconds for one in made)
     sent, last = sum(one.bytes_sent for one in made), made[-1]
     return Merges(len(made), last.sites, sent, waited, 1 - waited / whole if whole else 1.0, last.norm, last.spread)

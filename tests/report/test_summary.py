@@ -1,14 +1,17 @@
 """Summary of a run in numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from megalith.events import EventLog, Merge
 from megalith.report import tables
 from megalith.report.history import history
 from megalith.report.summary import of_folder
 from tests.commands.calling import call
-from tests.report.run_folder import STEPS, TOKENS, write_run
+from tests.report.run_folder import STEPS, TOKENS, spec, start, step, write_run
 
 
 def test_numbers_are_those_of_the_events(tmp_path: Path) -> None:
@@ -47,12 +50,26 @@ def test_merges_are_added_up(tmp_path: Path) -> None:
     assert of_folder(tmp_path).merges is None
     log = EventLog(tmp_path)
     (tmp_path / "run.toml").write_text('name = "first"\n')
-    for step in (5, 9):
+    for after in (5, 9):
         numbers = {"losses": [3.0, None], "bytes_sent": 1 << 20, "bytes_received": 1 << 20, "norm": 1.0, "spread": 0.5}
-        log.write(Merge(step=step, sent=step - 1, fragment=0, sites=2, waited=0.25, seconds=0.5, **numbers))
+        log.write(Merge(step=after, sent=after - 1, fragment=0, sites=2, waited=0.25, seconds=0.5, **numbers))
     log.close()
     found = of_folder(tmp_path)
     assert found.merges is not None and (found.merges.count, found.merges.sites) == (2, 2)
     assert found.merges.bytes_sent == 2 << 20 and found.merges.waited == 0.5
-    assert found.merges.used == 1 - 0.5 / (1.0 + found.seconds_in_steps)
+    assert found.merges.used == 1 - 0.5 / (1.0 + found.seconds_in_steps + found.repeated_seconds)
     assert "2 over 2 sites: 2 MiB sent, waited 500 ms" in " ".join(call("report", str(tmp_path)).stdout.split())
+
+
+@pytest.mark.parametrize("method", ["merge", "data-parallel"])
+def test_waits_for_gradients_are_within_steps(method: str, tmp_path: Path) -> None:
+    """Each step takes 0.5 s: waits for weights come after it, those for gradients are a part of it."""
+    log = EventLog(tmp_path)
+    log.write(replace(start(), spec=spec() | {"sites": {"method": method}}))
+    for number in range(1, 5):
+        numbers = {"losses": [3.0, None], "bytes_sent": 1, "bytes_received": 1, "norm": 1.0, "spread": 0.5}
+        log.write(Merge(step=number, sent=number, fragment=0, sites=2, waited=0.25, seconds=0.5, **numbers))
+        log.write(step(number))
+    log.close()
+    merges = of_folder(tmp_path).merges
+    assert merges is not None and merges.used == 1 - 0.25 / (0.5 if method == "data-parallel" else 1.0)
