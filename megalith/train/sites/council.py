@@ -21,7 +21,7 @@ from megalith.spec.sites import SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.cuts import called
 from megalith.train.sites.differences import SAME, Differences, OutOfStepError
-from megalith.train.sites.meeting import Beginning, Meeting, caller
+from megalith.train.sites.meeting import Beginning, Meeting, caller, no_quorum
 from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Stand, Start, Told, Verdict
 from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
@@ -118,11 +118,7 @@ class Council:
                     return self._begun(start, self.site)
         if time.monotonic() - self._since < self._limit:
             return None
-        need = f"more than half of the {self.spec.count} sites" if self.spec.decides is None else f"site {self.spec.decides}"
-        away = [site for site in range(self.spec.count) if site != self.site and not self._wire.connected(site)]
-        why = "; ".join(f"site {site}: {self._wire.trouble(site)}" for site in away)
-        refused = f". {self.turned_away} connections did not prove the run's key" if self.turned_away else ""
-        raise PeerGone(f"no quorum within {self._limit:.0f} s: {need} must be there, and site {self.site} misses {why}{refused}")
+        raise no_quorum(self.spec, self.site, self._wire, self._limit)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
         self._follow(start.line, decider)
@@ -232,6 +228,8 @@ class Council:
         verdict = replace(verdict, line=self.line)
         self._ready -= set(verdict.joined)
         self._given.append(verdict)
+        if len(self._given) == self._given.maxlen:
+            self._stand = None  # whoever still stands where the line began would soon not get the verdict that is due there
         self._post(verdict)
         return verdict
 
@@ -266,7 +264,8 @@ class Council:
         number, fragment, sent, step = merge[:4]
         verdict = self._verdicts.pop((self.line, number), None)
         if verdict is None:
-            self._need_decider(self._due_since, step)
+            missed = any(line == self.line and later > number for line, later in self._verdicts)
+            self._need_decider(self._due_since, step, missed=missed)
             return None
         if (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
             raise OutOfStepError(
@@ -275,17 +274,18 @@ class Council:
             )
         return verdict
 
-    def _need_decider(self, began: float, step: int) -> None:
+    def _need_decider(self, began: float, step: int, *, missed: bool = False) -> None:
         """Raise PeerGone if the site that decides was started again, has been cut off for a grace, or silent for the patience. It may
-        compute or wait for longer than that: it speaks after each step."""
+        compute or wait for longer than that: it speaks after each step. `missed`: later verdicts came, and the due one did not."""
         assert self._wire is not None
         now = time.monotonic()
-        connected = self._wire.connected(self.decider)
+        connected = self._wire.connected(self.decider) and not missed
         self._lost_since = None if connected else now if self._lost_since is None else self._lost_since
         lost = self._lost_since is not None and now - self._lost_since >= self.pace.grace
         silent = now - max(began, self._roll.last_word(self.decider))
         if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
-            raise PeerGone(f"site {self.decider}, which decides, is away: waited {now - began:.0f} s at step {step}")
+            what = "has made later merges than the one that is due here" if missed else "is away"
+            raise PeerGone(f"site {self.decider}, which decides, {what}: waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait for what a verdict merges; True once it is there, False if `seconds` were not enough, and the call is to be made again.

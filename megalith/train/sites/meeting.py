@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.messages import LINE_BYTES, Hello, Stand
 from megalith.train.sites.roll import Roll
+from megalith.train.sites.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,12 @@ def caller(offers: dict[int, Hello]) -> int | None:
     """Return the first of the sites that stand furthest: it calls the others. None if no site stands at a merge."""
     stands = {site: hello.stand for site, hello in offers.items() if hello.stand is not None}
     return min((site for site, stand in stands.items() if stand == max(stands.values())), default=None)
+
+
+def no_quorum(spec: SitesSpec, site: int, wire: Wire, limit: float) -> PeerGone:
+    """Return the reason why a site ends that has met too few others for `limit` seconds."""
+    need = f"more than half of the {spec.count} sites" if spec.decides is None else f"site {spec.decides}"
+    away = [other for other in range(spec.count) if other != site and not wire.connected(other)]
+    why = "; ".join(f"site {other}: {wire.trouble(other)}" for other in away)
+    refused = f". {wire.turned_away} connections did not prove the run's key" if wire.turned_away else ""
+    return PeerGone(f"no quorum within {limit:.0f} s: {need} must be there, and site {site} misses {why}{refused}")

@@ -51,7 +51,8 @@ def _cut(fields: list[Any]) -> Cut:
 class Hello:
     """How a site stands, sent to each site that it meets. `line`: the name of the start that it takes part in; empty: of none yet.
     `decides`: the site that decides there. `asks`: it wants to take part in a line that is under way. `cuts`: its checkpoints. `stand`:
-    the merge at which its line began, if that was not at a checkpoint; of a site in no line, the merge that it stands at."""
+    the merge at which its line began, if that was not at a checkpoint and sites that stand there may still follow; of a site in no line,
+    the merge that it stands at."""
 
     kind = b"h"
     line: str = ""

@@ -186,3 +186,57 @@ def test_the_first_of_those_that_are_furthest_calls() -> None:
     near, far = Hello(stand=Stand(3, 8, "a")), Hello(stand=Stand(4, 8, "b"))
     assert caller({0: Hello(), 1: near, 2: far, 3: far}) == 2
     assert caller({0: Hello()}) is None
+
+
+def _goes_on_without_the_last(hub: Hub, *, merges: int) -> list[Council]:
+    """Sites 1 and 2 stand at the first merge and cannot see each other; 1 makes merges with site 0, which was started again."""
+    councils = _all(hub, patience=5.0)
+    for one in councils:
+        one._limit = 20.0
+        one.post(_difference(4))
+    hub.cut([2], [0, 1])
+    councils[0] = _council(hub, 0, start="again", patience=5.0)
+    end, first = time.monotonic() + 20.0, None
+    while first is None and time.monotonic() < end:
+        first = councils[1].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.01)
+        assert councils[2].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.01) is None
+        councils[0].begin([], 0.01)
+    assert first is not None and councils[1].decides
+    for number in range(1, merges):
+        step = 4 + 4 * number
+        councils[1].post(_difference(step))
+        with _waiting([councils[0]]):
+            assert councils[1].decide(number, 0, step, step, members={1: 0}) is not None
+    assert councils[2]._gone is not None, "it stands"
+    return councils
+
+
+def _merges(one: Council, seconds: float) -> None:
+    verdict = one.decide(0, 0, 4, 4, members=MEMBERS, seconds=seconds)
+    assert verdict is not None, "it waits for what cannot come"
+    one.differences(verdict, bytes_each=7)
+
+
+@pytest.mark.parametrize("merges", [6, 3])
+def test_a_site_that_stands_ends_once_the_others_are_far_ahead(merges: int) -> None:
+    """They no longer have the verdict that is due where it stands, or no longer the difference that was merged there."""
+    hub = Hub()
+    councils = _goes_on_without_the_last(hub, merges=merges)
+    hub.mend()
+    with _waiting(councils[:2]), pytest.raises(PeerGone):
+        _merges(councils[2], 3.0)
+
+
+def test_a_verdict_that_later_ones_have_overtaken_is_not_waited_for() -> None:
+    """The connection broke for a moment, for longer than the site that decides keeps its verdicts."""
+    hub = Hub()
+    councils = _all(hub, patience=5.0)
+    line = councils[1].line
+    councils[1].post(_difference(4))
+    councils[1]._note(0, Verdict(1, 0, 8, 8, (0, 2), left=(1,), count=3, line=line))
+    with _waiting([councils[0], councils[2]]):
+        began = time.monotonic()
+        assert councils[1].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.05) is None and councils[1].line == line
+        with pytest.raises(PeerGone, match="later merges than the one that is due"):
+            _merges(councils[1], 3.0)
+    assert time.monotonic() - began < 2.5
