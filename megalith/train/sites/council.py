@@ -106,11 +106,11 @@ class Council:
             if self._start is not None:
                 return self._begun(self._start[1], self._start[0])
             # A site with a line under way, which lost the site that decides, comes again once it knows.
-            offers = self._meeting.offers(Hello(cuts=tuple(cuts)))
+            patient = time.monotonic() - self._since < self._start_seconds / 4
+            offers = self._meeting.offers(Hello(cuts=tuple(cuts)), self._wire.connected, patient=patient)
             if caller(offers) is not None or self._meeting.coming(self._wire.connected):
                 continue  # those that stand at a merge have more than any checkpoint
-            waited = time.monotonic() - self._since
-            if offers.keys() == all_here or (waited >= self._start_seconds / 4 and self.quorum(offers)):
+            if offers.keys() == all_here or (not patient and self.quorum(offers)):
                 cut, calls = called({site: hello.cuts for site, hello in offers.items()}, self.spec)
                 if calls == self.site:
                     start = Start(secrets.token_hex(LINE_BYTES), cut)

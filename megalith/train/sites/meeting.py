@@ -68,7 +68,7 @@ class Meeting:
         for site, hello in self._hellos.items():
             if hello.line and hello.decides == site and hello.stand == stand:
                 return Line(hello.line, site)
-        offers = self.offers(Hello(stand=stand))
+        offers = self.offers(Hello(stand=stand), connected, patient=patient)
         late = any(connected(site) for site in set(range(self._spec.count)) - offers.keys())
         calls = self._spec.quorum(offers) and caller(offers) == self._site and not (patient and late)
         return Line(secrets.token_hex(LINE_BYTES), self._site) if calls else None
@@ -90,9 +90,11 @@ class Meeting:
         """Return the sites that soon stand at a merge: they take part in a line that this site decided before it was started again."""
         return {site for site, one in self._hellos.items() if one.line and one.decides == self._site and connected(site)}
 
-    def offers(self, own: Hello) -> dict[int, Hello]:
-        """Return what the sites in no line offer to begin from. `own`: this site's offer."""
-        return {site: hello for site, hello in self._hellos.items() if not hello.line} | {self._site: own}
+    def offers(self, own: Hello, connected: Callable[[int], bool], *, patient: bool) -> dict[int, Hello]:
+        """Return what the sites in no line offer to begin from. `own`: this site's offer. `patient`: sites that are cut off count too,
+        because they may be back in a moment."""
+        found = {site: hello for site, hello in self._hellos.items() if not hello.line and (patient or connected(site))}
+        return found | {self._site: own}
 
 
 def caller(offers: dict[int, Hello]) -> int | None:

@@ -240,3 +240,47 @@ def test_a_verdict_that_later_ones_have_overtaken_is_not_waited_for() -> None:
         with pytest.raises(PeerGone, match="later merges than the one that is due"):
             _merges(councils[1], 3.0)
     assert time.monotonic() - began < 2.5
+
+
+def test_a_site_that_is_lost_before_it_calls_is_not_waited_for() -> None:
+    """Site 1 is the first that stands, but the other one and the site that was started again are a quorum."""
+    hub = Hub()
+    councils = _all(hub, patience=5.0)
+    for one in councils[1:]:
+        one._limit = 20.0
+        one.post(_difference(4))
+    again = _council(hub, 0, start="again", patience=5.0)
+    for one in councils[1:]:
+        while one._gone is None:
+            assert one.decide(0, 0, 4, 4, members=MEMBERS, seconds=0.0) is None
+    for one in (again, councils[2]):
+        one.listen()
+    hub.cut([1], [0, 2])
+    found, end = None, time.monotonic() + 5.0
+    while found is None and time.monotonic() < end:
+        found = councils[2].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.01)
+        if not again.line:
+            assert again.begin([], 0.01) in (None, Beginning(None, anew=True))
+        again.listen()
+    assert found is not None and (found.merged, found.left) == ((2,), (0, 1))
+
+
+def test_a_site_that_stood_and_is_lost_keeps_nobody_from_beginning() -> None:
+    """It was connected to one of the others alone."""
+    hub = Hub()
+    councils = [_council(hub, site, count=5) for site in range(3)]
+    for one in councils:
+        one._limit = 20.0
+    gone = _council(hub, 3, count=5)
+    gone._post(Hello(stand=Stand(7, 28, "m")))
+    for one in councils:
+        one.listen()
+    del hub.wires[3]
+    for one in councils[1:]:
+        one._meeting.forget(3)
+    found, end = dict[int, Beginning](), time.monotonic() + 5.0
+    while len(found) < 3 and time.monotonic() < end:
+        for one in councils:
+            began = None if one.site in found else one.begin([], 0.01)
+            found |= {} if began is None else {one.site: began}
+    assert found == dict.fromkeys(range(3), Beginning(None))
