@@ -267,7 +267,7 @@ def test_a_node_that_joins_again_under_its_name_was_lost_before(fleet: Callable[
     run.join("a")
     heard = run.until(lambda heard: len(heard) >= 2)
     assert [type(what) for what in heard] == [NodesLost, NodeJoined]
-    until(lambda: "given up" in run.reasons.get("a", ""), seconds=SECONDS)
+    until(lambda: "declared lost" in run.reasons.get("a", ""), seconds=SECONDS)
 
 
 def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[..., Fleet]) -> None:
