@@ -1,5 +1,6 @@
 """The differences of fragments that the leader of a site has at hand: its own, and those of the other sites."""
 
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,10 +16,11 @@ class OutOfStepError(RuntimeError):
 class Differences:
     """All that have come or were sent, and may still be merged. Those of each line are apart."""
 
-    def __init__(self, site: int) -> None:
+    def __init__(self, site: int, *, kept: int = 1) -> None:
+        """`kept`: how many of this site's differences of each fragment may have to be sent again."""
         self._site = site
         self._there: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
-        self._own: dict[int, Difference] = {}  # the newest of each fragment
+        self._own = defaultdict[int, deque[Difference]](lambda: deque(maxlen=kept))  # the newest of each fragment
         self._merged: dict[int, int] = {}  # for each fragment, the step of the newest that are merged
 
     def note(self, site: int, difference: Difference) -> None:
@@ -31,14 +33,15 @@ class Differences:
 
     def send(self, difference: Difference, line: str) -> Difference:
         """Return this site's difference as it is sent in a line, and keep it."""
-        sent = self._own[difference.fragment] = replace(difference, line=line)
+        sent = replace(difference, line=line)
+        self._own[sent.fragment].append(sent)
         self.note(self._site, sent)
         return sent
 
     @property
     def own(self) -> Iterable[Difference]:
-        """This site's newest difference of each fragment: a broken connection may have lost it."""
-        return self._own.values()
+        """This site's newest differences of each fragment, the oldest first: a broken connection may have lost them."""
+        return [one for each in self._own.values() for one in each]
 
     def enter(self, line: str) -> None:
         """Forget the differences of all other lines."""
@@ -46,8 +49,9 @@ class Differences:
 
     def under_way(self) -> list[Difference]:
         """Return this site's differences that are not merged yet, and forget the others."""
-        self._own = {number: one for number, one in self._own.items() if one.step > self._merged.get(number, -1)}
-        return [*self._own.values()]
+        found = [one for one in self.own if one.step > self._merged.get(one.fragment, -1)]
+        self._own.clear()
+        return found
 
     def take(self, verdict: Verdict, line: str, *, bytes_each: int) -> list[Difference]:
         """Return what a verdict merges, in the order of the sites, and forget it. Raises OutOfStepError for messages of

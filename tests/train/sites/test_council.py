@@ -21,6 +21,7 @@ from megalith.train.sites.cuts import called
 from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
+from megalith.train.sites.together import All
 
 LINE = "ab" * 8
 FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
@@ -296,6 +297,28 @@ def test_a_connection_that_breaks_in_between_loses_nothing() -> None:
     _listen(councils)
     assert councils[1].decide(0, 0, 4, 4, members=MEMBERS) == verdict
     assert len(councils[1].differences(verdict, bytes_each=7)) == 3
+
+
+def test_gradients_that_a_broken_connection_lost_are_sent_again() -> None:
+    """Also those of the step before, if the site that decides has taken one more meanwhile."""
+    hub, two = Hub(), {0: 0, 1: 0}
+    spec = SitesSpec(method="data-parallel", count=2, grace=0.1)
+    councils = [All(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0) for site in range(2)]
+    _listen(councils)
+    assert [one.begin([], 5.0) for one in councils] == [Beginning(None)] * 2
+    councils[1].post(_difference(1))
+    hub.cut([0], [1])
+    councils[0].post(_difference(1))
+    first = councils[0].decide(0, 0, 1, 1, members=two)
+    assert first is not None and len(councils[0].differences(first, bytes_each=7)) == 2
+    councils[0].post(_difference(2))
+    hub.mend()
+    with _waiting([councils[0]]):
+        assert councils[1].decide(0, 0, 1, 1, members=two) == first
+        assert len(councils[1].differences(first, bytes_each=7)) == 2
+    councils[1].post(_difference(2))
+    second = councils[0].decide(1, 0, 2, 2, members=two)
+    assert second is not None and second.merged == (0, 1) and councils[1].decide(1, 0, 2, 2, members=two) == second
 
 
 def test_a_site_that_is_asked_to_stop_leaves_and_the_others_go_on() -> None:
