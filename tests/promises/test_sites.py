@@ -130,6 +130,17 @@ def test_sites_that_exchange_gradients_go_on_with_the_same_bits(victim: int, dat
     assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
 
 
+@FULL
+def test_a_fault_in_the_first_save_costs_the_steps_before_it(data: Path, tmp_path: Path) -> None:
+    """One site has the checkpoint and the other has none: both begin anew, and make the same bits."""
+    spec = _spec(data, TOGETHER)
+    whole = _train(spec, tmp_path / "whole")
+    with when("checkpoint", 3, site=1, act=lambda: die_once_saved(tmp_path / "killed", 3)):
+        assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "killed"), whole)
+    assert [one.resumed_step for one in of_kind(read(tmp_path / "killed"), RunStarted)] == [0, 0]
+
+
 OWN_PLANS: list[dict[str, Any]] = [{"plan": {"data": 2, "zero": 3}}, {"plan": {}}]
 """Two ranks read two thirds of every step, one rank a third."""
 

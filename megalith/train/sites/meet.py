@@ -52,7 +52,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
-        usual = All if spec.exchanges_gradients else Council
+        usual = partial(All, every=run.checkpoint.every) if spec.exchanges_gradients else Council
         kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
     kind_of_merge = Together if spec.exchanges_gradients else Sites

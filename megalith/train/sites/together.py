@@ -18,7 +18,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.merge import Made, Round, Sites
-from megalith.train.sites.messages import Start, Verdict
+from megalith.train.sites.messages import Cut, Start, Verdict
 from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
 from megalith.train.step import Watcher
@@ -84,10 +84,18 @@ class NoCheckpointError(RuntimeError):
 class All(Council):
     """A council each of whose merges needs all sites."""
 
-    def __init__(self, *arguments: Any, patience: float, **named: Any) -> None:
-        """Arguments are those of `Council`. A merge waits for a site as long as for a quorum: without it there is none."""
+    def __init__(self, *arguments: Any, patience: float, every: int, **named: Any) -> None:
+        """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for a site as long as for a quorum:
+        without it there is none."""
         super().__init__(*arguments, patience=patience, **named)
-        self.pace = Pace(patience, patience)
+        self.pace, self._every = Pace(patience, patience), every
+        self._first = Cut(0, "", 0, tuple(range(self.spec.count)))  # the first weights, which all sites have
+
+    def begin(self, cuts: Sequence[Cut], seconds: float) -> Beginning | None:
+        """Meet the others as `Council.begin` does. A site of at most as many steps as lie between checkpoints also offers the first
+        weights: a fault may have kept another from its first checkpoint, and costs no more than any."""
+        early = all(cut.step <= self._every for cut in cuts)
+        return super().begin([self._first, *cuts] if early else cuts, seconds)
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait as `Council.gather` does, but not for a site that was started again: it has no gradients of this step."""
@@ -105,7 +113,8 @@ class All(Council):
                 f"site {self.site} has no checkpoint of step {start.cut.step}, from which the others begin, and with data parallelism no "
                 "site trains without. Copy the checkpoints of another site's run folder to this site's: all hold the same"
             )
-        return super()._begun(start, decider)
+        beginning = super()._begun(start, decider)
+        return Beginning(None) if start.cut == self._first else beginning
 
     def _may_stand(self, merge: Pending) -> bool:
         """False: a site that comes back needs a checkpoint of all, since it lacks the optimizer's state."""

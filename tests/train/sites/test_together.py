@@ -1,6 +1,7 @@
 """Sites that exchange gradients: each step needs all of them."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ import pytest
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.together import All
-from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
+from megalith.train.sites.messages import Cut
+from megalith.train.sites.together import All, NoCheckpointError
+from tests.train.sites.test_council import MEMBERS, Hub, Wire, _cut, _difference, _listen
 
 
-def _one(hub: Hub, site: int, *, start: str = "first", patience: float = 20.0, count: int = 3, **named: Any) -> All:
+def _one(hub: Hub, site: int, *, start: str = "first", patience: float = 20.0, count: int = 3) -> All:
     sites = SitesSpec(method="data-parallel", count=count)
-    return All(sites, site, Wire(hub, site, start), patience=patience, start=0.4, limit=0.4, **named)
+    return All(sites, site, Wire(hub, site, start), patience=patience, start=0.4, limit=0.4, every=10)
 
 
 def _all(hub: Hub, **named: Any) -> list[All]:
@@ -90,3 +92,31 @@ def test_nobody_waits_for_gradients_of_a_site_that_was_started_again() -> None:
     councils[2].listen()
     with pytest.raises(PeerGone, match="site 1 is away from site 2, and data parallelism"):
         councils[2].gather(verdict, 20.0)
+
+
+def _begin(*cuts: Sequence[Cut]) -> list[Beginning | type[Exception]]:
+    """Return how sites with these checkpoints begin."""
+    hub = Hub()
+    councils = [_one(hub, site, count=len(cuts)) for site in range(len(cuts))]
+    found: dict[int, Beginning | type[Exception]] = {}
+    end = time.monotonic() + 20
+    while len(found) < len(cuts) and time.monotonic() < end:
+        for one in (each for each in councils if each.site not in found):
+            try:
+                beginning = one.begin(cuts[one.site], 0.05)
+            except NoCheckpointError:
+                found[one.site] = NoCheckpointError
+            else:
+                found |= {} if beginning is None else {one.site: beginning}
+    return [found[site] for site in range(len(cuts))]
+
+
+def test_all_begin_from_the_first_weights_where_one_lacks_the_first_checkpoint() -> None:
+    """No more steps are lost than lie between two checkpoints."""
+    three, ten, twenty = (_cut(step, 0, 1) for step in (3, 10, 20))
+    first = Beginning(None)
+    assert _begin([], []) == [first, first]
+    assert _begin([ten], []) == _begin([], [ten]) == _begin([three, ten], []) == [first, first]
+    assert _begin([ten], [ten]) == _begin([ten, twenty], [ten]) == [Beginning(10), Beginning(10)]
+    assert _begin([_cut(10, 0, 1, 2)], [_cut(10, 0, 1, 2)], []) == [first] * 3
+    assert _begin([ten, twenty], []) == _begin([twenty], []) == [Beginning(20), NoCheckpointError]
