@@ -76,7 +76,7 @@ class Guard:
         self.probe.next()
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
-    def reduced(self, trainer: Trainer, step: int) -> None:
+    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Check that replicas had the same state, and got the same gradients."""
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())

@@ -53,7 +53,7 @@ class Injector:
             parameter = next(p for p in stage.parameters() if p.requires_grad)
             self._hooks.append(parameter.register_hook(self._spoiler(one)))
 
-    def reduced(self, trainer: Trainer, step: int) -> None:
+    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Do nothing when gradients are complete."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:

@@ -176,7 +176,7 @@ class LateStepper(Stepper):
         gradients.NotFinite with the number of this step or the one before; weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
-        tell(self.watchers, "reduced", trainer, step)
+        tell(self.watchers, "reduced", trainer, step, accumulated.executed.nll)
         start = trainer.executor.clock.mark()
         who = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)

@@ -33,8 +33,8 @@ class Watcher(Protocol):
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Called before the step's data is read."""
 
-    def reduced(self, trainer: Trainer, step: int) -> None:
-        """Called when this rank's gradients are complete and not yet clipped."""
+    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
+        """Called when this rank's gradients are complete and not yet clipped. `nll`: its part of the step's loss."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Called before the optimizer uses the gradients."""
@@ -49,10 +49,10 @@ class Watcher(Protocol):
         """Called when the state does not change until the next update."""
 
 
-def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int) -> None:
-    """Call the watchers for a moment, in order."""
+def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
+    """Call the watchers for a moment, in order. `more`: what the moment tells besides."""
     for watcher in watchers:
-        getattr(watcher, moment)(trainer, step)
+        getattr(watcher, moment)(trainer, step, *more)
 
 
 def seed_step(trainer: Trainer, step: int) -> None:
@@ -150,7 +150,7 @@ def train_step(
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
     accumulated = first_pass(trainer, microbatches, step=step, watchers=watchers)
-    tell(watchers, "reduced", trainer, step)
+    tell(watchers, "reduced", trainer, step, accumulated.executed.nll)
     computed = gathered(trainer, accumulated, stop=stop)
     if before is not None:
         same = same_numbers(before.totals, computed.totals)

@@ -115,6 +115,9 @@ def test_gradients_that_are_exchanged_make_one_world(plan: dict[str, Any], data:
     (whole,) = fragments(shapes, spec.sites)
     made = list(of_kind(read(tmp_path / "sites"), Merge))
     assert [one.step for one in made] == list(range(1, 9))
+    logs = [list(of_kind(read(folder_of(tmp_path / "sites", site)), Step)) for site in range(2)]
+    for merge, *steps in zip(made, *logs, strict=True):
+        assert merge.losses == pytest.approx([one.loss for one in steps], rel=1e-6), "those of the same step"
     assert {one.bytes_sent for one in made} == {wire_bytes(whole) + verdict_bytes()} and whole.bytes == 4 * sum(
         tensor.numel() for tensor in _weights(merged).values()
     )

@@ -43,7 +43,7 @@ class Fault:
     def before_step(self, trainer: Trainer, step: int) -> None:
         self._come("before_step", trainer, step)
 
-    def reduced(self, trainer: Trainer, step: int) -> None:
+    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         self._come("reduced", trainer, step)
 
     def before_update(self, trainer: Trainer, step: int) -> None:

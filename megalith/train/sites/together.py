@@ -34,8 +34,10 @@ class Together(Sites):
         self._made: list[Made] = []
         self.watchers = (_Exchange(self),)
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: int) -> None:
-        """Replace this rank's gradients of the step that `step` steps were done before, in place, by their mean over all sites."""
+    def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
+        """Replace this rank's gradients of the step that `step` steps were done before, in place, by their mean over all sites. `loss`:
+        this rank's part of the site's loss, which the others learn with the gradients."""
+        self.note(sum(self._party.gather_all(loss)))
         self._gradients = gradients
         self._send(0, step + 1)
         self._made.append(self._merge(0, step + 1))
@@ -72,9 +74,10 @@ class _Exchange(Watcher):
     def __init__(self, sites: Together) -> None:
         self._sites = sites
 
-    def reduced(self, trainer: Trainer, step: int) -> None:
+    def reduced(self, trainer: Trainer, step: int, nll: Tensor) -> None:
+        loss = 0.0 if trainer.groups.coordinates["tensor"] else float(nll)  # tensor ranks all have the whole loss
         given = {name: parameter.grad for name, parameter in trainer.parameters.items()}
-        self._sites.exchange({name: local(grad) for name, grad in given.items() if grad is not None}, step)
+        self._sites.exchange({name: local(grad) for name, grad in given.items() if grad is not None}, step, loss)
 
 
 class NoCheckpointError(RuntimeError):
