@@ -61,9 +61,7 @@ class Council:
         self._stand: Stand | None = None  # the merge that the line began at; without a line, the one that this site stands at
         self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
         self._start: tuple[int, Start] | None = None
-        self._differences = Differences(
-            site, kept=2 if spec.exchanges_gradients else 1
-        )  # the site that decides may be a step ahead
+        self._differences = Differences(site, kept=2 if spec.exchanges_gradients else 1)  # who decides may be a step ahead
         self._verdicts: dict[tuple[str, int], Verdict] = {}
         self._given: deque[Verdict] = deque(maxlen=2 * spec.fragments + 2)  # as the site that decides
         self._told: Told | None = None
