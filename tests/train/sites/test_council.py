@@ -303,7 +303,7 @@ def test_gradients_that_a_broken_connection_lost_are_sent_again() -> None:
     """Also those of the step before, if the site that decides has taken one more meanwhile."""
     hub, two = Hub(), {0: 0, 1: 0}
     spec = SitesSpec(method="data-parallel", count=2, grace=0.1)
-    councils = [All(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0) for site in range(2)]
+    councils = [All(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0, every=10) for site in range(2)]
     _listen(councils)
     assert [one.begin([], 5.0) for one in councils] == [Beginning(None)] * 2
     councils[1].post(_difference(1))
