@@ -454,7 +454,7 @@ def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpe
 
 
 def test_a_brief_file_keeps_sites_that_are_all_defaults_and_what_was_said_of_them(run: Path) -> None:
-    """What is left out may be chosen for a link."""
+    """Keys that are left out may be chosen for a link."""
     run.write_text(run.read_text() + "\n[sites]\nbits = 32\n")
     before = files.load(run)
     brief = run.with_name("brief.toml")

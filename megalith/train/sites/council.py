@@ -99,7 +99,8 @@ class Council:
         self._since = began if self._since is None else self._since
         while time.monotonic() - began < seconds:
             self._hear(TURN_SECONDS)
-            if (under_way := self._meeting.under_way()) is not None:
+            fresh = self._start is not None and self._start[1].line not in {line for line, _ in self._verdicts}
+            if not fresh and (under_way := self._meeting.under_way()) is not None:
                 self._follow(*under_way)
                 self.ask()
                 return Beginning(None, anew=True)
@@ -225,9 +226,8 @@ class Council:
         verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - self._due_since))
         if verdict is None:
             return None
-        verdict = replace(verdict, line=self.line)
+        self._given.append(verdict := replace(verdict, line=self.line))
         self._ready -= set(verdict.joined)
-        self._given.append(verdict)
         if len(self._given) == self._given.maxlen:
             self._stand = None  # whoever still stands where the line began would soon not get the verdict that is due there
         self._post(verdict)
