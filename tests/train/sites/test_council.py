@@ -299,6 +299,18 @@ def test_a_connection_that_breaks_in_between_loses_nothing() -> None:
     assert len(councils[1].differences(verdict, bytes_each=7)) == 3
 
 
+def test_a_site_that_hears_of_a_beginning_and_of_its_line_at_once_takes_part_from_there() -> None:
+    """It asks to join a line that is under way, unless that line has merged nothing yet."""
+    hub = Hub()
+    councils = [
+        Council(SitesSpec(count=2), site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0) for site in range(2)
+    ]
+    _listen(councils)
+    assert councils[0].begin([], 5.0) == Beginning(None)
+    councils[0]._hear(0.0)  # it also says which line it is in
+    assert councils[1].begin([], 5.0) == Beginning(None)
+
+
 def test_gradients_that_a_broken_connection_lost_are_sent_again() -> None:
     """Also those of the step before, if the site that decides has taken one more meanwhile."""
     hub, two = Hub(), {0: 0, 1: 0}
