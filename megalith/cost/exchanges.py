@@ -8,7 +8,6 @@ from megalith.cost.cores import Note
 from megalith.cost.profile import Core, Exchanged, Layout
 from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.packed import SCALE
 from megalith.models.batch import Batch
 from megalith.models.moe import Experts, Here, Moe, Traffic
 from megalith.models.router import Dealing, OneProcess
@@ -17,6 +16,7 @@ from megalith.parallel.context import heads_for_each
 from megalith.parallel.expert import share_experts
 from megalith.parallel.layout import split_part
 from megalith.parallel.tensor import Split
+from megalith.spec.numbers import SCALE_BYTES
 
 
 class _Resize(torch.autograd.Function):
@@ -187,7 +187,7 @@ class Away(Here):
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(held)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        size = rows.shape[1] + SCALE * -(-rows.shape[1] // self.tile) if self.tile else None
+        size = rows.shape[1] + SCALE_BYTES * -(-rows.shape[1] // self.tile) if self.tile else None
         return self._travel(Border.apply(rows, self.recorder, "router", "experts"), size)  # pyright: ignore[reportArgumentType]
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:

@@ -5,10 +5,7 @@ from math import prod
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.profile import Multiplied, Profile
 from megalith.cost.workload import Packed, Workload
-from megalith.spec.numbers import stays_wide, whole_tiles
-
-SCALE = 4
-"""Bytes of a scale."""
+from megalith.spec.numbers import SCALE_BYTES, stays_wide, whole_tiles
 
 
 def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers:
@@ -61,4 +58,4 @@ def _narrow(workload: Workload, packed: Packed, profile: Profile, block: int) ->
 def packed_bytes(shape: tuple[int, ...], tile: int) -> int:
     """Return the bytes of codes, and of the scales of their tiles."""
     *matrices, rows, columns = shape
-    return prod(shape) + SCALE * prod(matrices) * -(-rows // tile) * -(-columns // tile)
+    return prod(shape) + SCALE_BYTES * prod(matrices) * -(-rows // tile) * -(-columns // tile)

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.quantise import Narrowed, Scaling, quantise
+from megalith.spec.numbers import SCALE_BYTES
 
 SLAB = 1 << 16
 """Numbers that are rounded at once: their copies in fp32 stay in a processor's cache."""
-SCALE = 4
-"""Bytes of a scale."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:
     """Return the bytes of a row of so many numbers."""
-    return columns + SCALE * -(-columns // (scaling.block[1] or columns))
+    return columns + SCALE_BYTES * -(-columns // (scaling.block[1] or columns))
 
 
 def pack(rows: Tensor, scaling: Scaling) -> Tensor:

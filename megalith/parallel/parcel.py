@@ -12,8 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megalith.kernels.packed import SCALE, pack_tiles, scales_of, unpack_tiles
+from megalith.kernels.packed import pack_tiles, scales_of, unpack_tiles
 from megalith.kernels.quantise import Scaling
+from megalith.spec.numbers import SCALE_BYTES
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Parcel:
         # the widest elements first, so that each lies at a multiple of its size
         for field in sorted(chain(*self.fields), key=lambda field: -field.dtype.itemsize):
             field.first, end = end, end + field.bytes
-        self.bytes = -(-end // SCALE) * SCALE
+        self.bytes = -(-end // SCALE_BYTES) * SCALE_BYTES
         """The length of a rank's message"""
 
     def pack(self, shares: Sequence[Tensor]) -> Tensor:
