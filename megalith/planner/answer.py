@@ -19,7 +19,7 @@ from megalith.planner.apart import Apart, alone, apart
 from megalith.planner.asked import Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.linked import Linked, linked, outer
+from megalith.planner.linked import Linked, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
 from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
@@ -145,8 +145,8 @@ def answer(
         return some
 
     def whole() -> float | None:
-        others = (asked,) if each is None else each.asks
-        bests = (find(alone(one), top=1, tick=tick).best for one in others)
+        others, batch = (asked,) if each is None else each.asks, whole_batch(asked).train.global_batch
+        bests = (find(alone(one, batch), top=1, tick=tick).best for one in others)
         return min((one.estimate.time.step for one in bests if one is not None), default=None)
 
     if (each := apart(asked, must)) is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megalith.planner.asked import Asked, problem, unable, unpublished
 from megalith.planner.candidates import splits
-from megalith.planner.linked import whole_batch
 from megalith.planner.search import Found
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
@@ -120,13 +119,9 @@ def _clusters(asked: Asked, sites: SitesSpec) -> list[ClusterSpec]:
     return there
 
 
-def alone(asked: Asked) -> Asked:
+def alone(asked: Asked, batch: int) -> Asked:
     """The question for a site that trains the whole batch without the others."""
-    own = {one.name: getattr(asked, one.name) for one in fields(Asked)}
-    whole = whole_batch(asked)
-    if isinstance(asked, OfSite) and asked.sites is not None:
-        whole = _with_batch(asked.run, asked.part * asked.sites.parts)
-    return Asked(**own | {"run": whole, "sites": None})
+    return Asked(**_fields(asked) | {"run": _with_batch(asked.run, batch), "sites": None})
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
@@ -163,24 +158,13 @@ def _planned(asked: Asked, shares: Sequence[int], there: Sequence[ClusterSpec], 
         SiteSpec(cluster=one.cluster, plan=one.plan, share=share) for one, share in zip(asked.sites.each, shares, strict=True)
     )
     sites = asked.sites.model_copy(update={"each": each})
-    part, own = (
-        asked.resolved.spec.train.global_batch // sites.parts,
-        {one.name: getattr(asked, one.name) for one in fields(Asked)},
-    )
+    part = asked.resolved.spec.train.global_batch // sites.parts
     tokens = None if asked.tokens is None else asked.tokens * part / asked.run.train.global_batch
-    asks = [
-        OfSite(
-            **own
-            | {
-                "run": _with_batch(asked.run.model_copy(update={"cluster": one.cluster}), share * part),
-                "cluster": cluster,
-                "sites": sites,
-                "part": part,
-                "tokens": tokens and share * tokens,
-            }
-        )
-        for one, share, cluster in zip(each, _shares(sites), there, strict=True)
-    ]
+    asks = list[OfSite]()
+    for one, share, cluster in zip(each, _shares(sites), there, strict=True):
+        run = _with_batch(asked.run.model_copy(update={"cluster": one.cluster}), share * part)
+        here = {"run": run, "cluster": cluster, "sites": sites, "tokens": tokens and share * tokens}
+        asks.append(OfSite(**_fields(asked) | here, part=part))
     found, problems = list[Found](), list[Problem]()
     for number, ask in enumerate(asks):
         try:
@@ -194,6 +178,10 @@ def _planned(asked: Asked, shares: Sequence[int], there: Sequence[ClusterSpec], 
 
 def _shares(sites: SitesSpec) -> tuple[int, ...]:
     return sites.shares or (1,) * sites.count
+
+
+def _fields(asked: Asked) -> dict[str, Any]:
+    return {one.name: getattr(asked, one.name) for one in fields(Asked)}
 
 
 def _with_batch(run: RunSpec, batch: int) -> RunSpec:

@@ -3,6 +3,8 @@ from functools import partial
 
 import pytest
 
+from megalith.check import check
+from megalith.cost import released
 from megalith.cost.constants import calibration
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
@@ -15,6 +17,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
 from megalith.spec.plan import Plan, StateSpec
 from tests.cost.models import DIM, dense, mixture
+from tests.specs import tiny_run
 
 SPACE = Space(microbatches=(1, 2), policies=(("none", ("attention.core",)), ("full", ("attention.core",))), most_chunks=2)
 
@@ -218,6 +221,18 @@ def test_gradients_are_released_where_state_on_disk_is_not_enough():
     assert ask(global_batch=2).best is None
     assert ask(global_batch=1, format="fp32").best is None
     assert ask(global_batch=1, optimizer="muon").best is None
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb", "sgd"])
+@pytest.mark.parametrize(("master", "batch"), [("fp32", 1), ("fp32", 2), ("split16", 1)])
+def test_the_search_releases_what_check_allows(format: str, optimizer: str, master: str, batch: int):
+    plan = Plan(state=StateSpec(optimizer="disk", release=True))
+    load = Workload(dense(), plan, clusters.load("h100:1"), 4096, batch, format, optimizer=optimizer, master=master)
+    settings = {"precision": format, "global_batch": batch}
+    run = tiny_run(plan=plan.model_dump(), train=settings, optimizer={"kind": optimizer, "master": master})
+    refused = [one for one in check(run, files=False) if one.severity == "error" and one.key == "plan.state.release"]
+    assert released.can_be(load) == (not refused)
 
 
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
