@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,17 +272,19 @@ def test_one_of_two_sites_may_lose_its_run_folder(data: Path, tmp_path: Path) ->
     assert _ledger(spec, folder) == list(range(20 * 12))
 
 
+def _wait_for_the_lost_one(folder: Path) -> None:
+    """Slow down while the run in a folder lacks a site."""
+    made = list(of_kind(read(folder), Merge))
+    if any(one.left for one in made) and not any(one.joined for one in made):
+        time.sleep(0.5)
+
+
 def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     """The other goes on meanwhile, which the run file allows; it slows down to see the lost one return."""
     folder, steps = tmp_path / "run", 60
     spec = _spec(data, {"inner_steps": 4, "fragments": 2, "overlap": 1, "decides": 0, "grace": 3.0}, train={"steps": steps})
 
-    def wait_for_the_other() -> None:
-        made = list(of_kind(read(folder), Merge))
-        if any(one.left for one in made) and not any(one.joined for one in made):
-            time.sleep(0.5)
-
-    with when("step", None, site=0, act=wait_for_the_other):
+    with when("step", None, site=0, act=partial(_wait_for_the_lost_one, folder)):
         with when("step", 7, site=1, act=lambda: signal_yourself(signal.SIGKILL)):
             first, second = start_site(spec, folder, 0, environment=GIVEN), start_site(spec, folder, 1, environment=GIVEN)
             assert finish(second) == [-signal.SIGKILL]
@@ -302,12 +305,7 @@ def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_p
     other = folder_of(folder, 1)
     spec = _spec(data, {"inner_steps": 4, "fragments": 2, "overlap": 1, "grace": 60.0}, train={"steps": steps})
 
-    def wait_for_the_first() -> None:
-        made = list(of_kind(read(other), Merge))
-        if any(one.left for one in made) and not any(one.joined for one in made):
-            time.sleep(0.5)
-
-    with when("step", None, site=1, act=wait_for_the_first):
+    with when("step", None, site=1, act=partial(_wait_for_the_lost_one, other)):
         with when("step", 9, site=0, act=lambda: signal_yourself(signal.SIGKILL)):
             first, second = start_site(spec, folder, 0, environment=GIVEN), start_site(spec, folder, 1, environment=GIVEN)
             assert finish(first) == [-signal.SIGKILL]

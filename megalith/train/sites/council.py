@@ -99,7 +99,7 @@ class Council:
         self._since = began if self._since is None else self._since
         while time.monotonic() - began < seconds:
             self._hear(TURN_SECONDS)
-            fresh = self._start is not None and self._start[1].line not in {line for line, _ in self._verdicts}
+            fresh = self._start is not None and self._start[1].line not in {line for line, _ in self._verdicts}  # no merge yet
             if not fresh and (under_way := self._meeting.under_way()) is not None:
                 self._follow(*under_way)
                 self.ask()

@@ -9,7 +9,7 @@ import pytest
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import Cut
+from megalith.train.sites.messages import Cut, Verdict
 from megalith.train.sites.together import All, NoCheckpointError
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _cut, _difference, _listen
 
@@ -30,12 +30,15 @@ def _all(hub: Hub, **named: Any) -> list[All]:
     return found
 
 
-def _late(hub: Hub, councils: list[All]) -> None:
-    """All sites send their gradients, and those of site 1 are still on their way to site 2."""
+def _late(hub: Hub, councils: list[All]) -> Verdict:
+    """All sites send their gradients, and those of site 1 are still on their way to site 2 when it knows the verdict."""
     hub.broken.add(frozenset((1, 2)))
     for one in councils:
         one.post(_difference(1))
     hub.broken.clear()
+    verdict = councils[0].decide(0, 0, 1, 1, members=MEMBERS)
+    assert verdict is not None and councils[2].decide(0, 0, 1, 1, members=MEMBERS) == verdict
+    return verdict
 
 
 @pytest.fixture
@@ -49,9 +52,7 @@ def test_gradients_on_a_slow_link_are_waited_for() -> None:
     """For longer than a step takes, also after the verdict."""
     hub = Hub()
     councils = _all(hub)
-    _late(hub, councils)
-    verdict = councils[0].decide(0, 0, 1, 1, members=MEMBERS)
-    assert verdict is not None and councils[2].decide(0, 0, 1, 1, members=MEMBERS) == verdict
+    verdict = _late(hub, councils)
     assert not councils[2].gather(verdict, 1.0)
     councils[1].post(_difference(1))
     assert councils[2].gather(verdict, 1.0) and len(councils[2].differences(verdict, bytes_each=7)) == 3
@@ -75,9 +76,7 @@ def test_a_site_that_decides_and_is_cut_off_is_waited_for() -> None:
 def test_they_are_waited_for_no_longer_than_the_patience() -> None:
     hub = Hub()
     councils = _all(hub, patience=0.5)
-    _late(hub, councils)
-    verdict = councils[0].decide(0, 0, 1, 1, members=MEMBERS)
-    assert verdict is not None and councils[2].decide(0, 0, 1, 1, members=MEMBERS) == verdict
+    verdict = _late(hub, councils)
     with pytest.raises(PeerGone, match="site 1 is away from site 2"):
         councils[2].gather(verdict, 20.0)
 
@@ -85,9 +84,7 @@ def test_they_are_waited_for_no_longer_than_the_patience() -> None:
 def test_nobody_waits_for_gradients_of_a_site_that_was_started_again() -> None:
     hub = Hub()
     councils = _all(hub)
-    _late(hub, councils)
-    verdict = councils[0].decide(0, 0, 1, 1, members=MEMBERS)
-    assert verdict is not None and councils[2].decide(0, 0, 1, 1, members=MEMBERS) == verdict
+    verdict = _late(hub, councils)
     _one(hub, 1, start="again")
     councils[2].listen()
     with pytest.raises(PeerGone, match="site 1 is away from site 2, and data parallelism"):
