@@ -181,6 +181,7 @@ def main() -> None:
             if not given.table:
                 for kind in kinds:
                     run_all(file, search, kind, threads=1 if given.quick else given.threads)
+            print_search(kept(file), search)
             print_table(kept(file), search)
 
 
@@ -272,6 +273,20 @@ def reached(curve: Sequence[Sequence[float]], loss: float) -> float:
         if above > loss >= below:
             return share + (after - share) * (above - loss) / (above - below)
     return curve[0][0] if curve and curve[0][1] <= loss else math.inf
+
+
+def print_search(found: dict[Case, Ran], search: Search) -> None:
+    """Print the held-out losses of the search, and after which share of the tokens each optimizer's best was as low as AdamW's best."""
+    searched = [kind for kind in search.grids if all(case in found for case in search.first(kind))]
+    goal = min((found[case].loss for case in search.first("adamw") if case in found), default=math.inf)
+    for kind in searched:
+        print(f"\n{kind}, seed 0: held-out loss by learning rate and weight decay")
+        for lr in dict.fromkeys(case.lr for case in search.first(kind)):
+            losses = (f"{case.decay:>6g}: {found[case].loss:.4f}" for case in search.first(kind) if case.lr == lr)
+            print(f"{lr:>8.3g}  {'  '.join(losses)}")
+        print(
+            f"as low as the best of adamw after {100 * reached(found[best_of(found, search, kind)].curve, goal):.0f} % of the tokens"
+        )
 
 
 def print_table(found: dict[Case, Ran], search: Search) -> None:
