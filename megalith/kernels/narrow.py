@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.draws import key_of, signs, tokens_at_work, uniform
-from megalith.kernels.elements import E2M1, E4M3, ELEMENTS, Element
+from megalith.kernels.elements import E4M3, ELEMENTS, Element
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import once, pack, unpack
@@ -362,67 +362,6 @@ def losses() -> Iterator[dict[str, Tensor]]:
         yield _counts
     finally:
         _counts = before
-
-
-class Blockwise(Narrow):
-    """FP8 in tiles (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): activations and gradients share a scale along the inner dim, 1 x 128;
-    weights in squares, 128 x 128, so that a weight has the same numbers in forward and backward. Scales are powers of two."""
-
-    tile = 128
-
-    @classmethod
-    def blocks(cls, tile: int) -> Blocks:
-        return Blocks((1, tile), (tile, 1), (tile, tile), (tile, tile))
-
-
-class Microscaled(Narrow):
-    """MXFP8 (OCP Microscaling Formats 1.0, section 6; Mishra et al. 2025, arXiv:2506.08027): 32 numbers along the inner dim of a product
-    share a power of two; a weight is rounded along its inputs in forward, and along its outputs in backward."""
-
-    tile = 32
-
-    @classmethod
-    def blocks(cls, tile: int) -> Blocks:
-        return Blocks((1, tile), (tile, 1), (1, tile), (tile, 1))
-
-
-class Rowwise(Narrow):
-    """One scale for all numbers along the inner dim of a product: for each token, each output of the weight, or each channel over
-    all tokens of a microbatch (torchao's `rowwise`)."""
-
-    @classmethod
-    def blocks(cls, tile: int) -> Blocks:
-        return Blocks((1, ALL), (ALL, 1), (1, ALL), (ALL, 1))
-
-
-class Tensorwise(Narrow):
-    """A scale for each tensor of a microbatch, from the numbers that it has now (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
-    `tensorwise`), or that it had in earlier steps (`Narrow.remember`). Tokens of experts have one each, as in torch's grouped products."""
-
-    @classmethod
-    def blocks(cls, tile: int) -> Blocks:
-        return Blocks((ALL, ALL), (ALL, ALL), (ALL, ALL), (ALL, ALL))
-
-
-class Microscaled4(Blockwise):
-    """MXFP4 (OCP Microscaling Formats 1.0, section 6) with scales of weights in two dimensions, as NVIDIA 2025, arXiv:2509.25149, section
-    4.3 recommends for 4 bits: E2M1 with a power of two for 32 numbers along the inner dim, and for 32 x 32 of a weight."""
-
-    tile = 32
-    element = E2M1
-
-
-class NvFp4(Narrow):
-    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for 16 numbers along the inner dim, for 16 x 16 of a weight, and an
-    fp32 scale for the whole tensor of a microbatch. Tokens of experts have a scale each in place of the tensor's."""
-
-    tile = 16
-    element = E2M1
-    scale = "e4m3"
-
-    @classmethod
-    def blocks(cls, tile: int) -> Blocks:
-        return Blocks((1, tile), (tile, 1), (tile, tile), (tile, tile))
 
 
 def _spans(scaling: Scaling) -> bool:

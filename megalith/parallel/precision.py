@@ -8,19 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import (
-    INPUTS,
-    OUTPUTS,
-    TOKENS,
-    Blockwise,
-    Microscaled,
-    Microscaled4,
-    Narrow,
-    NvFp4,
-    Rowwise,
-    Tensorwise,
-)
+from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow
 from megalith.kernels.quantise import Share
+from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.models.linear import Linear
 from megalith.parallel.groups import Groups
 from megalith.spec.numbers import PrecisionSpec, stays_wide

@@ -11,23 +11,9 @@ from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.elements import E2M1, E4M3
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import (
-    INPUTS,
-    OUTPUTS,
-    TOKENS,
-    Blockwise,
-    Microscaled,
-    Microscaled4,
-    Narrow,
-    NvFp4,
-    Rowwise,
-    Tensorwise,
-    in_slabs,
-    losses,
-    maxima,
-    rotated,
-)
+from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow, in_slabs, losses, maxima, rotated
 from megalith.kernels.quantise import ALL, Scaling, quantise
+from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.spec.numbers import PrecisionSpec
 
 RECIPES: list[type[Narrow]] = [Blockwise, Microscaled, Microscaled4]
