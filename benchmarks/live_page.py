@@ -4,15 +4,16 @@
     python benchmarks/live_page.py train --pairs 20            # four real ranks, watched and not, in turn
 
 `follow` prints the server's share of one core, from its processor time, and its memory at the peak: while no page is open, and while one
-is, which asks for all panels at each news as the page does. `train` trains the quickstart model (its data: `make quickstart`). Blocks of
-steps with the server and an open page alternate with blocks without. The cost is the median over pairs of neighbouring blocks of one
-block's median step over the other's, with the interval that holds 95 % of the medians of pairs drawn again.
+is, which asks for all panels at each news as the page does. `train` trains the quickstart model (its data: `make quickstart`) beside a
+server with an open page. The server runs in one block of steps and is stopped (SIGSTOP) in the next. The cost is the median over pairs of
+neighbouring blocks of one block's mean step over the other's, with the interval that holds 95 % of the medians of pairs drawn again.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from megalith import events, pyramid
+from megalith import epochs, pyramid
 from megalith.control import times
+from megalith.events.log import FILE, EventLog
 from megalith.watch.panels import PANELS
 from tests.report import run_folder
 from tests.watch import synthetic
@@ -37,7 +39,6 @@ from tests.watch import synthetic
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, DATA, PIPELINE, TENSOR = 10_000_000, 256, 8, 8
 ENDLESS = 1_000_000  # steps: the run is stopped when it was measured
-SETTLE = 3  # steps at the beginning of a block that do not count
 QUICK, REST = ("alive", "loss", "speed", "rank-heatmap"), 5.0  # as page.js asks: these at each news, all so often
 LIVE = (
     *QUICK, "what-if", "memory", "experts", "precision", "sites", "incidents", "samples", "run",
@@ -115,7 +116,7 @@ def follow(seconds: float) -> dict[str, Any]:
             while server.ask("alive")["behind"]:
                 time.sleep(0.5)
             ranks = pyramid.Writer(run / times.FOLDER, kind="codes", width=len(times.ROWS) * DATA * PIPELINE * TENSOR)
-            log, random, number = events.EventLog(run), np.random.default_rng(0), STEPS
+            log, random, number = EventLog(run), np.random.default_rng(0), STEPS
             found: dict[str, Any] = {}
             for name, opened in (("no page open", contextlib.nullcontext()), ("a page open", page(server))):
                 with opened:
@@ -133,53 +134,68 @@ def follow(seconds: float) -> dict[str, Any]:
             server.close()
 
 
-def train(pairs: int, block: int, recipe: Path) -> dict[str, Any]:
+def train(pairs: int, block: int, recipe: Path, settings: list[str]) -> dict[str, Any]:
     """Measure a run that is watched and not, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        settings = [f"train.steps={ENDLESS}", f"validation.every={ENDLESS}", f"checkpoint.every={ENDLESS}"]
+        settings = [f"train.steps={ENDLESS}", f"validation.every={ENDLESS}", f"checkpoint.every={ENDLESS}", *settings]
         command = [sys.executable, "-m", "megalith.cli", "train", str(recipe), "--run-dir", str(run)]
         command += [word for one in settings for word in ("--set", one)]
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
         try:
-            _await_step(run, 10, training)
-            ratios, processor = [], 0.0
-            for pair in range(pairs):
-                medians = {}
-                for watched in (True, False) if pair % 2 else (False, True):
-                    first = _last_step(run) + 1
-                    server = Watched(run) if watched else None
-                    with page(server) if server else contextlib.nullcontext():
-                        _await_step(run, first + block, training)
-                    if server:
-                        processor += server.processor_seconds()
-                        server.close()
-                    took = [one.seconds for one in _steps(run) if first + SETTLE <= one.step <= first + block]
-                    medians[watched] = statistics.median(took)
-                ratios.append(medians[True] / medians[False])
+            log = Log(run, training)
+            log.block(10)
+            server = Watched(run)
+            try:
+                with page(server):
+                    log.block(2 * block)  # it reads what there is, and predicts
+                    began = server.processor_seconds()
+                    ratios, seconds = [], 0.0
+                    for pair in range(pairs):
+                        means = {}
+                        for watched in (True, False) if pair % 2 else (False, True):
+                            server.process.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
+                            took = log.block(block)
+                            means[watched] = statistics.fmean(took)
+                            seconds += sum(took) if watched else 0.0
+                        ratios.append(means[True] / means[False])
+                    server.process.send_signal(signal.SIGCONT)
+                    share = (server.processor_seconds() - began) / seconds
+            finally:
+                server.close()
         finally:
             training.terminate()
             training.wait()
     drawn = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist()
-    return {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": pairs, "server_seconds": processor / pairs}
+    return {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": pairs, "server_share": share, "began": began}
 
 
-def _steps(run: Path) -> list[events.Step]:
-    with contextlib.suppress(OSError):
-        return [event for event in events.read(run) if isinstance(event, events.Step)]
-    return []
+class Log:
+    """Seconds of the steps of a run that trains, read as they are logged."""
 
+    def __init__(self, run: Path, training: "subprocess.Popen[bytes]") -> None:
+        self.run, self.training, self.place = run, training, 0
+        self.seconds: dict[int, float] = {}
 
-def _last_step(run: Path) -> int:
-    return max((one.step for one in _steps(run)), default=0)
+    def last(self) -> int:
+        """Return the last step that is logged."""
+        with contextlib.suppress(FileNotFoundError), epochs.newest(self.run, FILE).open("rb") as log:
+            log.seek(self.place)
+            whole = log.read().rpartition(b"\n")[0]
+            self.place += len(whole) + bool(whole)
+            found = [json.loads(line) for line in whole.splitlines()]
+            self.seconds |= {one["step"]: one["seconds"] for one in found if one["type"] == "step"}
+        return max(self.seconds, default=0)
 
-
-def _await_step(run: Path, number: int, training: "subprocess.Popen[bytes]") -> None:
-    while _last_step(run) < number:
-        if training.poll() is not None:
-            raise RuntimeError(f"training ended with status {training.returncode}; `make quickstart` prepares its data")
-        time.sleep(0.2)
+    def block(self, steps: int) -> list[float]:
+        """Wait for so many steps after the one that is under way, and return their seconds."""
+        first = self.last() + 2
+        while self.last() < first + steps - 1:
+            if self.training.poll() is not None:
+                raise RuntimeError(f"training ended with status {self.training.returncode}; `make quickstart` prepares its data")
+            time.sleep(0.2)
+        return [self.seconds[step] for step in range(first, first + steps)]
 
 
 def main() -> None:
@@ -187,11 +203,12 @@ def main() -> None:
     parser.add_argument("what", choices=("follow", "train"))
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of `follow`")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of `train`")
-    parser.add_argument("--block", type=int, default=13, help=f"steps of a block, of which the first {SETTLE} do not count")
+    parser.add_argument("--block", type=int, default=10, help="steps of a block")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/quickstart.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe of `train`")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    found = follow(given.seconds) if given.what == "follow" else train(given.pairs, given.block, given.recipe)
+    found = follow(given.seconds) if given.what == "follow" else train(given.pairs, given.block, given.recipe, given.set)
     if given.json:
         print(json.dumps(found))
     elif given.what == "follow":
@@ -200,7 +217,8 @@ def main() -> None:
     else:
         print(
             f"a watched step takes {100 * (found['ratio'] - 1):+.2f} % ({100 * (found['low'] - 1):+.2f} to "
-            f"{100 * (found['high'] - 1):+.2f} %; {found['pairs']} pairs)"
+            f"{100 * (found['high'] - 1):+.2f} %; {found['pairs']} pairs); the server takes {100 * found['server_share']:.2f} % of a core, "
+            f"after {found['began']:.1f} processor seconds to begin"
         )
 
 

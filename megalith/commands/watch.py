@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NOTICED = 0.5
 """Seconds until a signal is noticed at the latest. Any thread may receive one from the system, and then the main thread keeps
 sleeping."""
+YIELDS = 10
+"""Niceness of the process that watches: where ranks share its processors, they come first."""
 
 
 def command(
@@ -151,6 +153,7 @@ def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None
     from megalith.watch import follower
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.nice(YIELDS)
     with contextlib.suppress(KeyboardInterrupt):
         follower.follow(sources, rules, parent=0 if told else None)
 
@@ -160,7 +163,7 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
+    os.nice(YIELDS)
     with (
         contextlib.suppress(KeyboardInterrupt),
         contextlib.closing(Server(sources, port=port, order=_order if act else None, rules=rules)) as server,
