@@ -11,8 +11,8 @@ from megalith.prove.parity import record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.join import choose_device
+from megalith.train.loop import stepper_of
 from megalith.train.measure.peak import matmul_rate
-from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches
 from tests.specs import tiny_run
@@ -38,6 +38,7 @@ def run_of(**parts: dict[str, Any]) -> RunSpec:
     return tiny_run(**parts | {"model": {"dim": 64, "head_dim": 16} | parts.get("model", {})})
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_in_fp32_are_those_of_the_cpu(tied, gpu):
     spec = run_of(plan={"microbatch": 2}, model={"tied": tied})
@@ -47,12 +48,14 @@ def test_steps_in_fp32_are_those_of_the_cpu(tied, gpu):
     assert all(row.equal for row in rows), rows
 
 
+@pytest.mark.any_device
 def test_steps_under_a_plan_are_those_of_plain_pytorch_on_the_same_gpu(gpu):
     spec = run_of(plan={"microbatch": 2, "zero": 3, "recompute": "full"})
     rows = compare(reference(spec, device=gpu), record(trainer_on(gpu, spec)), spec=spec)
     assert all(row.equal for row in rows), rows
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("plan", [{}, {"zero": 3, "recompute": "selective"}], ids=str)
 def test_bf16_losses_stay_within_a_hundredth_of_fp32(plan, gpu):
     fp32 = trainer_on(gpu, run_of(plan={"microbatch": 2} | plan, train={"steps": 8}))
@@ -64,6 +67,7 @@ def test_bf16_losses_stay_within_a_hundredth_of_fp32(plan, gpu):
     assert {m.dtype for m in bf16.state.shares("optimizer").values()} == {torch.float32}
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_recomputation_gives_the_same_bits(recompute, gpu):
     plain = trainer_on(gpu, run_of(plan={"microbatch": 2}))
@@ -103,6 +107,7 @@ def test_the_measured_rate_is_that_of_a_gpu(gpu):
     assert matmul_rate(torch.bfloat16, gpu, seconds=0.2) > 1e11
 
 
+@pytest.mark.any_device
 def test_an_update_checked_late_and_undone_gives_the_same_bits(gpu):
     def run(clip: float, late: bool) -> tuple[Trainer, list[Stepped]]:
         spec = run_of(
@@ -110,7 +115,7 @@ def test_an_update_checked_late_and_undone_gives_the_same_bits(gpu):
         )
         torch.manual_seed(0)
         trainer = trainer_on(gpu, spec)
-        stepper = Stepper(trainer)
+        stepper = stepper_of(trainer)
         told = [done for step in range(8) for done in stepper.step(microbatches(trainer, step), step=step)]
         return trainer, told + stepper.settle()
 
@@ -118,5 +123,5 @@ def test_an_update_checked_late_and_undone_gives_the_same_bits(gpu):
     (whole, expected), (early, found) = run(limit, False), run(limit, True)
     assert [(done.loss, done.grad_norm) for done in found] == [(done.loss, done.grad_norm) for done in expected]
     assert {any(name == "UNDO" for name, _, _ in done.spans) for done in found[1:]} == {True, False}
-    for name, tensor in whole.state().items():
-        assert torch.equal(local(tensor), local(early.state()[name])), name
+    for name, tensor in whole.state.tensors().items():
+        assert torch.equal(local(tensor), local(early.state.tensors()[name])), name
