@@ -14,8 +14,7 @@ from megalith.models.router import Dealing, OneProcess
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.context import heads_for_each
 from megalith.parallel.expert import share_experts
-from megalith.parallel.layout import split_part
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import Split, split_part
 from megalith.spec.numbers import SCALE_BYTES
 
 
@@ -45,7 +44,7 @@ class _Resize(torch.autograd.Function):
 
 
 def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.layout`); `recorder` gets
+    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.tensor`); `recorder` gets
     what would be sent."""
     for module in part.modules():
         if isinstance(module, Moe):
@@ -62,7 +61,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
 class Recorded(Split):
     """The first rank of the tensor axis, without the others: their messages are recorded instead of sent.
 
-    Modules are split by the trainer's own layout table (`parallel.layout.split_part`).
+    Modules are split by the trainer's own layout table (`parallel.tensor.split_part`).
     """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:

@@ -21,11 +21,10 @@ from megalith.parallel.context import ContextGroups, split_context
 from megalith.parallel.data import Bucket, Place, Reducer, Weight
 from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
-from megalith.parallel.layout import split_part
 from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import Split, split_part
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
 from megalith.spec.plan import Plan, segment_size, segments

@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
 A split module computes on its shares of the weights; collectives are at its boundary, as pairs of conjugate functions:
-a gather in forward is a reduce-scatter in backward, and vice versa.
+a gather in forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` says how the axis splits each class of module.
+A new model made of known parts needs no line in it.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -19,7 +20,16 @@ from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.embedding import Embedding
+from megalith.models.head import Ahead, Output
+from megalith.models.latent import LatentAttention
 from megalith.models.linear import Linear
+from megalith.models.mamba import Mamba, MambaCore
+from megalith.models.mlp import Mlp
+from megalith.models.moe import Experts, Moe
+from megalith.models.norm import LayerNorm, RMSNorm
+from megalith.models.own import Declared, declaration
+from megalith.models.router import Router
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.overlap import Overlapped, Pieces
 
@@ -145,16 +155,13 @@ def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
     for name in _own(module):
         parameter = module.get_parameter(name)
         if parameter not in split.placed:
-            split.placed[parameter] = Replicate()
-            if split.sequence:
-                split.partial.add(parameter)
+            _replicate(parameter, split, partial=split.sequence)
 
 
 def inner(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Every rank holds the weight, inside a boundary: it works on the whole sequence, for this rank's heads alone."""
     for name in _own(module):
-        split.placed[module.get_parameter(name)] = Replicate()
-        split.partial.add(module.get_parameter(name))
+        _replicate(module.get_parameter(name), split, partial=True)
 
 
 def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
@@ -171,6 +178,12 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 def apart(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Placed on a separate mesh: see `parallel.expert`."""
+
+
+def _replicate(parameter: nn.Parameter, split: Split, *, partial: bool) -> None:
+    split.placed[parameter] = Replicate()
+    if partial:
+        split.partial.add(parameter)
 
 
 def _own(module: nn.Module) -> list[str]:
@@ -292,3 +305,109 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split, owner)
     module.register_forward_hook(lambda _, args, out: gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)
+
+
+# --- a user's own part ---
+
+
+def split_own(module: nn.Module, declared: Declared, split: Split) -> None:
+    """Split a user's own part as its row declares it (`spec.parts`): leave this rank's shares of the parameters that are cut, inside
+    a boundary that adds up the outputs of the ranks. A parameter that is not cut is replicated. A norm, or an MLP without a cut,
+    works on the activations between split modules. An attention without a cut is computed by every rank, each of which gives an
+    equal share of the result."""
+    if declared.kind == "norm" or (declared.kind == "mlp" and not declared.cuts):
+        for name in declared.tensors:
+            _replicate(module.get_parameter(name), split, partial=split.sequence)
+        return
+    for name, tensor in declared.tensors.items():
+        path, _, child = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if isinstance(owner, Linear) and declared.tensors[f"{path}.weight"].cut == "inputs":
+            if child == "weight":  # its bias is added once, after the sum
+                row(owner, split, module)
+        elif tensor.cut is None:
+            _replicate(owner.get_parameter(child), split, partial=True)
+        else:
+            share(owner, child, split, dim=("outputs", "inputs").index(tensor.cut))
+    if not declared.cuts:
+        module.register_forward_hook(partial(_portion, split.size))
+    boundary(module, split, module)
+
+
+def _portion(ranks: int, _: nn.Module, args: tuple[object, ...], out: Tensor) -> Tensor:
+    """Forward hook: return the share that each of `ranks` ranks adds to the sum `out`."""
+    return out / ranks
+
+
+# --- the table ---
+
+
+LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
+    Attention: {
+        "": boundary,
+        "q": column,
+        "k": shared_heads,
+        "v": shared_heads,
+        "out": row,
+        "q_norm": inner,
+        "k_norm": inner,
+    },
+    LatentAttention: {
+        "": boundary,
+        "q": column,
+        "q_down": inner,
+        "q_norm": inner,
+        "q_up": column,
+        "kv_down": inner,
+        "kv_norm": inner,
+        "kv_up": column,
+        "out": row,
+    },
+    Mamba: {"": boundary, "gate": column, "x": column, "b": column, "c": column, "step": column, "out": row},
+    MambaCore: {"conv_x": column, "conv_b": column, "conv_c": column, "rates": column, "norm": column},
+    Mlp: {"": boundary, "gate": column, "up": column, "down": row},
+    Moe: {"shared_gate": whole},
+    Router: {"": whole},
+    Experts: {"": apart},
+    RMSNorm: {"": whole},
+    LayerNorm: {"": whole},
+    Ahead: {"project": whole},
+    Embedding: {"": vocabulary_embedding},
+    Output: {"": vocabulary_output},
+}
+
+
+SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boundary can hide behind its products
+    Attention: Seams(("q", "k", "v"), "out"),
+    LatentAttention: Seams(("q", "q_down", "kv_down"), "out"),
+    Mamba: Seams(("gate", "x", "b", "c", "step"), "out"),
+    Mlp: Seams(("gate", "up"), "down"),
+}
+
+
+def split_part(part: nn.Module, split: Split) -> nn.Module:
+    """Split every module of `part` that has a row in LAYOUT; a module that is named in its owner's row is not split by its own
+    row. A user's own part is split as it declares.
+
+    Raises TypeError for parameters no row covers: never silently replicated.
+    """
+    covered: set[nn.Module] = set()
+    for module in list(part.modules()):
+        if module not in covered and (declared := declaration(module)) is not None:
+            split_own(module, declared, split)
+            covered |= set(module.modules())
+            continue
+        hides = split.pieces > 1 and type(module) in SEAMS and module not in covered
+        for child, style in LAYOUT.get(type(module), {}).items():
+            target = getattr(module, child, None) if child else module
+            if isinstance(target, nn.Module) and target not in covered:
+                if not (hides and style is boundary):
+                    style(target, split, module)
+                covered.add(target)
+        if hides:
+            overlapped(module, split, SEAMS[type(module)])
+    bare = {type(m).__name__ for m in part.modules() if m not in covered and list(m.parameters(recurse=False))}
+    if bare:
+        names = ", ".join(sorted(bare))
+        raise TypeError(f"no row of parallel.tensor.LAYOUT covers the parameters of {names}; add one, or use plan.tensor = 1")
+    return part

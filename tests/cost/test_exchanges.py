@@ -26,12 +26,10 @@ from megalith.cost.recorder import Recorder, bytes_of, leaves
 from megalith.mesh import Mesh
 from megalith.models.head import Ahead
 from megalith.models.stage import Stage
-from megalith.parallel import layout as layouts
 from megalith.parallel.apply import Builder
 from megalith.parallel.context import ContextCore
 from megalith.parallel.groups import Groups
-from megalith.parallel.layout import LAYOUT
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import LAYOUT, Split
 from megalith.prove import meter
 from megalith.prove.fake import groups_of
 from megalith.spec.families import read
@@ -287,7 +285,7 @@ def _sends_by_itself(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 def test_a_style_that_sends_past_its_split_is_refused_by_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a new row of the table could send messages that no plan's cost includes."""
-    monkeypatch.setitem(layouts.LAYOUT, Scaled, {"": _sends_by_itself})
+    monkeypatch.setitem(LAYOUT, Scaled, {"": _sends_by_itself})
     layout = _layout(Plan(tensor=2, zero=0), 4)
     with torch.device("meta"):
         part = nn.Sequential(Scaled())

@@ -10,8 +10,7 @@ from megalith.mesh import Mesh
 from megalith.models.init import initialise
 from megalith.models.stage import Stage
 from megalith.parallel.groups import Groups
-from megalith.parallel.layout import LAYOUT, split_part
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import LAYOUT, Split, split_part
 from tests.models.plain import llama, stage
 from tests.ranks import run_ranks
 

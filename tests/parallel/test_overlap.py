@@ -16,9 +16,8 @@ from megalith.kernels.multiply import Multiply
 from megalith.mesh import Mesh
 from megalith.models.batch import Batch
 from megalith.parallel.groups import Groups
-from megalith.parallel.layout import split_part
 from megalith.parallel.overlap import Moving, Pieces
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import Split, split_part
 from megalith.spec.families import Model
 from tests.models.deepseek import deepseek
 from tests.models.families import DENSE

@@ -13,8 +13,7 @@ from megalith import own
 from megalith.models.batch import Batch
 from megalith.models.own import Declared, declaration
 from megalith.models.stage import Stage
-from megalith.parallel.own import split_own
-from megalith.parallel.tensor import Split
+from megalith.parallel.tensor import Split, split_own
 from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.parts import PARTS
 
