@@ -6,6 +6,7 @@ holds more than one whole part.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split, split_part
+from megalith.parallel.travel import forward, travels
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
 from megalith.spec.plan import Plan, segment_size, segments
@@ -84,7 +86,8 @@ class Builder:
             used.append(self._keep(name, part, places, recipes))
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
-        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut)
+        travelling = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if travels(part)}
+        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut, travelling=travelling)
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
         """The blocks of a part and their numbers; blocks that predict further tokens have the numbers after the model's last

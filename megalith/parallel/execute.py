@@ -15,9 +15,8 @@ from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Reducer
-from megalith.parallel.graph import Steps
 from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of, wait_for
-from megalith.parallel.passes import Kept, Rest, Runner
+from megalith.parallel.passes import Kept, Rest, Runner, Steps
 from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
 from megalith.schedule.restart import head, unmet

@@ -1,20 +1,130 @@
 """Forward and backward of a stage, part by part: each part has its own graph. So weights are gathered and dropped, gradients are
-reduced, and a backward is split in two, explicitly between parts."""
+reduced, and a backward is split in two, explicitly between parts.
 
-from collections.abc import Sequence
+A graph holds what autograd saved for it. It holds neither its inputs nor its outputs for their own sake, as leaves and roots would: of
+many microbatches in flight, these would be much of the memory.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalith.kernels.cross_entropy import Loss
-from megalith.kernels.deferred import Queue
+from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
+from megalith.models.moe import Pending
 from megalith.models.stage import Stage
-from megalith.parallel import travel
 from megalith.parallel.data import Bucket, Reducer, Weight
-from megalith.parallel.graph import Graph, Piece, Steps, record
+
+# --- graphs ---
+
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Pending, Tensor, T]
+"""A computation in steps: it yields rows in flight, and resumes with the received rows."""
+
+
+def finish(steps: Steps[T]) -> T:
+    """Run all steps, waiting wherever they wait."""
+    try:
+        pending = next(steps)
+        while True:
+            pending = steps.send(pending.wait())
+    except StopIteration as end:
+        return end.value
+
+
+class Graph(Protocol):
+    """The autograd graph that one part's forward left for its backward."""
+
+    @property
+    def differentiable(self) -> bool:
+        """True if its input has a gradient; tokens have none."""
+        ...
+
+    def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
+        """The gradient of the input. Weight gradients are accumulated; with a `queue`, only those that cannot be deferred."""
+        ...
+
+
+class Inlet:
+    """Entry of a tensor into a graph, and exit of its gradient."""
+
+    def __init__(self) -> None:
+        self._grad: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x, as the graph's own."""
+        anchor = torch.empty(0, requires_grad=True)  # what makes autograd follow; x itself is no leaf of the graph
+        return _Enter.apply(anchor, x.detach(), self)  # pyright: ignore[reportReturnType]
+
+    def give(self, grad: Tensor) -> None:
+        """Called by the graph's backward."""
+        self._grad = grad
+
+    def take(self) -> Tensor | None:
+        """The gradient, if there is one; it is not kept."""
+        grad, self._grad = self._grad, None
+        return grad
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, inlet: Inlet) -> Tensor:
+        ctx.inlet = inlet
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.inlet.give(grad)
+        return None, None, None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a forward, as a graph of its own."""
+
+    inlets: tuple[Inlet, ...]
+    outs: tuple[GradientEdge, ...]
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.inlets)
+
+    def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
+        """Return the gradients of the inputs from those of the outputs. None: the output was not used; for a single scalar
+        output, its gradient is 1."""
+        asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
+        with deferring(queue) if queue is not None else nullcontext():
+            torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
+        return [inlet.take() for inlet in self.inlets]
+
+    def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
+        """Run the backward of a piece that is a whole part: see `Graph`."""
+        found = self.gradients([grad], queue)
+        yield from ()
+        return found[0] if found else None
+
+
+def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Piece]:
+    """Run the function `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph."""
+    inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
+    outs = lines(*(x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True)))
+    entered = tuple(inlet for inlet in inlets if inlet is not None)
+    return tuple(out.detach() for out in outs), Piece(entered, tuple(get_gradient_edge(out) for out in outs))
+
+
+# --- stages ---
+
+
+Forward: TypeAlias = Callable[[Tensor, Batch], Steps[tuple[Tensor, Graph]]]
+"""The forward of a part in steps: its detached output, and its graph."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +155,18 @@ class Runner:
     """One stage and the buckets of its parts. `zero` says when weights are gathered and dropped."""
 
     def __init__(
-        self, stage: Stage, buckets: Sequence[Sequence[Bucket]], *, zero: int, reducer: Reducer, segments: Sequence[range] = ()
+        self,
+        stage: Stage,
+        buckets: Sequence[Sequence[Bucket]],
+        *,
+        zero: int,
+        reducer: Reducer,
+        segments: Sequence[range] = (),
+        travelling: Mapping[int, Forward] = MappingProxyType({}),
     ) -> None:
-        """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward."""
-        self.stage, self.zero = stage, zero
+        """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward.
+        `travelling`: the forwards of the parts whose tokens leave this rank, by the number of the part."""
+        self.stage, self.zero, self.travelling = stage, zero, travelling
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
         self.buckets = [list(each) for each in buckets]  # of each part, those it uses
@@ -126,18 +244,17 @@ class Runner:
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
-        if travel.travels(part):
-            return (yield from travel.forward(part, x, batch))
+        if (forward := self.travelling.get(number)) is not None:
+            return (yield from forward(x, batch))
         return _whole(part, x, batch)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
         """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a
         pause inside `no_grad` would disable gradients for other computations."""
-        part = self.parts[number]
-        if torch.is_grad_enabled() and travel.travels(part):
-            return (yield from travel.forward(part, x, batch))[0]
+        if torch.is_grad_enabled() and (forward := self.travelling.get(number)) is not None:
+            return (yield from forward(x, batch))[0]
         with torch.no_grad():
-            return part(x, batch)
+            return self.parts[number](x, batch)
 
     def _rerun(self, segment: Segment) -> Steps[list[Graph]]:
         """The graphs of a segment's parts, from its input. The weights of its last part stay gathered, because backward begins

@@ -11,7 +11,7 @@ the gradient of its result, their product is computed on the expert's rank, and 
 the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -23,7 +23,7 @@ from megalith.kernels.permute import by_token, factors_of, rows_of, sums_of
 from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.moe import Deal, Here, Moe, Pending
-from megalith.parallel.graph import Graph, Piece, Replay, Steps, record
+from megalith.parallel.passes import Graph, Piece, Steps, record
 from megalith.parallel.recompute import is_checkpointed, unwrapped
 
 
@@ -92,6 +92,38 @@ class Again:
             experts=mixture or is_checkpointed(moe, "run"),
             rows=mixture,
         )
+
+
+class Replay:
+    """A function whose graph is built in forward, or, with `again` (recomputation), rebuilt from its inputs shortly before
+    backward."""
+
+    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool) -> None:
+        self.lines, self.again = lines, again
+        self._piece: Piece | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+
+    def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
+        """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
+        if not self.again:
+            return self._make(inputs)
+        self._inputs = inputs if keep else ()
+        with torch.no_grad():
+            return self.lines(*inputs)
+
+    def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the forward again, with its graph."""
+        inputs, self._inputs = inputs or self._inputs, ()
+        return self._make(inputs)
+
+    def _make(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outs, self._piece = record(self.lines, *inputs)
+        return outs
+
+    def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
+        """Return the gradients of the inputs: see the method of a piece."""
+        assert self._piece is not None
+        return self._piece.gradients(grads, queue)
 
 
 @dataclass

@@ -12,8 +12,8 @@ from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.moe import Moe
 from megalith.parallel.expert import Travel, split_experts
-from megalith.parallel.graph import finish
 from megalith.parallel.groups import Groups
+from megalith.parallel.passes import finish
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.travel import Journey, forward, travels
 from megalith.prove.meter import Meter

@@ -24,8 +24,8 @@ from megalith.mesh import Mesh
 from megalith.models.batch import Batch
 from megalith.parallel.data import Reducer
 from megalith.parallel.execute import Executor, Hidden
-from megalith.parallel.graph import Steps
 from megalith.parallel.groups import Groups
+from megalith.parallel.passes import Steps
 from megalith.schedule import SCHEDULES, build
 from megalith.schedule.action import COMPUTATIONS, Action, parse, parts
 from megalith.schedule.lower import Program, lower
