@@ -11,7 +11,7 @@ from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import Treatment, treatments
 from megalith.train.optimizers.orthogonal import steps_of
-from megalith.train.optimizers.update import Optimizer
+from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 

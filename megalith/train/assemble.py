@@ -35,7 +35,7 @@ from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
 from megalith.train.offload.release import Asked, Release
 from megalith.train.optimizers.rates import decays, learning_rate
-from megalith.train.optimizers.update import Optimizer
+from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.own.loss import use_loss

@@ -19,7 +19,7 @@ from megalith.parallel import gradients
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Bucket, Weight
 from megalith.parallel.gradients import Norms, Shared
-from megalith.train.optimizers.update import Optimizer
+from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 WINDOW = 10

@@ -1,12 +1,17 @@
-"""Rule of an optimizer: a function over the slots of each parameter's share."""
+"""Rule of an optimizer: a function over the slots of each parameter's share. The update of a rank's parameters: each by its rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
+from megalith.spec.treatment import Treatment
+from megalith.train.optimizers.small import Small
 from megalith.train.optimizers.whole import Whole
 
 
@@ -27,7 +32,7 @@ class Part(NamedTuple):
     """The home of its slots, if they are not on the device: `opened` yields the part with them."""
     first: int = 0
     """The first number of the share, if this is a flat piece of it."""
-    small: "Few | None" = None
+    small: Small | None = None
     """Access to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
 
 
@@ -42,20 +47,6 @@ class Home(Protocol):
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
         """Yield the parts with their state on the device, each whole or in flat pieces. Changes are stored at the next
         iteration."""
-        ...
-
-
-class Few(Protocol):
-    """Moments and master weights of one part that are kept in few bits (`train.optimizers.small`)."""
-
-    @property
-    def masters(self) -> bool:
-        """True if the master weights are kept in few bits."""
-        ...
-
-    def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
-        """Yield the part, or flat pieces of it, with its moments and master weights in fp32. Changes are stored at the next
-        iteration. `weights_alone`: the moments are not needed."""
         ...
 
 
@@ -110,3 +101,52 @@ def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
     for _, group in groupby(sorted(parts, key=settings), settings):
         yield list(group)
+
+
+class Optimizer:
+    """The rule of each parameter, which its row in `spec.optimizers` names. Ranks of one pipeline place hold shares of the same
+    parameters, so they use the same rules."""
+
+    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole) -> None:
+        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage."""
+        self.treated, self.whole = treated, whole
+        kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
+        first = sorted(
+            kinds, key=lambda kind: OPTIMIZERS[kind].unit != "matrix"
+        )  # its messages are on their way while others compute
+        self.rules: dict[str, Rule] = {kind: rule_of(kind)(spec, whole) for kind in first}
+
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
+        """Update all parts by their rules."""
+        left = []
+        for kind, rule in self.rules.items():
+            alone = OPTIMIZERS[kind].unit == "element"
+            mine = [
+                self._treated(part, treatment, number)
+                for part in parts
+                if (treatment := self.treated[part.name]).kind == kind and (part.weight.numel() or not alone)
+            ]
+            if mine and (rest := rule.update(mine, number=number, lr=lr)) is not None:
+                left.append(rest)
+        for rest in left:
+            rest()
+
+    def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
+        """Return the parts in the form for their rules, for a change of weights after an update: `opened` yields their master
+        weights in fp32. `number`: the seed of stochastic rounding."""
+        return [self._treated(part, self.treated[part.name], number) for part in parts]
+
+    def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
+        """Return the part in the form for its rule."""
+        small = None
+        narrow = part.gradient.dtype != torch.float32
+        if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":
+            alone = OPTIMIZERS[treatment.kind].unit == "element"
+            small = Small.of(part.name, treatment.slots, number, self.whole.cuts[part.name], alone=alone, narrow=narrow)
+        return part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps, small=small)
+
+
+def rule_of(kind: str) -> type[Rule]:
+    """Import the rule of an optimizer."""
+    module, _, name = OPTIMIZERS[kind].rule.partition(":")
+    return getattr(import_module(module), name)

@@ -3,7 +3,7 @@ separately."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,10 @@ from megalith.kernels import moments
 from megalith.kernels.halves import join, split
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import LOWER, Slot
-from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Cut
+
+if TYPE_CHECKING:
+    from megalith.train.optimizers.rule import Part
 
 PIECE = 1 << 18
 """Approximate number of elements in fp32 at a time, if each element is updated separately; they stay in a processor's cache."""
@@ -57,7 +59,7 @@ class Small(NamedTuple):
         """True if the master weights are in two halves."""
         return self.lower is not None
 
-    def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
+    def opened(self, part: "Part", *, weights_alone: bool = False) -> "Iterator[Part]":
         """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are stored at the next
         iteration. `weights_alone`: the moments are not needed."""
         if not self.few:
@@ -98,7 +100,7 @@ class Small(NamedTuple):
             if lower is not None:
                 self._split(master, weight[here], lower[here], rows[here])
 
-    def _with_wide_gradient(self, part: Part) -> Iterator[Part]:
+    def _with_wide_gradient(self, part: "Part") -> "Iterator[Part]":
         """Yield the part, or flat pieces of it, with the gradient in fp32. State on disk comes in pieces that need not be whole rows."""
         if not self.alone:
             yield part._replace(gradient=part.gradient.float(), small=None)
@@ -126,7 +128,7 @@ class Small(NamedTuple):
         upper.copy_(high)
         lower.copy_(low)
 
-    def _filled(self, part: Part, weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> Iterator[Part]:
+    def _filled(self, part: "Part", weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> "Iterator[Part]":
         """Yield a flat piece. It is padded to whole vectors if it has moments of few bits; else it has the length that it would
         have in fp32."""
         few = any(slot.number != "fp32" for slot in near)

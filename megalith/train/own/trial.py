@@ -8,8 +8,7 @@ from torch import Tensor
 from megalith import own
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part, Rule
-from megalith.train.optimizers.update import rule_of
+from megalith.train.optimizers.rule import Part, Rule, rule_of
 from megalith.train.optimizers.whole import Whole
 
 ROWS, COLUMNS = 8, 4

@@ -6,7 +6,7 @@ from torch import nn
 
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Treatment
-from megalith.train.optimizers.update import Optimizer
+from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 

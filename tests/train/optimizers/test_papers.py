@@ -13,7 +13,7 @@ from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import Treatment, is_matrix, treatments, true_matrices
 from megalith.train.optimizers.orthogonal import orthogonal, steps_of
-from megalith.train.optimizers.update import Optimizer
+from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 from tests.specs import tiny_run
