@@ -14,8 +14,8 @@ from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import once, width_of
 from megalith.kernels.quantise import Scaling
-from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.block import Attention
 from megalith.models.latent import LatentAttention
 from megalith.models.moe import Moe
 from megalith.models.norm import RMSNorm

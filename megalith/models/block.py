@@ -1,17 +1,47 @@
-"""One block of a model: a part that mixes tokens, a part that works on each token alone, or both."""
+"""One block of a model: a part that mixes tokens, mostly the attention below, a part that works on each token alone, or both."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.models.attention import Attention
+from megalith.kernels.rope import rotate
 from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
 from megalith.models.latent import LatentAttention
+from megalith.models.linear import Linear
 from megalith.models.mamba import Mamba
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Moe
-from megalith.models.norm import norm
+from megalith.models.norm import RMSNorm, norm
 from megalith.models.own import own_part
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention. Heads are inferred (-1), so a copy that holds a share of the heads runs the same code."""
+
+    def __init__(self, dim: int, spec: AttentionSpec, rope_slot: int = 0) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rotates = spec.rope is not None
+        self.rotate = rotate  # a seam: a trace swaps it for a fused kernel
+        self.rope_slot = rope_slot  # which of `batch.rotary` is this layer's
+        self.q = Linear(dim, spec.heads * spec.head_dim, bool(spec.bias))
+        self.k = Linear(dim, spec.kv_heads * spec.head_dim, bool(spec.bias))
+        self.v = Linear(dim, spec.kv_heads * spec.head_dim, bool(spec.bias))
+        self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
+        self.core: nn.Module = CausalCore(scale=spec.scale, window=spec.window, softcap=spec.softcap)
+        self.out = Linear(spec.heads * spec.head_dim, dim, spec.bias is True)
+
+    def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            cos, sin = batch.rotary[self.rope_slot]
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        return self.out(self.core(q, k, v, batch).flatten(-2))
+
 
 ATTENTIONS = {AttentionSpec: Attention, LatentAttentionSpec: LatentAttention}
 MLPS = {MlpSpec: Mlp, MoeSpec: Moe}

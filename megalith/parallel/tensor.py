@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
-from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.block import Attention
 from megalith.models.embedding import Embedding
 from megalith.models.head import Ahead, Output
 from megalith.models.latent import LatentAttention

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.models.attention import Attention
+from megalith.models.block import Attention
 from megalith.models.core import CausalCore
 from megalith.models.latent import LatentAttention
 from megalith.models.stage import Stage

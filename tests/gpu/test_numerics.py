@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megalith.kernels.cross_entropy import cross_entropy, cross_entropy_plain
 from megalith.kernels.rope import rotate, rotate_plain
-from megalith.models.attention import CausalCore
 from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
 from megalith.models.generate import generate
 from megalith.models.rope import tables
 from megalith.models.stage import Stage

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megalith.checkpoint.huggingface import to_theirs
 from megalith.kernels.cross_entropy import Loss
-from megalith.models.attention import Attention
 from megalith.models.batch import Batch
-from megalith.models.block import Block
+from megalith.models.block import Attention, Block
 from megalith.models.norm import LayerNorm
 from megalith.models.stage import Stage
 from megalith.spec.families import Model

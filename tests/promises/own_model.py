@@ -8,8 +8,8 @@ import torch
 from torch import Tensor as Values
 from torch import nn
 
-from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.block import Attention
 from megalith.models.core import CausalCore
 from megalith.models.linear import Linear
 from megalith.models.rope import tables
