@@ -120,7 +120,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkServer:
-    """Ranks as forks of `megalith.fleet.server`, which has imported `preload` and reports their ends.
+    """Ranks as forks of `megalith.fleet.fork_server`, which has imported `preload` and reports their ends.
 
     It takes its environment, module path and lifeline from the first assignment. `secret`: further variables for the ranks that
     must not be in a file.
@@ -137,7 +137,7 @@ class ForkServer:
         self._alive = True
         self._preparing, self._forking = True, False
         self._unreported_since: float | None = None
-        command = [sys.executable, "-P", "-m", "megalith.fleet.server", str(os.getpid()), str(assignment.lifeline)]
+        command = [sys.executable, "-P", "-m", "megalith.fleet.fork_server", str(os.getpid()), str(assignment.lifeline)]
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # read when a library is loaded: before any rank can set its own
         with self._log.open("ab", buffering=0) as log:
             log.write(header(assignment.generation, "the fork server"))
