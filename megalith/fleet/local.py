@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
@@ -19,10 +19,11 @@ from megalith.fleet import causes, evidence, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
+from megalith.fleet.fork_server import ForkServer
 from megalith.fleet.heartbeat import Beat, Heartbeats
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation, Look
-from megalith.fleet.processes import STARTS, Processes, method
+from megalith.fleet.processes import FreshProcesses, Processes, method
 from megalith.fleet.rank import Assignment
 from megalith.fleet.seat import DISK, node_folder
 from megalith.fleet.secure import key, private
@@ -36,6 +37,7 @@ from megalith.spec.fleet import FleetSpec
 WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 HEARTBEATS = "heartbeats"
+STARTS: dict[str, Callable[..., Processes]] = {"fork": ForkServer, "spawn": FreshProcesses}
 
 
 def node_names(fleet: FleetSpec) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from megalith.fleet.processes import Handle, method, readable
+from megalith.fleet.fork_server import Handle, readable
+from megalith.fleet.processes import method
 from tests.patience import PATIENCE
 
 
