@@ -38,32 +38,32 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone
-    from megalith.commands.shared import ranks, runs
+    from megalith.commands.shared import runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
     from megalith.spec import files
     from megalith.train import agents  # needs torch
 
     place = environment.find()
-    ranks.end_with_torchrun(place)
+    runs.end_with_torchrun(place)
     checked = runs.check(request, here="error", count=node_ranks)
     spec = checked.resolved.spec
     folder = request.folder(spec)
     runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder)
     runs.tell(checked)
-    job = ranks.job(spec, folder.resolve(), ranks.TRAIN, {"run_dir": str(folder.resolve())})
+    job = runs.job(spec, folder.resolve(), runs.TRAIN, {"run_dir": str(folder.resolve())})
     directs = agents.directs(place)
-    job = job if directs else ranks.directed_elsewhere(job)
-    host = agents.Host(job, spec.fleet, agents.own_name(machine), ranks.identity(spec), lambda: agents.open_data(spec))
+    job = job if directs else runs.directed_elsewhere(job)
+    host = agents.Host(job, spec.fleet, agents.own_name(machine), runs.identity(spec), lambda: agents.open_data(spec))
     if not directs:
         runs.refuse(runs.differences(checked.resolved, folder))
         return Trained(folder, agents.serve_node(host, place), "", None)
     assert place is not None  # else it would not direct
     with hold(folder, wide=True) as owner:
         runs.refuse(runs.differences(checked.resolved, folder))
-        ranks.admit(spec, folder)
+        runs.admit(spec, folder)
         files.save(checked.resolved, folder)
         with followed(folder, spec, console, errors=False) as (follow, tick):
-            store = ranks.store_of(owner)
+            store = runs.store_of(owner)
             outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, say=follow.say)
     return ended(folder, outcome.code, outcome.message(), follow)

@@ -139,7 +139,7 @@ def campaign(
 def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path) -> "Ran":
     """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed,
     each node has one."""
-    from megalith.commands.shared import ranks
+    from megalith.commands.shared import runs
     from megalith.fleet import local
     from megalith.fleet.seat import node_folder
     from megalith.fleet.tiers import roots
@@ -154,7 +154,7 @@ def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, 
         spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
         with disk:
             return run(_training(resolved, spec, folder, verb="agent"), crew=Crew(names, runner.REPAIR_SECONDS))
-    memory = roots.memory_root(folder, ranks.identity(spec))
+    memory = roots.memory_root(folder, runs.identity(spec))
     nodes = [node_folder(memory, name) for name in names]
     with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:
         return run(_training(resolved, spec, folder), nodes=nodes, network=network)

@@ -69,7 +69,7 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
     Raises SpecErrors for a plan with problems, RuntimeError with the first cause when a rank fails.
     """
-    from megalith.commands.shared import ranks, runs
+    from megalith.commands.shared import runs
     from megalith.fleet import environment
     from megalith.spec.problem import SpecErrors
 
@@ -81,14 +81,14 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     folder = request.run_dir or Path("runs") / f"{resolved.spec.name}-parity"
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
     result, entry = folder / "parity.json", "megalith.prove.parity:main"
-    with ranks.own(folder, place) as owner:
+    with runs.own(folder, place) as owner:
         if place is not None:
-            if status := ranks.join(resolved, folder, place, entry, arguments, owner=owner):
+            if status := runs.join(resolved, folder, place, entry, arguments, owner=owner):
                 raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
         else:
             assert owner is not None
             result.unlink(missing_ok=True)
-            outcome = ranks.start(resolved, owner, entry, arguments)
+            outcome = runs.start(resolved, owner, entry, arguments)
             if outcome.code:
                 raise RuntimeError(outcome.message())
     return json.loads(result.read_text(encoding="utf-8"))

@@ -140,11 +140,11 @@ def train(
     Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
     """
     from megalith.check import all_ranks
-    from megalith.commands.shared import ranks, runs, siblings
+    from megalith.commands.shared import runs, siblings
     from megalith.fleet import environment
 
     place = environment.find()
-    ranks.end_with_torchrun(place)
+    runs.end_with_torchrun(place)
     checked = runs.check(
         request,
         world=place.world if place else None,
@@ -155,14 +155,14 @@ def train(
     folder = request.folder(spec)
     runs.refuse(checked.errors, resolved, folder)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
-    with ranks.own(folder, place) as owner:
+    with runs.own(folder, place) as owner:
         runs.refuse(runs.differences(resolved, folder))
         if place is None or place.local_rank == 0:
             runs.tell(checked)
-            ranks.admit(spec, folder)
+            runs.admit(spec, folder)
         if owner is None:
             assert place is not None
-            return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
+            return Trained(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)
         with siblings.beside(request, spec, folder) as others:
             trained = _followed(resolved, owner, place, arguments, console, others.poll, watch=watch, on_event=on_event)
             return replace(trained, left=(*trained.left, *others.finish(trained.code, patience=spec.launch.timeout)))
@@ -181,7 +181,7 @@ def _followed(
 ) -> Trained:
     """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served. `look`
     is called often where this process starts the ranks, and ends them if it raises an error."""
-    from megalith.commands.shared import ranks
+    from megalith.commands.shared import runs
 
     folder = owner.run_dir
     with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (follow, tick):
@@ -191,11 +191,11 @@ def _followed(
                 tick()
                 look()
 
-            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=tick_and_look, say=follow.say, recover=True)
+            outcome = runs.start(resolved, owner, runs.TRAIN, arguments, tick=tick_and_look, say=follow.say, recover=True)
             code, message = outcome.code, outcome.message()
         else:
             with _called_often(tick):
-                code = ranks.join(resolved, folder, place, ranks.TRAIN, arguments, owner=owner)
+                code = runs.join(resolved, folder, place, runs.TRAIN, arguments, owner=owner)
             message = f"ended with status {code}" if code else "finished"
     return ended(folder, code, message, follow)
 

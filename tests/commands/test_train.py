@@ -14,7 +14,7 @@ from megalith import disk, events
 from megalith.checkpoint import folder as checkpoints
 from megalith.checkpoint.folder import Manifest
 from megalith.commands import train as training
-from megalith.commands.shared import ranks, runs
+from megalith.commands.shared import runs
 from megalith.commands.shared.arguments import RunRequest
 from megalith.control import owner, supervisor
 from megalith.control.owner import InUseError
@@ -155,7 +155,7 @@ def test_a_checkpoint_whose_manifest_cannot_be_used_is_named_once(run: Path, dam
     if damage is not None:
         manifest.write_bytes(whole.replace(b"tiny", b"Tiny") if damage == b"x" else damage)
     with owner.hold(Path("runs/first")) as own:
-        look = ranks.store_of(own)
+        look = runs.store_of(own)
         assert [look() for _ in range(2)] == [(Copy(Tier.STORE, 10),)] * 2
         (told,) = of_kind(read(Path("runs/first")), events.Problem)
         assert f"{broken} is damaged and is not used: step-00000020/manifest.json {what}" in told.message
@@ -289,7 +289,7 @@ def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, mon
 
     monkeypatch.setattr(admission, "before_start", look)
     monkeypatch.setattr(runs, "check", lambda one, **_: runs.Checked(files.load(one.file, overrides=one.overrides), []))
-    monkeypatch.setattr(ranks, "start", lambda *args, **rest: pytest.fail("started"))
+    monkeypatch.setattr(runs, "start", lambda *args, **rest: pytest.fail("started"))
     with pytest.raises(admission.UnfitError, match="1 MiB"):
         train(run)
     assert looks == [Path("runs") / files.load(run).spec.name]

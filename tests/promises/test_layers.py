@@ -28,7 +28,6 @@ WITHOUT_TORCH = [
     "megalith.api",
     "megalith.cli",
     "megalith.commands.shared.runs",
-    "megalith.commands.shared.ranks",
     "megalith.check",
     "megalith.mesh",
     "megalith.events",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.commands.shared.ranks import identity
+from megalith.commands.shared.runs import identity
 from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode

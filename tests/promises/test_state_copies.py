@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
-from megalith.commands.shared.ranks import checkpoints
+from megalith.commands.shared.runs import checkpoints
 from megalith.control.controller import run_here
 from megalith.events import Recovery, of_kind, read
 from megalith.fleet import injection

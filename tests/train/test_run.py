@@ -17,7 +17,7 @@ import pytest
 import megalith.train.copies
 import megalith.train.run
 from megalith import epochs
-from megalith.commands.shared import ranks
+from megalith.commands.shared import runs
 from megalith.control import controller
 from megalith.control.outcome import Outcome
 from megalith.data.errors import AwayDataError
@@ -126,7 +126,7 @@ def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_an
     folder.mkdir()
     (folder / "spec.json").write_text(files.spec_text(spec))
     limits = {"start_timeout": PATIENCE, "silence_timeout": PATIENCE, "threads": 1}
-    job = replace(ranks.job(spec, folder, ranks.TRAIN, {"run_dir": str(folder)}), **limits)
+    job = replace(runs.job(spec, folder, runs.TRAIN, {"run_dir": str(folder)}), **limits)
     done: list[bool] = []
 
     def change() -> None:
@@ -254,10 +254,10 @@ def _ends_with(error: Exception) -> int:
 
     place = Place(1, 2, 0, 1, "variables", "tcp://h:1", None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_await", lambda resolved, folder, timeout: None)
-        patch.setattr(ranks.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
+        patch.setattr(runs, "_await", lambda resolved, folder, timeout: None)
+        patch.setattr(runs.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
         resolved = SimpleNamespace(spec=SimpleNamespace(launch=SimpleNamespace(start_timeout=1.0)))
-        return ranks.join(cast(Any, resolved), Path(), place, "a:main", {})
+        return runs.join(cast(Any, resolved), Path(), place, "a:main", {})
 
 
 def test_a_rank_of_another_launcher_ends_with_the_status_that_its_error_asks_for() -> None:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 RANK = """
 import os, time
-from megalith.commands.shared import ranks
+from megalith.commands.shared import runs
 from megalith.fleet.environment import find
-ranks.end_with_torchrun(find())
+runs.end_with_torchrun(find())
 print(os.getpid(), flush=True)
 time.sleep(600)
 """

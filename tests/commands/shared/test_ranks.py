@@ -3,23 +3,23 @@
 from pathlib import Path
 
 from megalith import sealed
-from megalith.commands.shared import ranks
+from megalith.commands.shared import runs
 from megalith.spec import files
 
 
 def test_a_jobs_burn_in_is_for_the_device_it_computes_on(run: Path):
     spec = files.load(run, overrides=["train.device=cpu", "fleet.burn_in=3.0"]).spec
-    command = ranks.job(spec, Path("x"), ranks.TRAIN, {}).burn_in
+    command = runs.job(spec, Path("x"), runs.TRAIN, {}).burn_in
     assert command[command.index("--seconds") + 1] == "3.0" and command[-1] == "cpu"
 
 
 def test_copies_in_memory_of_a_run_on_other_data_are_not_this_runs(run: Path):
     spec = files.load(run).spec
-    before = ranks.identity(spec)
-    assert ranks.identity(files.load(run, overrides=["fleet.nodes=2", "launch.threads=3"]).spec) == before
+    before = runs.identity(spec)
+    assert runs.identity(files.load(run, overrides=["fleet.nodes=2", "launch.threads=3"]).spec) == before
     described = Path("data/manifest.json")
     described.write_text(described.read_text().replace('"documents": 1', '"documents": 2'))
-    assert ranks.identity(spec) != before
+    assert runs.identity(spec) != before
 
 
 def test_ranks_hear_of_the_files_that_their_run_is_computed_from_as_they_are_now(run: Path):
@@ -27,12 +27,12 @@ def test_ranks_hear_of_the_files_that_their_run_is_computed_from_as_they_are_now
     Path("order.txt").write_text("an order")
     fallback = 'fleet = { nodes = 2, fallback = { data = 2, schedule = "file:order.txt" } }'
     resolved = files.load(run, overrides=[fallback.replace("fleet = ", "fleet=")])
-    job = ranks.job(resolved.spec, Path("x"), ranks.TRAIN, {})
+    job = runs.job(resolved.spec, Path("x"), runs.TRAIN, {})
     assert {Path(path).name for path in job.sealed} == {"spec.json", "manifest.json", "tokenizer.json", "order.txt"}
     assert job.fallback is not None and job.fallback.sealed == job.sealed
     files.save(resolved, Path("x"))
     sealed.check(job.sealed)
-    assert ranks.job(resolved.spec, Path("x"), "megalith.prove.parity:main", {}).sealed == {}
-    elsewhere = ranks.directed_elsewhere(job)
+    assert runs.job(resolved.spec, Path("x"), "megalith.prove.parity:main", {}).sealed == {}
+    elsewhere = runs.directed_elsewhere(job)
     assert {Path(path).name for path in elsewhere.sealed} == {"manifest.json", "tokenizer.json", "order.txt"}
     assert elsewhere.fallback is not None and elsewhere.fallback.sealed == elsewhere.sealed
