@@ -15,8 +15,8 @@ from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.store_client import StoreClient
 from megalith.machine.capacity import find_gpus
 from megalith.parallel import one_round
+from megalith.parallel.store import RunStore, tcp_store
 from megalith.spec.run import LaunchSpec
-from megalith.train.store import RunStore, tcp_store
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
