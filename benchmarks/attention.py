@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from megalith.kernels.attention import blocked, flash_cpu
-from megalith.train.join import keep_memory
+from megalith.machine.resident import keep_memory
 
 SHAPES = {  # batch, heads, kv_heads, seq, channels
     "multi-head, 1,024 tokens": (4, 12, 12, 1024, 64),

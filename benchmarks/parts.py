@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.kernels.multiply import PLAIN
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.rope import rotate, rotate_plain
-from megalith.train.join import keep_memory
+from megalith.machine.resident import keep_memory
 
 BATCH, SEQ, HEADS, HEAD_DIM = 4, 1024, 12, 64
 DIM, EPS = HEADS * HEAD_DIM, 1e-5

@@ -28,6 +28,7 @@ from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
+from megalith.parallel.groups import choose_device, join
 from megalith.parallel.precision import apply_precision
 from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, Routed
@@ -40,7 +41,6 @@ from megalith.spec.phases import Phases, during
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
-from megalith.train.join import choose_device, join
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.own.admit import admit
 from megalith.train.own.loss import use_loss

@@ -34,8 +34,9 @@ from megalith.fleet.seat import REPORTS, Seat, ranks_of
 from megalith.fleet.signs import Preempted, RankFailed, StoreAway
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
+from megalith.machine.resident import keep_memory
 from megalith.models.flops import CONVENTION
-from megalith.parallel.groups import another
+from megalith.parallel.groups import another, choose_device, join
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept
@@ -44,7 +45,6 @@ from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.copies import copies_of
 from megalith.train.guard import Guard
-from megalith.train.join import choose_device, join, keep_memory
 from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
