@@ -38,7 +38,8 @@ from megalith.spec.fleet import FleetSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.guard import Guard
-from megalith.train.step import tell, train_step
+from megalith.train.step import train_step
+from megalith.train.watchers import tell
 
 
 class Taken(NamedTuple):

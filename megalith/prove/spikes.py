@@ -27,9 +27,9 @@ from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, read_step, restore
 from megalith.train.stability.history import room
-from megalith.train.step import Watcher
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
+from megalith.train.watchers import Watcher
 
 Kind = Literal["poison", "rate", "weight", "moment", "gradient"]
 CPU = torch.device("cpu")

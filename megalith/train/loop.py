@@ -29,9 +29,10 @@ from megalith.train.reader import Reader
 from megalith.train.restore import Position, meta
 from megalith.train.sites.merge import Sites, Turn
 from megalith.train.stability.healer import Healer
-from megalith.train.step import Referee, Stepper, Watcher, seed_step, tell
+from megalith.train.step import Stepper, seed_step
 from megalith.train.tally import Stepped
 from megalith.train.validate import Validator
+from megalith.train.watchers import Referee, Watcher, tell
 
 AGAIN_SECONDS = 10.0  # between tries to save what nothing comes after
 STOP_SECONDS = 20.0  # that a run which was asked to stop tries for: who asks has little patience

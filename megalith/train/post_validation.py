@@ -21,22 +21,19 @@ from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rerun, Rewind, Update
 from megalith.train.stability.findings import Findings, lowered_event, spike_event
 from megalith.train.step import (
-    Before,
-    Healer,
-    Referee,
+    Gathering,
     Stepper,
-    Watcher,
     accumulate,
     carry_out,
     clipped_update,
     decision_of,
     remember,
     seed_step,
-    tell,
     train_step,
     vitals_of,
 )
-from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Gathering, Mark, Outcome, Stepped, Totals, stepped
+from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Mark, Outcome, Stepped, Totals, stepped
+from megalith.train.watchers import Before, Healer, Referee, Watcher, tell
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done

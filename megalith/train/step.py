@@ -4,55 +4,27 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
-from megalith.events import Event, Rewound
+from megalith.events import Event
 from megalith.fleet.seat import REPORTS
+from megalith.machine.resident import resident_bytes
 from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
-from megalith.parallel.execute import Check
+from megalith.parallel.execute import Check, Executed
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
-from megalith.train.stability.findings import Findings, Reason, SpikeError, lowered_event, spike_event
+from megalith.train.stability.findings import Findings, SpikeError, lowered_event, spike_event
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.stability.refusal import overflowed, refusal, where_not_finite
-from megalith.train.tally import Accumulated, Balance, Gathering, Outcome, Stepped, Totals, stepped
-
-Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
-
-
-class Watcher(Protocol):
-    """Observes the moments of each step. Its exceptions end the step. A subclass overrides only the moments that it needs. A step
-    whose update is made again, because its norm was known late, has its last three moments twice."""
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        """Called before the step's data is read."""
-
-    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
-        """Called when this rank's gradients are complete and not yet clipped. `nll`: its part of the step's loss."""
-
-    def before_update(self, trainer: Trainer, step: int) -> None:
-        """Called before the optimizer uses the gradients."""
-
-    def updated(self, trainer: Trainer, step: int) -> None:
-        """Called when the state is that after the step."""
-
-    def skipped(self, trainer: Trainer, step: int) -> None:
-        """Called when the step's update was skipped or undone: the state is that before the step."""
-
-    def resting(self, trainer: Trainer, step: int) -> None:
-        """Called when the state does not change until the next update."""
-
-
-def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
-    """Call the watchers for a moment, in order. `more`: what the moment tells besides."""
-    for watcher in watchers:
-        getattr(watcher, moment)(trainer, step, *more)
+from megalith.train.tally import Accumulated, Balance, Outcome, Stepped, Totals, stepped
+from megalith.train.watchers import Before, Healer, Referee, Watcher, tell
 
 
 def seed_step(trainer: Trainer, step: int) -> None:
@@ -78,55 +50,6 @@ class Computed:
     @property
     def grad_norm(self) -> float:
         return self.totals.norm
-
-
-@dataclass(frozen=True)
-class Before:
-    """The reason for recomputing a step, and the numbers that all ranks had the first time."""
-
-    reason: Reason
-    totals: Totals
-
-    @property
-    def words(self) -> str:
-        return f"loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g} at first"
-
-
-class Healer(Protocol):
-    """Finds the causes of spikes and undoes their effects, on all ranks together (`train.stability.healer.Healer`)."""
-
-    def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
-        """Record a step's decision before it is carried out, with this learning rate."""
-        ...
-
-    def look(self, before: Before, step: int) -> Findings:
-        """Drop the step's gradients and counts, examine the spike, and restore the state so that the step can be recomputed."""
-        ...
-
-    def causes(self, step: int, findings: Findings) -> Findings:
-        """Return the findings with the likely causes added."""
-        ...
-
-    def target(self, at_most: int) -> Any:
-        """Return the newest good copy of step `at_most` or an earlier one; None if there is none."""
-        ...
-
-    def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Restore the copy `target`, in step `step`. `late`: the step's microbatches have begun, so nothing else can be
-        computed."""
-        ...
-
-
-class Referee(Protocol):
-    """Responds to numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
-
-    def rerun(self, step: int) -> None:
-        """Report the numbers that are not finite, and restore the state from before the step, so that it can be recomputed."""
-        ...
-
-    def blame(self, error: gradients.NotFinite, step: int) -> None:
-        """Report the rank with numbers that are not finite for the second time. Raises Reported if there is a supervisor."""
-        ...
 
 
 def train_step(
@@ -287,6 +210,56 @@ def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: boo
     if isinstance(decision, Skip | Stop):
         raise refusal(trainer, decision.reason, step=step)
     return computed
+
+
+class Gathering:
+    """The totals under way: one gather over all ranks. Sums are in rank order, so every rank gets the same bits in every run."""
+
+    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
+        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
+        squares = gradients.total_of(_measured(trainer, names))
+        loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
+        other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
+        seen = trainer.noise
+        together = squares if seen.all else gradients.total_of(_measured(trainer, [n for n in names if n in seen.names]))
+        apart = seen.take(trainer.device) / trainer.gradient_scale**2  # seen before the loss scale was taken out
+        noise = torch.stack((apart, together.to(trainer.device)))
+        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other, noise))
+        self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
+        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
+        self._copied: Any = None
+        if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
+            with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
+                self._work.wait()
+                self._on_host = self._everyone.to("cpu", non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def wait(self) -> Totals:
+        if self._copied is not None:
+            self._copied.synchronize()
+            table: torch.Tensor = self._on_host
+        else:
+            self._work.wait()
+            table = self._everyone
+        table = table.view(-1, len(self._mine))
+        return Totals(
+            squares=float(table[:, 0].sum()),
+            loss=float(table[:, 1].sum()),
+            stop=bool(table[:, 2].any()),
+            resident=int(table[:, 3].max()),
+            apart=float(table[:, 4].sum()),
+            together=float(table[:, 5].sum()),
+        )
+
+
+def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
+    """Return the norms of some parameters' gradients: from before the release if they were released, else from the gradients
+    themselves."""
+    grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
+    found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
+    found |= trainer.release.norms if trainer.release is not None else {}
+    return [found[name] for name in names if name in found]
 
 
 def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Computed:

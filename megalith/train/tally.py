@@ -1,18 +1,15 @@
-"""Totals of a step over all ranks, balance of the experts' load, and the summary for the log."""
+"""Summary of a step for the log: its totals over all ranks, its seconds by use, the balance of the experts' load."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalith.events import Event
-from megalith.machine.resident import most_resident_bytes, resident_bytes
+from megalith.machine.resident import most_resident_bytes
 from megalith.models.batch import Batch
-from megalith.parallel import gradients
 from megalith.parallel.execute import Executed
 from megalith.spec.model import MoeSpec
 from megalith.spec.noise import Noise
@@ -102,56 +99,6 @@ class Stepped:
     def skipped(self) -> str:
         """Why the update was skipped, if it was."""
         return self.outcome.skipped
-
-
-class Gathering:
-    """The totals under way: one gather over all ranks. Sums are in rank order, so every rank gets the same bits in every run."""
-
-    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
-        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
-        squares = gradients.total_of(_measured(trainer, names))
-        loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
-        other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
-        seen = trainer.noise
-        together = squares if seen.all else gradients.total_of(_measured(trainer, [n for n in names if n in seen.names]))
-        apart = seen.take(trainer.device) / trainer.gradient_scale**2  # seen before the loss scale was taken out
-        noise = torch.stack((apart, together.to(trainer.device)))
-        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other, noise))
-        self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
-        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
-        self._copied: Any = None
-        if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
-            with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
-                self._work.wait()
-                self._on_host = self._everyone.to("cpu", non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-
-    def wait(self) -> Totals:
-        if self._copied is not None:
-            self._copied.synchronize()
-            table: Tensor = self._on_host
-        else:
-            self._work.wait()
-            table = self._everyone
-        table = table.view(-1, len(self._mine))
-        return Totals(
-            squares=float(table[:, 0].sum()),
-            loss=float(table[:, 1].sum()),
-            stop=bool(table[:, 2].any()),
-            resident=int(table[:, 3].max()),
-            apart=float(table[:, 4].sum()),
-            together=float(table[:, 5].sum()),
-        )
-
-
-def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
-    """Return the norms of some parameters' gradients: from before the release if they were released, else from the gradients
-    themselves."""
-    grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
-    found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
-    found |= trainer.release.norms if trainer.release is not None else {}
-    return [found[name] for name in names if name in found]
 
 
 class Balance:

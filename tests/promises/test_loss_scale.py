@@ -36,8 +36,9 @@ from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import restore
 from megalith.train.stability.loss_scale import Scale
-from megalith.train.step import Stepped, Watcher, accumulate, seed_step, tell
+from megalith.train.step import Stepped, accumulate, seed_step
 from megalith.train.stream import open_stream
+from megalith.train.watchers import Watcher, tell
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks

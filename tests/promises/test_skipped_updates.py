@@ -22,8 +22,8 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
-from megalith.train.step import Watcher, tell
 from megalith.train.stream import open_stream
+from megalith.train.watchers import Watcher, tell
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run

@@ -40,7 +40,8 @@ from megalith.train.loop import stepper_of
 from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Whole
 from megalith.train.run import holding_of
-from megalith.train.step import tell, train_step
+from megalith.train.step import train_step
+from megalith.train.watchers import tell
 from tests.keys import KEY
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry, real

@@ -8,7 +8,7 @@ import torch
 from megalith.prove.spikes import Ended, Fault, train
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.step import Watcher
+from megalith.train.watchers import Watcher
 from tests.keys import KEY
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB

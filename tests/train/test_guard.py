@@ -19,7 +19,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.guard import Guard
 from megalith.train.loop import stepper_of
-from megalith.train.step import Watcher, tell
+from megalith.train.watchers import Watcher, tell
 from tests.keys import KEY
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks

@@ -16,7 +16,8 @@ from megalith.parallel.data import local
 from megalith.rehearse.faults import KINDS
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
-from megalith.train.step import accumulate, tell, train_step
+from megalith.train.step import accumulate, train_step
+from megalith.train.watchers import tell
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run

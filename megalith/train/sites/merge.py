@@ -24,7 +24,7 @@ from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
-from megalith.train.step import Watcher
+from megalith.train.watchers import Watcher
 
 T = TypeVar("T")
 WAIT_SECONDS = 10.0  # after which the ranks of a site that wait for others hear that they still do

@@ -21,7 +21,7 @@ from megalith.train.sites.merge import Made, Round, Sites
 from megalith.train.sites.messages import Cut, Start, Verdict
 from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
-from megalith.train.step import Watcher
+from megalith.train.watchers import Watcher
 
 
 class Together(Sites):

@@ -32,8 +32,9 @@ from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
 from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
 from megalith.train.stability.samples import SampleLosses
-from megalith.train.step import Before, accumulate, seed_step
-from megalith.train.tally import Gathering, Totals
+from megalith.train.step import Gathering, accumulate, seed_step
+from megalith.train.tally import Totals
+from megalith.train.watchers import Before
 
 RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
 
@@ -71,7 +72,7 @@ class _Past:
 
 
 class Healer:
-    """Per-rank examiner of spikes, a `step.Healer`. Construction and every method are collective."""
+    """Per-rank examiner of spikes, a `watchers.Healer`. Construction and every method are collective."""
 
     def __init__(
         self,

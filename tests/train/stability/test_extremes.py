@@ -16,7 +16,8 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop
 from megalith.train.stability.extremes import LOGITS, Look, Risen
 from megalith.train.stability.findings import Findings
-from megalith.train.step import Watcher, accumulate
+from megalith.train.step import accumulate
+from megalith.train.watchers import Watcher
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
