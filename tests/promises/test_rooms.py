@@ -1,10 +1,12 @@
-"""A module can be read in one sitting, and a room can be surveyed at a glance."""
+"""A module can be read in one sitting, a room can be surveyed at a glance, and the way to the update is short."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "megalith"
 MOST_LINES, MOST_MODULES = 450, 26
+MOST_FILES, MOST_FILES_IN_A_RANK = 33, 22  # from the command to the update, and from a rank's `main`
 
 
 def test_no_module_is_longer_than_450_lines() -> None:
@@ -15,3 +17,14 @@ def test_no_module_is_longer_than_450_lines() -> None:
 def test_no_room_has_more_than_26_modules() -> None:
     modules = Counter(str(path.parent.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.name != "__init__.py")
     assert not {room: count for room, count in modules.items() if count > MOST_MODULES}, "give a subject a room of its own"
+
+
+def test_the_files_from_the_command_to_the_update_are_there_and_as_many_as_the_page_says() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("### From the command to the update\n")[2].partition("\n## ")[0]
+    named = [re.findall(r"`([\w/]+)`", item) for item in re.split(r"\n\d\. ", section)[1:]]
+    files = [file for item in named for file in item]
+    assert not [file for file in files if not (ROOT / f"{file}.py").is_file()]
+    in_a_rank = files[files.index("train/run") :]
+    assert [int(number) for number in re.findall(r"\b(\d+)(?: files| of them)", section)] == [len(files), len(in_a_rank)]
+    assert len(files) <= MOST_FILES and len(in_a_rank) <= MOST_FILES_IN_A_RANK, "merge what belongs together"
