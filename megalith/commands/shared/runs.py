@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith import epochs, events, sealed
+from megalith import epochs, sealed
 from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
 from megalith.check.own import admit as admit_parts
@@ -20,7 +20,6 @@ from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, damaged_text, latest, of_run, read_manifest, unreadable
 from megalith.commands.shared.arguments import RunRequest
 from megalith.control import answer
-from megalith.control.owner import LeaseError, Owner, hold
 from megalith.data import manifest
 from megalith.fleet import causes
 from megalith.fleet.exit_codes import ExitCode
@@ -37,6 +36,7 @@ from megalith.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from megalith.control.outcome import Outcome
+    from megalith.control.owner import Owner
     from megalith.fleet.environment import Place
 
 TRAIN = "megalith.train.run:main"
@@ -193,7 +193,7 @@ def _consumed(checkpoints: Sequence[Path]) -> int | None:
 
 def start(
     resolved: Resolved,
-    owner: Owner,
+    owner: "Owner",
     entry: str,
     arguments: dict[str, Any],
     *,
@@ -207,6 +207,7 @@ def start(
     several times a second, `say` is called with messages for the user. Raises LeaseError if it no longer owns the folder.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
+    from megalith.control.owner import LeaseError
 
     spec, folder = resolved.spec, owner.run_dir
     files.save(resolved, folder)
@@ -239,13 +240,15 @@ def own(folder: Path, place: "Place | None") -> "contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def _renewed(folder: Path, *, wide: bool) -> Iterator[Owner]:
+def _renewed(folder: Path, *, wide: bool) -> "Iterator[Owner]":
+    from megalith.control.owner import hold  # a run that is only checked has no owner
+
     with hold(folder, wide=wide) as owner, owner.renewing():
         yield owner
 
 
 def join(
-    resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: Owner | None = None
+    resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
 ) -> int:
     """Be the rank that torchrun or Slurm started, and return its exit status. Raises an error if the same command would fail again.
 
@@ -352,8 +355,10 @@ def checkpoints(folder: Path) -> tuple[Copy, ...]:
     return tuple(Copy(Tier.STORE, step) for step in steps if step <= last)
 
 
-def store_of(owner: Owner) -> "Callable[[], tuple[Copy, ...]]":
+def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
     """Return a function that lists a run's `checkpoints`. It logs each one with an unusable manifest, once."""
+    from megalith import events  # a run that is only checked logs nothing
+
     told = set[Path]()
 
     def look() -> tuple[Copy, ...]:
