@@ -1,4 +1,4 @@
-"""Attention in bf16 on this CPU: torch's fused kernel and blocks of matrix products, in turn.
+"""Time attention in bf16 on this CPU: torch's fused kernel and our blocks of matrix products, in turn.
 
 python benchmarks/attention.py --json
 """
@@ -21,9 +21,9 @@ SHAPES = {  # batch, heads, kv_heads, seq, channels
 
 
 def fastest(function: Callable[[], object], rounds: int) -> float:
-    """Milliseconds."""
+    """Return the time of a call in milliseconds."""
     taken = []
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds + 1):  # the first call warms up
         began = time.perf_counter()
         function()
         taken.append(time.perf_counter() - began)

@@ -1,11 +1,11 @@
-"""How far the planner is from short trainings on this machine, with and without this machine's own figures.
+"""Compare the planner's predictions with short training runs on this machine, with and without this machine's measured figures.
 
     python benchmarks/calibration.py [--ranks 1 2] [--seconds 0.5] [--steps 5] [--json]
 
-For each number of ranks the machine is measured as `megalith doctor --calibrate` does. Then small models, drawn by a fixed seed, train for
-some steps on the processor: dense ones and mixtures of experts, under plans of so many ranks. Printed are the median step and two
-predictions of it: with the file's [measured] table, and without, where the device keeps its measured rates and the shares that it reaches
-are those of the nearest fitted generation. Run it on a machine that does nothing else: other work slows down the steps or the calibration.
+For each number of ranks the machine is measured as by `megalith doctor --calibrate`. Then small models, drawn by a fixed seed, train for
+some steps on the CPU: dense models and mixtures of experts, under plans with that number of ranks. The script prints the median step and
+two predictions of it: one with the file's [measured] table, and one without. The latter keeps the device's measured rates, but takes
+efficiencies from the nearest fitted generation. Run the script on an idle machine: other work slows down the steps or the calibration.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.step import train_step
 
 WARM = 2
-"""First steps that are not timed."""
+"""The number of first steps that are not timed."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Compared:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Both predictions over the measured step, less one."""
+        """Relative errors of both predictions: predicted over measured, minus 1."""
         return self.calibrated / self.measured - 1, self.uncalibrated / self.measured - 1
 
 
 def cases(ranks: int, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield names and tables of runs: every second one is a mixture of experts."""
+    """Yield names and tables of runs. Every second run is a mixture of experts."""
     random_ = random.Random(f"{seed} {ranks}")
     for number in range(count):
         dim, layers = random_.choice((128, 256, 384)), random_.choice((2, 4, 6))

@@ -1,10 +1,10 @@
-"""How long training stands still for a checkpoint: synchronous and asynchronous saves of the same state, side by side.
+"""Measure how long training waits for a checkpoint: synchronous and asynchronous saves of the same state, side by side.
 
     python benchmarks/checkpoint.py --megabytes 500 --ranks 2 --json
 
-The state is weights and two moments in fp32, sharded over the ranks (`--replicated`: held whole by every rank). Saves of either
-kind take turns, so that both meet the same disk; medians are given. The very first asynchronous save is also given on its own,
-and so is what reserving memory for it took at the start.
+The state is weights and two moments in fp32, sharded over the ranks (`--replicated`: held whole by every rank). The two kinds
+of save alternate, so that both see the same disk. The script prints medians. It also prints the first asynchronous save by
+itself, and the time to reserve memory for it at the start.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def save(checkpointer: Checkpointer, step: int, state: dict[str, Tensor], *, asy
     dist.barrier()
     checkpointer.save(step, state, {"step": step}, asynchronous=asynchronous)
     while not (outcomes := checkpointer.poll()):
-        time.sleep(0.005)  # training would go on here: this is no waiting
+        time.sleep(0.005)  # training would continue here, so this time does not count as waiting
     (outcome,) = outcomes
     if not isinstance(outcome, Saved):
         raise RuntimeError(outcome.error)
@@ -56,7 +56,7 @@ def save(checkpointer: Checkpointer, step: int, state: dict[str, Tensor], *, asy
 
 
 def measure(rank: int, ranks: int, folder: Path, megabytes: float, rounds: int, replicated: bool) -> None:
-    """Save `rounds` times either way, load once; rank 0 leaves the figures in `folder`. Times are seconds."""
+    """Save `rounds` times in each way and load once. Rank 0 writes the times, in seconds, into `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     state = state_of(megabytes, replicated=replicated)
@@ -78,7 +78,7 @@ def measure(rank: int, ranks: int, folder: Path, megabytes: float, rounds: int, 
 
 
 def figures(first: list[Saved], saves: list[Saved]) -> dict[str, Any]:
-    """Medians over the rounds. `share` is the asynchronous wait as a part of the synchronous one."""
+    """Return medians over the rounds. `share` is the asynchronous wait over the synchronous one."""
     synchronous, asynchronous = saves[0::2], saves[1::2]
     waits = [statistics.median(saved.wait_seconds for saved in kind) for kind in (synchronous, asynchronous)]
     size = saves[0].bytes

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors: gloo's rings beside one round of messages (parallel/one_round.py), in turns in the same ranks.
+"""Time collectives of CPU tensors: gloo's rings and one round of messages (parallel/one_round.py), in turn in the same ranks.
 
 python benchmarks/collectives.py [--ranks 2 4 8] [--times 40] [--json]
 """
@@ -15,11 +15,11 @@ from megalith.parallel import one_round
 from megalith.prove.worlds import run_ranks
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
-"""Bytes of the whole tensor: what a gather gives, what a reduce-scatter takes."""
+"""Bytes of the whole tensor: the output of a gather, the input of a reduce-scatter."""
 
 
 def measure(rank: int, ranks: int, times: int) -> list[dict[str, Any]]:
-    """Milliseconds of each collective, each size, each way: the median of `times`."""
+    """Return the median milliseconds over `times` calls, for each collective, size and implementation."""
     found = []
     for size in SIZES:
         whole = torch.ones(size // 4)

@@ -1,12 +1,13 @@
-"""Cost of guarding a run when nothing breaks: steps of the quickstart model with everything off, and with copies and digests, in turn.
+"""Measure the cost of guards when nothing breaks: steps of the quickstart model without guards, and with copies and digests, in
+turn.
 
     python benchmarks/fleet_overhead.py --rounds 12 --json
 
-Every round runs four steps each way on the same ranks, in changing order, so that all ways meet the same machine; a way's cost is the
-median over the rounds of its time against that of `off` in the same round. `off` is `fleet.recover = false`; `digests` takes digests at
-rest and watches gradients; the others copy the state as well, `buddy` to another of two nodes, too. `verified` computes one microbatch and
-every update again, once in the four steps. Under load, time says little: processor time, and what of it the guards' own calls take, are
-given as well.
+Every round runs four steps in each mode on the same ranks, in changing order, so that all modes see the same load. The cost of a mode is
+the median over the rounds of its time over that of `off` in the same round. `off` is `fleet.recover = false`. `digests` checks digests
+between steps and watches gradients. The other modes also copy the state; `buddy` copies it to the second of two nodes, too. `verified`
+recomputes one microbatch and every update once in the four steps. On a loaded machine wall time is unreliable, so the script also prints
+processor time, and the guards' share of it.
 """
 
 import argparse
@@ -43,14 +44,14 @@ from megalith.train.watchers import tell
 
 
 class Taken(NamedTuple):
-    """Cost of a block of steps: seconds on the slowest rank, processor seconds on all ranks, and those of them spent in guards."""
+    """Cost of a block of steps: seconds on the slowest rank, processor seconds on all ranks, and processor seconds in guards."""
 
     seconds: float
     work: float
     guarding: float
 
 
-BLOCK = 4  # steps of one way at a time
+BLOCK = 4  # steps of one mode at a time
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"recover": False},
     "digests": {"memory_every": 0},
@@ -63,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Clocked:
-    """A guard, with the processor time that this thread spends in it."""
+    """A guard that measures the processor time which this thread spends in it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard, self.seconds = guard, 0.0
@@ -72,7 +73,7 @@ class Clocked:
         return self.clock(getattr(self.guard, name))
 
     def clock(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed."""
+        """Run `call` and add its processor time."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
@@ -84,7 +85,7 @@ class Clocked:
 
 
 class Way:
-    """The same ranks, guarded one way."""
+    """The same ranks in one of the modes."""
 
     def __init__(self, trainer: Trainer, text: RandomText, fleet: FleetSpec, root: Path) -> None:
         self.trainer = replace(trainer, spec=trainer.spec.model_copy(update={"fleet": fleet}))
@@ -110,7 +111,7 @@ class Way:
         return [self.text.batch(part) for part in indices(spec, first=step * spec.train.global_batch, data_rank=data_rank)]
 
     def run(self, first: int) -> Taken:
-        """A block of steps. What was guarded another way meanwhile is taken as it is."""
+        """Run a block of steps. The current state is accepted as it is, since other modes have trained on it meanwhile."""
         guard, trainer = self.guard, self.trainer
         clocked = Clocked(guard) if guard else None
         for runner in trainer.runners.values():
@@ -139,7 +140,7 @@ class Way:
 
 
 def measure(rank: int, recipe: str, rounds: int, chosen: list[str], root: Path) -> tuple[dict[str, list[Taken]], int]:
-    """Seconds of each way's blocks, by round; the first round is not counted. And the bytes of this rank's state."""
+    """Return the costs of each mode's blocks by round, without the first round, and the bytes of this rank's state."""
     spec = load(recipe, overrides=["train.device=cpu"]).spec
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 10**6})})
     text = RandomText(spec)

@@ -1,15 +1,15 @@
-"""Two sites over a slow link, for real: how long they wait for each other, the bytes that cross, and the loss; beside what is predicted.
+"""Train two sites over a real slow link, and print their waits, the bytes sent and the loss beside the predictions.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows
     python benchmarks/link.py --data data/austen-bytes --size 6.5M --rounds 10
-    python benchmarks/link.py --data data/austen-bytes --size 6.5M --step-seconds 0.8 --rounds 16   # waits alone: steps sleep
+    python benchmarks/link.py --data data/austen-bytes --size 6.5M --step-seconds 0.8 --rounds 16   # only waits: steps sleep
     python benchmarks/link.py --data data/austen-bytes --links                  # twelve links: predicted and measured use
 
-As root each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Else one reaches the
-other through a relay on loopback that is as slow. Use is the share of the time in which a site computes: compute over compute and exposed
-waits, from the first step to the last merge, which waits for all of the model. Compute is processor time, since two sites that share few
-processors slow each other down. With --links and --step-seconds a step sleeps for a set time instead, and all else is the trainer's.
+If run as root, each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Otherwise
+one reaches the other through an equally slow relay on loopback. Use is compute over the sum of compute and exposed waits, from the first
+step to the last merge, which waits for the whole model. Compute is processor time, since two sites that share few processors slow each
+other down. With --links and --step-seconds a step sleeps for a fixed time instead, and the rest is the trainer's code.
 """
 
 import argparse
@@ -56,7 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"inner_steps": 30},
     "streaming, 4 bits": {"inner_steps": 30, "bits": 4, **STREAMING},
 }
-"""The first sends the bytes of data parallelism."""
+"""The methods by name. The first sends the bytes of data parallelism."""
 LINKS = [
     (Conditions(megabits, milliseconds), {"inner_steps": interval, "bits": bits, **how})
     for megabits, milliseconds, interval, bits, how in (
@@ -79,7 +79,8 @@ STEP_SECONDS, LINKS_SIZE = 0.25, "0.1M"
 
 
 class Ran(NamedTuple):
-    """A site's training. `seconds`, `processor`: of all steps and merges; `waited`: of it, for the other site; `merges`: their number."""
+    """Result of a site's training. `seconds`, `processor`: wall and processor time of all steps and merges; `waited`: the part of
+    `seconds` spent waiting for the other site; `merges`: their number."""
 
     seconds: float
     processor: float
@@ -166,7 +167,7 @@ def _parameters(spec: RunSpec) -> int:
 
 
 def predicted(spec: RunSpec, conditions: Conditions, step: float) -> float:
-    """The use that `megalith plan` would predict for the run over this link."""
+    """Return the use that `megalith plan` predicts for the run over this link."""
     assert spec.sites is not None
     link = {"megabits": conditions.megabits, "milliseconds": conditions.milliseconds}
     sites = type(spec.sites).model_validate(spec.sites.model_dump() | {"link": link})
@@ -177,7 +178,7 @@ def predicted(spec: RunSpec, conditions: Conditions, step: float) -> float:
 
 
 def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float = 0.0) -> tuple[Ran, int]:
-    """Train both sites over a link (None: over loopback as it is). Returns what the first measured, and the bytes that crossed from it."""
+    """Train both sites over a link (None: plain loopback). Return the first site's result, and the bytes that it sent."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         addresses, there = stack.enter_context(_reached(conditions))
@@ -189,7 +190,7 @@ def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float =
 
 @contextlib.contextmanager
 def _reached(conditions: Conditions | None) -> Iterator[tuple[list[list[str]], wire.Wire | None]]:
-    """Give the addresses of the sites as each of them knows them, and the wire between them."""
+    """Yield the sites' addresses as seen by each site, and the wire between them."""
     if conditions is not None and wire.missing() is None:
         with wire.between(NODES, conditions) as there:
             assert there.network is not None
@@ -198,7 +199,7 @@ def _reached(conditions: Conditions | None) -> Iterator[tuple[list[list[str]], w
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    own = [f"127.0.0.1:{port}", "127.0.0.1:1"]  # the first listens, and the second connects to it
+    own = [f"127.0.0.1:{port}", "127.0.0.1:1"]  # the first site listens, and the second connects to it
     if conditions is None:
         yield [own, own], None
         return

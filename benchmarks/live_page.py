@@ -1,10 +1,10 @@
-"""Cost of the live page: of its server while it follows a run, and to the run that is watched.
+"""Measure the cost of the live page: for the server that follows a run, and for the run itself.
 
-    python benchmarks/live_page.py follow --seconds 60         # ten million steps on 16,384 ranks, one more each second
+    python benchmarks/live_page.py follow --seconds 60         # ten million steps on 16,384 ranks, and a new one each second
     python benchmarks/live_page.py train --pairs 20            # four real ranks, watched and not, in turn
 
-`follow` prints the server's share of one core, from its processor time, and its memory at the peak: while no page is open, and while one
-is, which asks for all panels at each news as the page does. `train` trains the quickstart model (its data: `make quickstart`) beside a
+`follow` prints the server's share of one core, from its processor time, and its peak memory: with no page open, and with one page that
+requests all panels whenever there is news. `train` trains the quickstart model (its data: `make quickstart`) beside a
 server with an open page. The server runs in one block of steps and is stopped (SIGSTOP) in the next. The cost is the median over pairs of
 neighbouring blocks of one block's mean step over the other's, with the interval that holds 95 % of the medians of pairs drawn again.
 """
@@ -54,7 +54,7 @@ class Watched:
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().split()[-1]
-        self.standing: dict[str, tuple[float, Any]] = {}  # panel -> until when its answer stands, and the answer
+        self.standing: dict[str, tuple[float, Any]] = {}  # panel -> time until which its answer is valid, and the answer
 
     def processor_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -65,7 +65,7 @@ class Watched:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     def ask(self, name: str) -> Any:
-        """Ask as the page does: not for what would be answered the same."""
+        """Request panels as the page does, leaving out those whose answer is still valid."""
         until, found = self.standing.get(name, (0.0, None))
         if time.monotonic() >= until:
             with urllib.request.urlopen(f"{self.address}panel/{name}?run=0&columns=130") as answer:
@@ -80,7 +80,7 @@ class Watched:
 
 @contextlib.contextmanager
 def page(server: Watched) -> Iterator[None]:
-    """A page is open: it asks for panels at each news, once a second at most."""
+    """Keep a page open that requests panels at each news, at most once a second."""
     done = threading.Event()
     with contextlib.closing(urllib.request.urlopen(server.address)) as whole:
         whole.read()
@@ -107,7 +107,7 @@ def page(server: Watched) -> Iterator[None]:
 
 
 def follow(seconds: float) -> dict[str, Any]:
-    """Measure the server on a long, large run that goes on."""
+    """Measure the server on a long, large run that is still training."""
     assert tuple(PANELS) == LIVE, "the page asks for every panel"
     with tempfile.TemporaryDirectory() as folder:
         run = synthetic.write(Path(folder) / "run", steps=STEPS, data=DATA, pipeline=PIPELINE, tensor=TENSOR, slow=777, keep=0)

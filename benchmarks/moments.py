@@ -1,11 +1,11 @@
-"""Loss with a training state in few bits, beside fp32: the same steps from the same weights on the same samples.
+"""Compare the loss with a training state in few bits to that with fp32: the same steps from the same weights on the same samples.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/moments.py --data data/austen-bytes --steps 2000 --seeds 3 --out moments.jsonl
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is fp32 with a learning rate that is
-larger by a millionth: how far two runs get apart by nothing else. Cases that compute in bf16 are compared with `compute`, which does so
-with wide state. Cases that the file has already are not run again; each row says at which commit and on which machine its case ran.
+larger by a millionth: the gap between two runs that hardly differ. Cases that compute in bf16 are compared with `compute`, which has wide
+state. Cases that are already in the file are not run again; each row names the commit and machine of its case.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients": ({}, IN_BF16 | {"gradients": "bf16"}),
     "all": ({"moments": "fp8", "master": "split8"}, IN_BF16 | {"gradients": "bf16"}),
 }
-"""Changes of the optimizer, and of the training; a step has eight microbatches, whose gradients are added up."""
+"""Changes to [optimizer] and [train] in each case. A step has eight microbatches, whose gradients are added up."""
 BETA2 = (0.95, 0.999)
 
 
@@ -85,7 +85,7 @@ def commit() -> str:
 
 
 def _show(losses: dict[tuple[str, int], float], beta2: float) -> None:
-    """Print the gap of each case to the one that it is compared with: the mean over the seeds, and its standard error."""
+    """Print the gap between each case and its reference: the mean over the seeds, and its standard error."""
     print(f"beta2 = {beta2}\ncase       loss    gap")
     seeds = sorted({seed for _, seed in losses})
     for name in dict.fromkeys(name for name, _ in losses):

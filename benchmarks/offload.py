@@ -1,10 +1,11 @@
-"""Cost and gain of state in host memory and on disk: the same steps with the state in each place, one process after the other.
+"""Measure cost and gain of state in host memory and on disk: the same steps with the state in each place, one process after
+the other.
 
     python benchmarks/offload.py --steps 4 --folder /mnt/nvme --json
 
-Memory is the most that the process had resident in its steps, less what it had before it built anything: weights, gradients, state,
-activations and buffers. Bytes read and written are the disk's own, from /proc/self/io.
-The losses of all places must be the same bits: the script fails if they are not.
+Memory is the peak resident memory during the steps, minus that before the model was built: weights, gradients, state, activations
+and buffers. Bytes read and written are those of the disk, from /proc/self/io. The losses must be bitwise equal for all places;
+otherwise the script fails.
 """
 
 import argparse
@@ -34,7 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"optimizer": "disk"},
     "released": {"optimizer": "disk", "release": True},
 }
-"""Places of the state by the names of their rows; in the last one, gradients are freed inside the backward as well."""
+"""Name of a row -> place of the state. In the last row, gradients are also freed inside the backward."""
 MODEL = {"layers": 4, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 16384, "context": 64}
 
 
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def run_of(state: dict[str, Any], steps: int) -> RunSpec:
-    """A run of MODEL with few tokens, so that state is most of what it holds."""
+    """Return a run of MODEL with few tokens, so that most of its memory is state."""
     return RunSpec.model_validate(
         {
             "model": MODEL,
@@ -77,11 +78,11 @@ def run_of(state: dict[str, Any], steps: int) -> RunSpec:
 
 
 def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
-    """Train and measure; bytes, and seconds of an update."""
+    """Train and measure: bytes, and seconds of an update."""
     before, device = resident_bytes(), torch.device("cpu")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
     text, losses, updates, passes = RandomText(spec), list[float](), list[float](), 0
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
     read, written = _moved()
     for step in range(spec.train.steps):
         samples = [text.batch(part) for part in indices(spec, first=step, data_rank=0)]
@@ -103,13 +104,13 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    """The most bytes resident since the last reset."""
+    """Return the peak resident bytes since the last reset."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def _moved() -> tuple[int, int]:
-    """Bytes that this process had the disk read and write."""
+    """Return the bytes that the disk read and wrote for this process."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(rows["read_bytes"]), int(rows["write_bytes"])
 

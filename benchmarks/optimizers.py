@@ -1,4 +1,4 @@
-"""Every optimizer on the same model and tokens, each with the same search, beside AdamW; and large batches.
+"""Compare every optimizer with AdamW on the same model and tokens, each after the same search; and compare large batches.
 
     megalith tokenizer train bundled:austen --vocab 4096 --out data/quickstart/tokenizer
     megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.05 --out data/quickstart/tokens
@@ -6,16 +6,16 @@
     python benchmarks/optimizers.py --file optimizers.jsonl --part batch
     python benchmarks/optimizers.py --quick
 
-trains the model of recipes/quickstart.toml in one process, on its data, for as many tokens: 240 steps of 16 sequences, 40 of them warm-up.
-With the first seed, five learning rates (factors of two) and two weight decays are searched. The best of them is trained with three other
-seeds. The table has each optimizer's held-out loss at the end, and the share of the tokens after which it was as low as AdamW's at the
-end. `!` marks a best rate at the end of its grid.
+trains the model of recipes/quickstart.toml in one process, on its data and for as many tokens: 240 steps of 16 sequences, 40 of them
+warm-up. With the first seed, the script searches five learning rates (factors of two) and two weight decays. The best setting is trained
+with three other seeds. The table has each optimizer's final held-out loss, and the share of the tokens after which this loss was as low as
+AdamW's final one. `!` marks a best rate at the edge of its grid.
 
-`--part batch` does the same at eight times the batch and an eighth of the updates: with AdamW, with LAMB, and with AdamW and a ramp of the
-batch from one to eight times. Tokens are the same.
+`--part batch` does the same at eight times the batch and an eighth of the updates, for the same tokens: with AdamW, with LAMB, and with
+AdamW and a batch that grows from one to eight times.
 
-Each run is kept in the file with commit and machine when it ends, and left out the next time. The table is printed from the file. A run
-takes about three minutes on an idle core. The first part has 78 of them and the second 39; `--kinds muon,lion` trains some of them.
+Each finished run is written to the file with commit and machine, and is skipped the next time. The table is printed from the file. A
+run takes about three minutes on an idle core. The first part has 78 runs and the second 39; `--kinds muon,lion` trains some of them.
 `--quick` searches two values with a small model on bytes, in a few seconds. benchmarks/results/optimizers.jsonl has the runs of
 docs/performance.md.
 """
@@ -55,13 +55,13 @@ from megalith.train.validate import Validator
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("train.steps=240", "train.global_batch=16", "optimizer.warmup=40")
-SEEDS = (1, 2, 3)  # seed 0 searches
+SEEDS = (1, 2, 3)  # the search uses seed 0
 LOOKS = 24  # validations of a run
 TIMES = 8  # the large batch, in batches of the recipe
 
 
 class Grid(NamedTuple):
-    """The values that an optimizer's search tries. `lr`: the middle of five, factors of two apart."""
+    """The values that an optimizer's search tries. `lr`: the middle of five rates, factors of two apart."""
 
     lr: float
     decays: tuple[float, float]
@@ -76,13 +76,13 @@ GRIDS = {
     "adafactor": Grid(4e-3, (0.1, 0.01)),
     "sgd": Grid(0.4, (0.0, 1e-3), {"momentum": 0.9}),
 }
-"""Kind -> grid, around the values of docs/guide/optimizers.md and of the papers named there."""
+"""Kind -> grid, around the values in docs/guide/optimizers.md and in the papers named there."""
 LARGE = {"adamw": GRIDS["adamw"]._replace(lr=8e-3), "lamb": GRIDS["lamb"]._replace(lr=3.2e-2), "ramp": GRIDS["adamw"]}
-"""The grids of `--part batch`: rates grow with about the root of the batch."""
+"""The grids of `--part batch`. Rates grow roughly with the square root of the batch."""
 
 
 class Case(NamedTuple):
-    """One run."""
+    """Settings of one run."""
 
     part: str
     kind: str
@@ -108,7 +108,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Search:
-    """The runs to make. `middle`: of five rates, all are tried, or of two the middle ones."""
+    """The runs of one part. `middle`: indices of the rates that are tried, all five or the middle two."""
 
     spec: RunSpec
     part: str
@@ -122,18 +122,18 @@ class Search:
         return LARGE if self.part == "batch" else GRIDS
 
     def first(self, kind: str) -> list[Case]:
-        """The search of one optimizer."""
+        """Return the runs of one optimizer's search."""
         grid = self.grids[kind]
         return [
             Case(self.part, kind, grid.lr * 2.0**power, decay, 0) for power in self.rates for decay in grid.decays[: self.decays]
         ]
 
     def others(self, best: Case) -> list[Case]:
-        """The best of them with other seeds."""
+        """Return the best run of the search with other seeds."""
         return [best._replace(seed=seed) for seed in self.seeds]
 
     def spec_of(self, case: Case) -> RunSpec:
-        """The run of a case."""
+        """Return the run file's table for a case."""
         grid, tables = self.grids[case.kind], self.spec.model_dump(exclude_unset=True)
         kind = "adamw" if case.kind == "ramp" else case.kind
         tables["plan"] = {"microbatch": 4}
@@ -147,7 +147,8 @@ class Search:
 
 
 def _enlarge(tables: dict[str, Any], *, ramp: bool) -> None:
-    """Eight times the batch, at equal tokens. A ramp doubles it at a tenth, a fifth and two fifths of them."""
+    """Return settings with eight times the batch, at equal tokens. A ramp doubles the batch at a tenth, a fifth and two
+    fifths of the tokens."""
     train, optimizer = tables["train"], tables["optimizer"]
     batch, before = train["global_batch"], train["steps"]
     if ramp:
@@ -186,13 +187,13 @@ def main() -> None:
 
 
 def full(part: str, data: str) -> Search:
-    """The quickstart."""
+    """Return the quickstart's settings."""
     spec = load(ROOT / "recipes/quickstart.toml", overrides=[f"data.path={data}", *SETTINGS]).spec
     return Search(spec, part, rates=range(-2, 3), decays=2, seeds=SEEDS)
 
 
 def quick(part: str, folder: Path) -> Search:
-    """A small model on bytes: two rates, one decay, one other seed."""
+    """Return settings of a small model on bytes: two rates, one decay, one other seed."""
     if not (folder / "data").exists():
         prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=folder / "data", validation=0.03)
     model = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 260, "context": 64}
@@ -215,12 +216,12 @@ def run_all(file: Path, search: Search, kind: str, *, threads: int) -> None:
 
 
 def best_of(found: dict[Case, Ran], search: Search, kind: str) -> Case:
-    """The case of the search that ended with the lowest held-out loss."""
+    """Return the case of the search with the lowest final held-out loss."""
     return min(search.first(kind), key=lambda case: found[case].loss)
 
 
 def run(file: Path, search: Search, case: Case, *, threads: int) -> None:
-    """Train, unless the file has it already."""
+    """Train, unless the case is already in the file."""
     if case in kept(file):
         return
     (curve,) = run_ranks(train, 1, search.spec_of(case), threads, timeout=2 * 3600.0)
@@ -234,7 +235,7 @@ def run(file: Path, search: Search, case: Case, *, threads: int) -> None:
 
 
 def train(rank: int, spec: RunSpec, threads: int) -> list[tuple[float, float]]:
-    """Train; return (share of the tokens, held-out loss) at each validation. It ends early where numbers are not finite."""
+    """Train; return (share of the tokens, held-out loss) at each validation. Training ends early if numbers are not finite."""
     torch.set_num_threads(threads)
     device, phases, samples = torch.device("cpu"), Phases.of(spec), 0
     trainer, stream = assemble(spec, groups=mesh_groups(spec, device), device=device), open_stream(spec, "train")
@@ -268,7 +269,8 @@ def kept(file: Path) -> dict[Case, Ran]:
 
 
 def reached(curve: Sequence[Sequence[float]], loss: float) -> float:
-    """The share of the tokens after which the held-out loss was at most `loss`, by lines between validations; infinite: never."""
+    """Return the share of the tokens after which the held-out loss was at most `loss`, interpolated between validations; infinite
+    if never."""
     for (share, above), (after, below) in pairwise(curve):
         if above > loss >= below:
             return share + (after - share) * (above - loss) / (above - below)
@@ -290,7 +292,7 @@ def print_search(found: dict[Case, Ran], search: Search) -> None:
 
 
 def print_table(found: dict[Case, Ran], search: Search) -> None:
-    """Print what the file has of a part."""
+    """Print the table of a part from the file."""
     searched = [kind for kind in search.grids if all(case in found for case in search.first(kind))]
     losses = dict[str, list[float]]()
     print(f"\n{'kind':10} {'lr':>8} {'decay':>6}  held-out loss (spread of its seeds)   tokens to adamw's")

@@ -1,4 +1,4 @@
-"""Parts of a training step in bf16 on this CPU, forward and backward, as torch or plain operations compute them and as ours do, in turn.
+"""Time parts of a training step in bf16 on this CPU, forward and backward: plain torch operations and ours, in turn.
 
 python benchmarks/parts.py --threads 2 --json
 """
@@ -39,13 +39,13 @@ def rotations() -> dict[str, Callable[[], Tensor]]:
 
 
 def layers() -> dict[str, Callable[[], Tensor]]:
-    """A linear layer on some of the hidden states: where the processor has no bf16 instructions all of them would take seconds."""
+    """A linear layer on a quarter of the hidden states: all would take seconds on a processor without bf16 instructions."""
     x, weight = numbers(SEQ // 4, DIM), numbers(DIM, DIM)
     return {"theirs": lambda: F.linear(x, weight), "ours": lambda: PLAIN(x, weight)}
 
 
 def measure(sides: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each side: medians."""
+    """Return the median milliseconds of both implementations."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):  # the first warms up
         for name, side in sides.items():

@@ -1,12 +1,12 @@
-"""How far the planner's predictions are from published measurements.
+"""Compare the planner's predictions with published measurements.
 
     python benchmarks/planner_accuracy.py [FILE.csv] [--json] [--rows]
 
-Every row of the file (the bundled one by default) that can be said as a workload is predicted; for the others the reason is given.
-Scored are primary, measured, unflagged rows: the median absolute error of each source group, then the average over groups, for dense,
-expert and hybrid models apart; memory apart. No group is judged by a fit that saw it: one of the bundled file is predicted with the
-figures of a fit without it (planner/published/left_out.toml). Then: how many rows lie in intervals of 80 %, and how wide those are; errors
-after few rows of a stack are known; and what choosing by predictions costs where several layouts of one model were measured.
+Every row of the file (by default the bundled one) that can be expressed as a workload is predicted; for the others the reason is printed.
+Only primary, measured, unflagged rows are scored: the median absolute error of each source group, averaged over groups, separately for
+dense, expert and hybrid models and for memory. No group is judged by a fit that included it: a group of the bundled file is predicted with
+the figures of a fit without it (planner/published/left_out.toml). The report also has the coverage and width of 80 % intervals, errors
+once a few rows of a stack are known, and, where several layouts of one model were measured, the cost of choosing by predictions.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from megalith.planner.published.rows import GIB, Row, read
 
 
 def predicted(said: Expressed, left: Mapping[str, Calibration], whole: Calibration) -> Result | str:
-    """Return a row's prediction, or why there is none."""
+    """Return a row's prediction, or the reason why there is none."""
     try:
         return predict(said, left.get(said.row.group, whole))
     except (KeyError, TypeError, ValueError, AssertionError, ZeroDivisionError) as error:
@@ -38,7 +38,7 @@ def predicted(said: Expressed, left: Mapping[str, Calibration], whole: Calibrati
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
-    """Spearman's, with equal values sharing their ranks."""
+    """Return Spearman's rank correlation, in which equal values share their ranks."""
     first, second = _ranks(one), _ranks(other)
     m, n = mean(first), mean(second)
     above = sum((a - m) * (b - n) for a, b in zip(first, second, strict=True))
@@ -82,7 +82,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def report(rows: list[Row], figures: Calibration, left: Mapping[str, Calibration], *, bundled: bool) -> dict[str, Any]:
-    """Return everything the benchmark prints, as one value. `bundled`: intervals of a group come from the other groups of these rows."""
+    """Return everything the benchmark prints, as one value. `bundled`: a group's intervals come from the other groups of these rows."""
     wanted = [row for row in rows if row.scored or row.ran_out]
     said = [express(row) for row in wanted]
     tried = [(item, predicted(item, left, figures)) for item in said if item.choices]
@@ -117,7 +117,7 @@ def surely_too_large(result: Result) -> bool:
 
 
 def _judged(results: list[Result], *, bundled: bool) -> dict[str, Any]:
-    """Return how intervals, few rows and choices do, by kind."""
+    """Return the figures of intervals, of few known rows and of choices, by kind of model."""
     residuals = [one for result in results for one in result.residuals()]
     kinds = {kind: groups for kind in doubt.KINDS if (groups := doubt.by_group(residuals, kind))}
     constant = judged.one_for_all(list(kinds.values()))
@@ -158,7 +158,7 @@ def _line(result: Result) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], *, rows: bool) -> None:
-    """Print the report for people."""
+    """Print the report as text."""
     cover = found["coverage"]
     print(f"{cover['expressed']} of {cover['transformers']} transformer rows expressed ({cover['share']:.1%})")
     for item in cover["not_expressed"]:
@@ -207,7 +207,7 @@ def _show_judged(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read, predict, print."""
+    """Read the file, predict its rows and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="a file of measurements; default: the bundled one")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON value")

@@ -1,16 +1,16 @@
-"""Loss of each recipe for products beside bf16, and the error of its gradients: the same steps from the same weights on the same samples.
+"""Compare each precision recipe's loss and gradients with those of bf16: the same steps from the same weights on the same samples.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --out precision.jsonl
     python benchmarks/precision.py --data data/austen-bytes --steps 100 --seeds 1 --gradients
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
-larger by a millionth: how far two runs get apart by nothing else.
+larger by a millionth: the gap between two runs that hardly differ.
 
-Losses of small models do not separate good recipes, so gradients are compared at fixed weights, too: those of a bf16 run after all steps.
-The error is the distance of all gradients together from those in fp32, as a share of their norm; the cosine is that of the angle between
-them. They are measured once more with an outlier: one channel in front of each MLP is 64 times as large. Finished cases are in the file
-and are not run again. `--gradients` leaves out the losses.
+Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
+The error is the norm of the difference from all fp32 gradients, relative to their norm. The cosine is that of the angle between them.
+Both are measured again with an outlier: one channel in front of each MLP is 64 times as large. Finished cases are in the file and are not
+run again. `--gradients` leaves out the losses.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _show_losses(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
-    """Print the gap to bf16 of each case: the mean over the seeds, and its standard error."""
+    """Print the gap between each case and bf16: the mean over the seeds, and its standard error."""
     print(f"{'recipe':22}loss    gap to bf16")
     for name in CASES:
         mine = [found[name, seed, steps] for seed in range(seeds)]
@@ -139,7 +139,7 @@ def loss(rank: int, data: str, steps: int, seed: int, name: str) -> float:
 
 
 def errors(rank: int, data: str, steps: int, seed: int) -> dict[str, list[float]]:
-    """Train in bf16; return the error and the cosine of the gradients that each recipe then has, without and with an outlier."""
+    """Train in bf16; then return the error and the cosine of each recipe's gradients, without and with an outlier."""
     begun = trainer_of(run_of(data, steps, seed, CASES["bf16"]))
     trained(begun)
     stream = open_stream(begun.spec, "train")
@@ -162,7 +162,7 @@ def errors(rank: int, data: str, steps: int, seed: int) -> dict[str, list[float]
 
 
 def gradients(trainer: Trainer, weights: Mapping[str, Tensor], samples: list[Any]) -> Tensor:
-    """All gradients of a step with these weights, float64 [numbers]. A step before it leaves delayed scales something to follow."""
+    """Return all gradients of a step with these weights, float64 [numbers]. A step before it gives delayed scales a history."""
     with torch.no_grad():
         for name, parameter in trainer.parameters.items():
             local(parameter).copy_(weights[name])

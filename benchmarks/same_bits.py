@@ -3,10 +3,10 @@
     python benchmarks/same_bits.py 689ccd2
     python benchmarks/same_bits.py HEAD --only recompute --steps 2
 
-trains ten small recipes with the older commit's files and with these, each through its own command line, on this machine, and compares
+trains ten small recipes with the older commit and with this tree, each through its own command line, on this machine. Then it compares
 every tensor of the checkpoints after every step. A tensor of the older checkpoint must be in the newer one with the same bytes; the newer
-one may hold more. No digest is kept between calls, because bits depend on the processor and on torch. Prints a table and exits with 1 if
-anything differs. Takes about four minutes on two idle cores.
+one may hold more. No digest is kept between calls, because bits depend on the processor and on torch. The script prints a table and
+exits with 1 if anything differs. It takes about four minutes on two idle cores.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megalith.checkpoint.read import read_full
 ROOT = Path(__file__).resolve().parents[1]
 
 RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    # it does not clip: a norm of more than 65,536 numbers on one rank is summed in blocks since 689ccd2, and has other last bits
+    # no clipping: since 689ccd2 a norm of more than 65,536 numbers on one rank is summed in blocks, and has other last bits
     "plain": ("cpu-zero-0", ("plan.data=1", "train.precision=bf16", "optimizer.clip=0")),
     "zero-1": ("cpu-zero-1", ("train.precision=bf16",)),
     "1f1b, zero-2": ("cpu-1f1b", ("plan.pipeline=2", "plan.data=2", "plan.zero=2")),
@@ -40,14 +40,15 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "expert, expert tensor": ("cpu-expert-tensor", ()),
     "multi-token, pipeline, context": ("cpu-multi-token", ("train.precision=bf16",)),
 }
-"""Subject of a recipe -> its file in recipes/ of the older commit, which both trees can read, and the settings changed."""
+"""Subject of a recipe -> its file in recipes/ of the older commit, which both trees can read, and the changed settings."""
 
 COMMON = ("train.global_batch=8", "train.seq_len=64", "optimizer.warmup=2", "launch.threads=1", "checkpoint.every=1")
-COMMON += ("checkpoint.asynchronous=false",)  # a save that is still being written would make the next one be left out
+COMMON += ("checkpoint.asynchronous=false",)  # the next save would be skipped while this one is still being written
 
 
 class Compared(NamedTuple):
-    """One recipe with both trees: how many tensors were compared over all steps, and the first difference, if any."""
+    """Train one recipe with both trees. Return the number of tensors compared over all steps, and the first difference,
+    if any."""
 
     tensors: int
     difference: str
@@ -101,7 +102,7 @@ def train(tree: Path, recipe: str, steps: int, recipes: Path, data: Path, run: P
 
 
 def megalith(tree: Path, *arguments: str) -> None:
-    """Run a command of `tree`. Exits with what it wrote if it fails."""
+    """Run a command of `tree`. If it fails, exit with its output."""
     command = [sys.executable, "-m", "megalith.cli", *arguments]
     ended = subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True)
     if ended.returncode:

@@ -1,13 +1,14 @@
-"""Validation loss and bytes of runs across sites beside data parallelism: the same tokens, each method, over a real loopback connection.
+"""Compare validation loss and bytes of runs across sites with data parallelism, on the same tokens and over real loopback connections.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/sites.py --data data/austen-bytes
     python benchmarks/sites.py --data data/austen-bytes --size 6.5M --steps 2000 --seeds 3 --out sites.jsonl
 
-The loss is that of the merged weights on held-out text, after the last merge. Gaps are to data parallelism, or to the same method with 32
-bits, seed by seed. Bytes are those that a site sends for a token of its own: counted, with scales and heads, and for data parallelism what
-two sites exchange at least, one fp32 number for each parameter in each step. Two cases have a planted fault, which must show: differences
-with the wrong sign, and no error feedback. Cases that the file has already are not run again.
+The loss is that of the merged weights on held-out text, after the last merge. Gaps are relative to data parallelism, or to the same method
+with 32 bits, for each seed. Bytes are those that a site sends for each token it trains. For merges they are counted, with scales and
+headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Two cases
+have a planted fault, which must show: differences with the wrong sign, and no error feedback. Cases that are already in the file are not
+run again.
 """
 
 import argparse
@@ -46,7 +47,8 @@ STREAMING = {"fragments": 3, "overlap": 5}
 
 
 class Case(NamedTuple):
-    """A method. `sites`: None for data parallelism. `beside`: the case whose loss its own is compared with. `fault`: a planted one."""
+    """A method. `sites`: None for data parallelism. `beside`: the case with whose loss this one is compared. `fault`: a planted
+    fault."""
 
     sites: dict[str, Any] | None
     optimizer: Mapping[str, Any] = MappingProxyType({})
@@ -66,7 +68,7 @@ CASES = {
     "fault: DiLoCo, wrong sign": Case({}, fault="sign"),
 }
 SIZES = {"0.1M": (64, 2), "1.5M": (192, 4), "6.5M": (320, 6), "25M": (512, 8)}
-"""Approximate number of parameters -> width and blocks."""
+"""Approximate number of parameters -> width and number of blocks."""
 BATCH, LENGTH = 16, 64
 
 
@@ -105,7 +107,7 @@ def _where() -> dict[str, str]:
 
 
 def run_of(given: argparse.Namespace, name: str, seed: int) -> RunSpec:
-    """The run of a case: a small Llama."""
+    """Return the run of a case: a small Llama."""
     case, (dim, layers) = CASES[name], SIZES[given.size]
     model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
     sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": given.inner_steps} | case.sites}
@@ -133,7 +135,8 @@ def measured(spec: RunSpec, fault: str = "") -> dict[str, float]:
 
 
 def train(rank: int, spec: RunSpec, fault: str, folder: str, secret: str) -> tuple[float, int, int]:
-    """Train as the only rank of a site, or of a run without any. Returns the merged weights' loss, bytes sent and parameters."""
+    """Train as the only rank of a site, or of a run without sites. Return the merged weights' loss, the bytes sent and the
+    number of parameters."""
     os.environ[key.VARIABLE] = secret
     assert dist.group.WORLD is not None
     device, inner = torch.device("cpu"), group_of(dist.group.WORLD, [rank])
@@ -174,8 +177,8 @@ def _train_site(trainer: Trainer, folder: Path, fault: str) -> int:
 
 
 def _show(rows: dict[tuple[str, int], dict[str, Any]], seeds: int) -> None:
-    """Print, for each case: loss, the gap to the case beside it with its standard error, and how many times fewer bytes a token takes than
-    data parallelism with gradients in fp32 and in bf16."""
+    """Print for each case the loss, the gap to its reference with its standard error, and how many times fewer bytes a token takes than
+    under data parallelism with gradients in fp32 and in bf16."""
     print(f"{'case':34s} loss    gap                   bytes a token  fewer than fp32  than bf16")
     for name, case in CASES.items():
         mine = [rows[name, seed] for seed in range(seeds)]

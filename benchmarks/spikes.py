@@ -1,17 +1,18 @@
-"""Effect of spikes on a run with and without responses, and false alarms on clean runs.
+"""Measure the effect of spikes on a run with and without responses, and count false alarms on clean runs.
 
     python benchmarks/spikes.py --file spikes.json
     python benchmarks/spikes.py --file spikes.json --alarms 5000
     python benchmarks/spikes.py --quick
 
-Trains a small Llama on bundled text (bytes) in one process. A case is one fault at a random step, of a strength whose weak end is
-harmless: a window of poisoned data, a wrong learning rate for ten steps, a flipped bit in a weight, a moment or a gradient; five of each.
-It is trained without answers and with all of them (`stability.answers`, everything else by default), and compared with the clean run of the
-same seed; three clean seeds give the noise. Thresholds are the defaults of `[stability]`; cases are drawn from a fixed seed. A case counts
-if the control ends at least 5 % worse. `--alarms N` trains N clean steps of each of three models (dense, experts, Muon), with warm-up, a
-batch that doubles after a third of the steps, and sequences of half the length in the last third.
+Trains a small Llama on bundled text (bytes) in one process. A case is one fault at a random step. Its strength is drawn from a range whose
+weak end is harmless. There are five cases each of a window of poisoned data, a wrong learning rate for ten steps, and a flipped bit in a
+weight, a moment or a gradient. Each case is trained without responses and with all of them (`stability.answers`, everything else by
+default), and compared with the clean run of the same seed. Three clean seeds give the noise. Thresholds are the defaults of `[stability]`;
+cases are drawn from a fixed seed. A case counts if the run without responses ends at least 5 % worse. `--alarms N` trains N clean steps of
+each of three models (dense, experts, Muon), with warm-up, a batch that doubles after a third of the steps, and sequences of half the length
+in the last third.
 
-Each run is kept in the file with commit and machine as soon as it is done, and left out the next time. The table is printed from the file.
+Each finished run is written to the file with commit and machine, and is skipped the next time. The table is printed from the file.
 A run takes about half a minute on an idle core; `--quick` does two cases of 160 steps, and 100 clean steps of each model.
 """
 
@@ -51,7 +52,7 @@ KINDS: dict[Kind, str] = {
     "moment": "hardware",
     "gradient": "hardware",
 }
-"""Kind of fault -> the cause that is right."""
+"""Kind of fault -> the correct cause."""
 EACH, LASTS, SEEDS = 5, 10, (0, 1, 2)
 COUNTED = 0.05
 DENSE = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 260, "context": 64}
@@ -114,7 +115,7 @@ def spec_of(folder: Path, steps: int, *, model: str = "dense", seed: int = 0, an
 
 
 def cases(steps: int) -> Iterator[tuple[str, Fault]]:
-    """The faults, always the same."""
+    """Return the faults, which are the same in every run of the script."""
     draw = random.Random(20)
     for number in range(EACH):
         for kind in KINDS:
@@ -148,7 +149,7 @@ def run_alarms(file: Path, folder: Path, steps: int) -> None:
 
 
 def varied(spec: RunSpec) -> RunSpec:
-    """The run with a ramp of the batch and a change of the sequence length."""
+    """Return the run with a growing batch and a change of the sequence length."""
     tables, train = spec.model_dump(exclude_unset=True), spec.train
     third = train.steps // 3 * train.global_batch
     tables["train"]["batch_ramp"] = [{"begin": third, "global_batch": 2 * train.global_batch}]
@@ -157,7 +158,7 @@ def varied(spec: RunSpec) -> RunSpec:
 
 
 def run(file: Path, folder: Path, name: str, spec: RunSpec, fault: Fault | None = None) -> None:
-    """Train, unless the file has it already."""
+    """Train, unless the run is already in the file."""
     if any(one.name == name for one in kept(file)):
         return
     where = folder / name.replace(" ", "-")

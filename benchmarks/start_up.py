@@ -1,8 +1,9 @@
-"""How long a run takes from its command to its first loss: ranks forked by `megalith train`, beside the same ones started by torchrun.
+"""Measure the time from a run's command to its first loss: ranks forked by `megalith train`, and the same ranks started by torchrun.
 
     python benchmarks/start_up.py recipes/quickstart.toml --rounds 3
 
-needs the recipe's data. Both ways take turns; each start is in a folder of its own, so that it is a run's first. Seconds, medians.
+needs the recipe's data. The two ways alternate. Each start has a folder of its own, so that nothing is resumed. The script prints
+medians in seconds.
 """
 
 import argparse
@@ -24,7 +25,7 @@ WAYS = {
 
 
 def start(way: str, recipe: str, ranks: int, folder: Path) -> dict[str, float]:
-    """Seconds from the command until the run's spec is written, until its ranks are ready, and until its first loss."""
+    """Seconds from the command until the run's spec is written, until the ranks are ready, and until the first loss."""
     command = [sys.executable, *(word.format(ranks=ranks) for word in WAYS[way]), "train", recipe, "--run-dir", str(folder)]
     began = time.time()
     subprocess.run([*command, "--set", "train.steps=1", "--set", "optimizer.warmup=0"], check=True, capture_output=True)

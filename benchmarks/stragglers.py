@@ -1,14 +1,14 @@
-"""Slowdown that stragglers cause, by our replay of published traces, beside what the authors of the traces found.
+"""Compare the slowdown by stragglers in our replay of published traces with the authors' figures.
 
     git clone https://github.com/ByteDance-Seed/StragglerAnalysis
     python benchmarks/stragglers.py StragglerAnalysis/data
     python benchmarks/stragglers.py StragglerAnalysis/data --keep tests/watch/traces --json
 
 The traces are those of three jobs of Lin et al. 2025 (arXiv:2505.05713), all with 1F1B: `AR` with one slow worker, `ST` with a last stage
-that is too long, `SE` with sequences of uneven length. A slowdown is the mean step as it was over the mean step in which every computation
-takes the mean of its kind (their equation 1); that of a stage, or of a data rank, keeps its own seconds alone (their equation 2). Theirs
-also replays transfers and the optimizer; ours replays computations. `--keep` writes the seconds of all computations and the published
-slowdowns, for the test.
+that is too long, `SE` with sequences of uneven length. A job's slowdown is the mean measured step over the mean step in which every
+computation takes the mean of its kind (their equation 1). For the slowdown of a stage or a data rank, only its own computations keep their
+measured seconds (their equation 2). Their replay includes transfers and the optimizer; ours has computations only. `--keep` writes the
+seconds of all computations and the published slowdowns, for the test.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from megalith.watch.whatif import pipeline_seconds
 
 TRACES = ("AR", "ST", "SE")
 KINDS = {"F": "forward-compute", "B": "backward-compute"}
-TICK = 1e-4  # seconds to which the kept ones are rounded
+TICK = 1e-4  # seconds: the resolution to which kept seconds are rounded
 
 
 def read(path: Path) -> NDArray[np.float64]:
@@ -50,7 +50,7 @@ def read(path: Path) -> NDArray[np.float64]:
 
 
 def published(path: Path) -> dict[str, float]:
-    """Return the slowdowns that the authors found: of the job, of each stage and of each data rank."""
+    """Return the authors' slowdowns: of the job, of each stage and of each data rank."""
     found = json.loads(path.read_text(encoding="utf-8"))
     by = {name: found[f"blocking_decompose_by_{key}"] for name, key in (("stage", "stage"), ("data", "dp_rank"))}
     parts = {f"{name} {at}": value for name, values in by.items() for at, value in values.items()}
@@ -58,7 +58,7 @@ def published(path: Path) -> dict[str, float]:
 
 
 def replayed(seconds: NDArray[np.float64]) -> Iterator[tuple[str, float]]:
-    """Yield the slowdowns by our replay, named like the published ones."""
+    """Yield the slowdowns in our replay, with the published names."""
     _, _, replicas, stages, microbatches = seconds.shape
     program = lower(build("1f1b", ranks=stages, microbatches=microbatches, chunks=1), zero=0)
     usual = np.broadcast_to(seconds.mean(axis=(1, 2, 3, 4), keepdims=True), seconds.shape)
@@ -72,9 +72,9 @@ def replayed(seconds: NDArray[np.float64]) -> Iterator[tuple[str, float]]:
 
 
 def _step(program: Program, seconds: NDArray[np.float64]) -> float:
-    """The mean step: each ends with its slowest pipeline."""
+    """Return the mean step. Each step ends with its slowest pipeline."""
     _, steps, replicas, _, _ = seconds.shape
-    known: dict[bytes, float] = {}  # pipelines that take their usual time are alike
+    known: dict[bytes, float] = {}  # pipelines that take their usual time are equal
 
     def one(work: NDArray[np.float64]) -> float:
         key = work.tobytes()

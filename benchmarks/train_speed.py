@@ -1,4 +1,5 @@
-"""Tokens per second of training, as a share of what this machine's matrix products reach, beside a plain Hugging Face loop.
+"""Measure tokens per second of training, also as a share of this machine's matrix products, and compare with a plain
+Hugging Face loop.
 
     python benchmarks/train_speed.py --layers 12 --dim 768 --heads 12 --ffn 2048 --vocab 32000 --seq 1024 --batch 4 \
         --precision bf16 --ranks 1 --json
@@ -7,9 +8,9 @@
     python benchmarks/train_speed.py --device cuda --preset llama-1b --seq 4096 --batch 4 --compile
 
 Ours is the trainer's own step (fp32 master weights, moments and reductions; bf16 compute; clipping; checked gradients) on random
-tokens. The peer is `transformers.LlamaForCausalLM` and `torch.optim.AdamW` as a tutorial would have it, in two forms: `autocast`
+tokens. The peer is `transformers.LlamaForCausalLM` and `torch.optim.AdamW` as in a tutorial, in two forms: `autocast`
 (fp32 weights, bf16 compute: the same numerics as ours) and `bf16` (weights and moments in bf16: less work and less precision).
-`--batch` is the sequences of one step on all ranks together.
+`--batch` is the number of sequences in one step on all ranks together.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 
 def spec_of(a: argparse.Namespace) -> Any:
-    """The run that is timed."""
+    """Return the run that is timed."""
     from megalith.spec.presets import presets
     from megalith.spec.run import RunSpec
 
@@ -81,7 +82,7 @@ def spec_of(a: argparse.Namespace) -> Any:
 
 
 def ours(arguments: dict[str, Any]) -> None:
-    """A rank of our side; the first writes the seconds of each step."""
+    """Run one rank of our trainer. The first rank writes the seconds of each step."""
     import numpy as np
     import torch
 
@@ -136,7 +137,7 @@ def ours(arguments: dict[str, Any]) -> None:
 
 
 def run_ours(a: argparse.Namespace) -> dict[str, Any]:
-    """Our side, through the launcher a run uses."""
+    """Measure our trainer, started by the launcher of ordinary runs."""
     from megalith.control.supervisor import Job, run
 
     with tempfile.TemporaryDirectory() as name:
@@ -152,7 +153,7 @@ def run_ours(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_peer(a: argparse.Namespace) -> dict[str, Any]:
-    """The plain loop, in this process (one rank uses all cores)."""
+    """Measure the plain loop in this process (one rank uses all cores)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -194,7 +195,7 @@ def matmul_peak(a: argparse.Namespace) -> float:
 
 
 def side(a: argparse.Namespace, name: str) -> dict[str, Any]:
-    """One side's result, from a fresh process."""
+    """Return the result of one side, measured in a fresh process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--side", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     if done.returncode:

@@ -3,9 +3,9 @@
     python benchmarks/transfer.py
     python benchmarks/transfer.py --widths 64,128 --steps 50 --seeds 1      # quick
 
-trains small Llamas of several widths on the bundled text (bytes), in one process and in fp32, each with every learning rate of a grid of
-factors of two, and prints the loss over the last fifth of the steps. The best rate should stay where it is under muP. Each finished case is
-kept in --keep, with the commit, and is not trained again. About fifteen minutes on two idle cores.
+trains small Llamas of several widths on the bundled text (bytes), in one process and in fp32. It tries every learning rate of a grid with
+factors of two, and prints the loss over the last fifth of the steps. Under muP the best rate should not depend on the width. Each finished
+case is written to the file --keep, with the commit, and is not trained again. About fifteen minutes on two idle cores.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def _case(case: dict[str, Any], text: np.ndarray, known: dict[str, float], keep:
 
 
 def train(text: np.ndarray, *, base: int, kind: Any, width: int, rate: float, steps: int, seed: int) -> float:
-    """Return the mean loss over the last fifth of the steps; 10 where it is not finite."""
+    """Return the mean loss over the last fifth of the steps, or 10 if it is not finite."""
     small = Llama(layers=2, dim=base, heads=base // HEAD_DIM, ffn=base * 8 // 3, vocab=256, context=LENGTH)
     model = sized(small, "width", width, base, kind)
     parts, stage = model.build(), Stage(model.build())

@@ -1,10 +1,10 @@
-"""Show that the tests of findings find what they are about: run them against a commit that had it.
+"""Show that the tests of findings detect their faults: run them against a commit that had these faults.
 
     python benchmarks/was_broken.py 689ccd2
 
-The commit is written to a temporary folder, and the tests of tests/findings, which speak to the product through commands, files and ports
-alone, ask that tree instead of this one. For each test the assertion that failed is printed. Whatever else ends a test (an import that
-fails, an option that the commit does not know, a time-out) proves nothing. Exit status 0 if every test failed by an assertion.
+The commit is written to a temporary folder. The tests in tests/findings use the product only through commands, files and ports, so they
+can test that tree instead of this one. The script prints the failed assertion of each test. Any other end of a test (a failed import, an
+option that the commit does not know, a timeout) proves nothing. The exit status is 0 if every test failed by an assertion.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TESTS = ROOT / "tests" / "findings"
 
 @dataclass
 class Verdicts:
-    """A plugin that notes how each test ended. Name -> what the failed assertion says, or why the test proves nothing."""
+    """A plugin that records how each test ended. Name -> the text of the failed assertion, or why the test proves nothing."""
 
     proofs: dict[str, str] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def ask(commit: str, tests: Sequence[str]) -> Verdicts:
 
 
 def main() -> int:
-    """Ask the commit on the command line, and print what came of each test."""
+    """Run the tests against the commit on the command line, and print each test's outcome."""
     parser = argparse.ArgumentParser(description="Run the tests of findings against a commit that had them.")
     parser.add_argument("commit")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""Cost of watching for spikes: steps of a small model with `stability.watch` off and on, in turn, on the same rank.
+"""Measure the cost of watching for spikes: steps of a small model with `stability.watch` off and on, in turn, on the same rank.
 
     python benchmarks/watching.py --rounds 20 --json
 
-Both ways share weights and take their steps in changing order, so they meet the same machine; the cost is the median over the rounds of
-one way's time against the other's. Under load that says little, so the processor time of the watching calls alone is given as well: the
-decision, what is remembered, and the text that goes into a copy of the state. A step that measures extremes (`stability.extremes_every`) is
+Both modes share weights and take their steps in changing order, so they see the same load. The cost is the median over the rounds of the
+ratio of their times. On a loaded machine that is unreliable, so the script also prints the processor time of the watching calls: the
+decision, the history, and the text stored in a copy of the state. A step that measures extremes (`stability.extremes_every`) is
 compared with one that does not, in processor time.
 """
 
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
-    """Seconds of a step without watching, the ratio with it, seconds of its calls."""
+    """Return the seconds of a step without watching, the ratio with watching, and the seconds of the watching calls."""
     device = torch.device("cpu")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
-    trainer.extremes.every = 0  # demanded below: few steps have them
+    trainer.extremes.every = 0  # requested explicitly below, since few steps measure them
     blind = replace(trainer, spec=spec.model_copy(update={"stability": spec.stability.model_copy(update={"watch": False})}))
     text, batch = RandomText(spec), spec.train.global_batch
     (first,) = Phases.of(spec).all

@@ -1,10 +1,10 @@
-"""Training in less memory than the training state takes: a fresh process in a memory control group of its own (Linux, cgroup v1, as root).
+"""Train in less memory than the training state takes: a fresh process in a memory cgroup of its own (Linux, cgroup v1, as root).
 
     python benchmarks/within_memory.py --limit 900 --folder /mnt/nvme --json
 
-The group counts everything that the process touches first: Python, torch, weights, gradients, activations, buffers, and the page cache of
-what it writes. The kernel kills a process that needs more. Where no such group can be made, `--inside` trains alone, under whatever limit
-there is: `systemd-run --scope -p MemoryMax=900M python benchmarks/within_memory.py --inside`.
+The cgroup counts all memory of the process: Python, torch, weights, gradients, activations, buffers, and the page cache of files that it
+writes. The kernel kills a process that needs more. If no such cgroup can be made, use `--inside`, which only trains, under any other
+limit: `systemd-run --scope -p MemoryMax=900M python benchmarks/within_memory.py --inside`.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MODEL = {"layers": 6, "dim": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 3072, "vocab": 4096, "context": 128}
-"""90M parameters, so that the largest tensor is 12 MiB in fp32."""
+"""A model of 90M parameters, whose largest tensor is 12 MiB in fp32."""
 
 FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""Setting of glibc with which tensors that are freed go back to the system, as what a rank needs while it builds is more than it keeps."""
+"""Setting with which glibc returns freed tensors to the system. A rank needs more memory while it builds the model than later."""
 
 A_PARAMETER = 16
 """Bytes of training state: weight 2, gradient 2, master weight 4, moments 8."""
@@ -51,7 +51,8 @@ def main() -> None:
 
 
 def within(limit: int, arguments: list[str]) -> dict[str, Any]:
-    """Run this script again in a group of `limit` MiB. Raises SystemExit if no group can be made, or if that process is killed."""
+    """Run this script again in a cgroup of `limit` MiB. Raises SystemExit if no cgroup can be made, or if that process is
+    killed."""
     with group(limit) as folder:
         asked = [sys.executable, __file__, *arguments, "--inside", "--json"]
 
@@ -66,7 +67,7 @@ def within(limit: int, arguments: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def group(limit: int) -> Iterator[Path]:
-    """A memory control group of `limit` MiB, inside the one of this process. Raises SystemExit where none can be made."""
+    """Make a memory cgroup of `limit` MiB inside that of this process. Raises SystemExit if none can be made."""
     rows = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
     own = next((path for _, kind, path in rows if kind == "memory"), None)
     folder = Path(f"/sys/fs/cgroup/memory/{own}/megalith-{os.getpid()}")
@@ -84,7 +85,7 @@ def group(limit: int) -> Iterator[Path]:
 
 
 def inside(given: argparse.Namespace) -> dict[str, Any]:
-    """Train in this process, whose world is itself."""
+    """Train in this process, as the only rank."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +110,7 @@ def inside(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def on_disk() -> int:
-    """Bytes that the files without a name which this process has open take on their disk."""
+    """Return the disk space of the unnamed files that this process has open, in bytes."""
     opened = (number for number in Path("/proc/self/fd").iterdir() if str(number.resolve()).endswith("(deleted)"))
     return sum(number.stat().st_blocks * 512 for number in opened)
 
