@@ -1,4 +1,4 @@
-"""Certificates for tests, made by the commands of docs/guide/sites.md."""
+"""Certificates for tests, made with the commands in docs/guide/sites.md."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small legal run, with some values changed."""
+"""A small run without problems, with some values changed."""
 
 from megalith.check import Problem, check
 from megalith.spec.files import Layer, read_setting, resolve
@@ -14,7 +14,7 @@ HYBRID = ("model.preset=nemotron-h-tiny", "train.seq_len=128")
 
 
 def spec(*settings: str) -> RunSpec:
-    """A legal run, with some values changed: "plan.tensor=2"."""
+    """Return a run without problems, with some values changed: "plan.tensor=2"."""
     return resolve([Layer(BASE, "file"), *map(read_setting, settings)]).spec
 
 
@@ -34,7 +34,7 @@ def advice(*settings: str) -> list[str]:
 
 
 def keys(*settings: str, begun: bool = False) -> list[str]:
-    """Return the keys of its problems, including those of files."""
+    """Return the keys of its problems, including problems of files."""
     return [problem.key for problem in check(spec(*settings), begun=begun)]
 
 

@@ -95,7 +95,7 @@ def test_the_run_must_fit_the_data(data: Path, settings: list[str], key: str, sa
 
 
 def test_only_the_weighted_domains_tokens_count(data: Path):
-    """200 steps of 64 x 1024 are 3.3 passes over both domains, but 6.6 over one."""
+    """200 steps of 64 x 1024 tokens are 3.3 passes over both domains, but 6.6 over one."""
     assert "train.steps" not in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200"))}
     assert "train.steps" in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200", "data.weights={code=1}"))}
 

@@ -1,4 +1,4 @@
-"""Shortages of one machine for a run."""
+"""Resources that a run needs and this machine lacks."""
 
 from pathlib import Path
 
@@ -32,7 +32,8 @@ def test_a_small_run_lacks_nothing():
     ],
 )
 def test_fewer_gpus_than_ranks_are_named(machine: Machine, settings: list[str], said: str):
-    """A5 and C8: with "auto" all ranks used the CPU without a message; with "cuda" only the failing ranks found it."""
+    """A5 and C8: with "auto" all ranks used the CPU without a message; with "cuda" the ranks failed before anything was
+    reported."""
     (problem,) = short(machine, *settings)
     assert (problem.severity, problem.key) == ("error", "train.device")
     assert said in problem.reason
@@ -83,7 +84,7 @@ def test_what_fits_as_far_as_the_state_goes_is_let_be(machine: Machine, settings
 
 
 def test_the_state_on_a_machine_is_that_of_its_own_ranks():
-    """Four nodes of a 1B model's state in four shards, on machines that could not hold it whole."""
+    """A 1B model's state in four shards on four nodes, none of which could hold it whole."""
     run = spec("model.preset=llama-1b", "plan.data=4", "plan.zero=3", "fleet.nodes=4", "train.precision=fp32")
     small = Machine(processors=2, memory=8 * GIB)
     assert check_here(run, small, count=node_ranks, severity="error") == []

@@ -16,7 +16,7 @@ from megalith.spec.presets import presets
 from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
 RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
-"""Settings with which gradients can be released."""
+"""Settings under which gradients can be released."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_zb_h2_keeps_activations_of_nearly_twice_as_many_microbatches():
 
 
 def test_a_copied_optimizer_is_said_in_bytes():
-    """8 bytes of moments a parameter of the blocks, of which two data ranks each could keep half."""
+    """The blocks have 8 bytes of moments a parameter, and two data ranks could keep half each."""
     (problem,) = [
         p for p in found("plan.data=2", "plan.zero=0", "model.preset=llama2-7b", "train.seq_len=64") if p.key == "plan.zero"
     ]
@@ -129,7 +129,7 @@ def test_state_that_fits_when_sharded_is_said_to():
 
 @pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])
 def test_what_undoing_an_update_takes_counts_as_state(late: str, each: int):
-    """Copies of weights and moments, and gradients, in addition to the usual state."""
+    """With post-validation, copies of weights and moments are kept in addition to the usual state and the gradients."""
     blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     (problem,) = errors("cluster=h100", "model.preset=llama2-7b", f"plan.post_validation={late}", "plan.zero=0")
     assert f"at least {format_bytes(each * blocks)}" in problem.reason
@@ -142,7 +142,8 @@ def test_half_blocks_may_be_computed_again_in_parts():
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2", "palm-8b", "deepseek-tiny", "switch-base-8", "nemotron-h-tiny"])
 def test_the_activations_counted_are_about_those_that_a_trace_finds(preset: str):
-    """The count is of plain kernels: fused ones make activation(gate) again, and PaLM's MLP shares a norm with its attention."""
+    """The count is that of plain kernels: fused kernels recompute activation(gate), and PaLM's MLP shares a norm with its
+    attention."""
     model = presets()[preset].build().build()
     traced = parts(Workload(model, Plan(), load("h100:1"), seq_len=512, global_batch=1))
     for block, profile in zip(model.blocks, traced.blocks, strict=True):
@@ -174,7 +175,7 @@ def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatc
 def test_room_for_what_checkpoints_hold_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, slots: float, settings: list[str], severity: str | None
 ) -> None:
-    """Two files are needed to train, and `checkpoint.keep` + 3 within a save beside the checkpoints."""
+    """Training needs two files, and `checkpoint.keep` + 3 during a save beside the checkpoints."""
     run = spec("plan.state.optimizer=disk", "fleet.memory_every=0", "checkpoint.every=5", "checkpoint.keep=2", *settings)
     free = int(slots * disk_bytes(Case(run, None, files=True), run.plan))
     full = shutil.disk_usage("/")._replace(free=free)

@@ -1,4 +1,4 @@
-"""Axes that do not divide the sizes that they split, and the advice for them."""
+"""Axes that do not divide the sizes that they split, and the advice for such plans."""
 
 import re
 from pathlib import Path

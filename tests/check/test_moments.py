@@ -74,7 +74,7 @@ def test_embeddings_vectors_and_few_elements_keep_fp32() -> None:
 
 
 def test_halves_need_weights_in_bf16_and_no_sites() -> None:
-    """All at once."""
+    """All problems are reported at once."""
     wrong = errors("optimizer.master=split16", "train.precision=fp16", "sites.count=2")
     assert [problem.reason for problem in wrong if problem.key == "optimizer.master"] == [
         "splits fp32 weights into bf16 and the remaining bits, but weights compute in fp16",

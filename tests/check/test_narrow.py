@@ -18,7 +18,7 @@ def test_a_model_whose_shares_are_whole_tiles_is_legal() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (("plan.tensor=8",), "plan.tensor"),  # one head of 64 channels of keys for each rank
+        (("plan.tensor=8",), "plan.tensor"),  # each rank has one key head of 64 channels
         (("plan.tensor=2", "model.ffn=8000"), "plan.tensor"),
         (("train.seq_len=4160",), "train.seq_len"),
         (("train.seq_len=4224", "plan.context=4"), "train.seq_len"),
@@ -184,7 +184,7 @@ def test_weights_are_gathered_as_products_round_them() -> None:
 
 
 def test_shards_that_would_cut_a_tile_are_named() -> None:
-    """Keys and values of 512 rows, 64 of them on each of 8 shards."""
+    """Keys and values have 512 rows, 64 on each of 8 shards."""
     asked = (*FP8, "plan.data=8", "plan.zero=3", "precision.gather=fp8")
     assert not errors(*asked)
     problems = [problem for problem in found(*asked) if problem.key == "precision.gather"]

@@ -21,7 +21,7 @@ def test_a_group_of_something_is_let_be() -> None:
 
 
 def test_a_matrix_that_fits_no_device_is_named_with_its_way_out() -> None:
-    """Weights of 200,000 by 100,000, of which a rank keeps a thousandth."""
+    """A rank keeps a thousandth of a weight of 200,000 by 100,000."""
     large = ["model.dim=200000", "model.ffn=100000", "model.heads=2000", "model.kv_heads=2000", "model.head_dim=100"]
     plan = ["cluster=h100", "plan.data=2048", "plan.zero=3", "train.global_batch=2048", "optimizer.kind=muon"]
     (problem,) = [each for each in errors(*large, *plan) if each.key == "optimizer.kind"]

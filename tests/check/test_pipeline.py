@@ -59,7 +59,7 @@ def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
 
 
 def test_the_bubble_is_said_as_a_number():
-    """(p - 1) / m of the useful time: 3 / 4."""
+    """The bubble is (p - 1) / m of the useful time: 3 / 4."""
     (problem,) = [p for p in found("plan.pipeline=4", "plan.microbatch=16") if p.key == "plan.pipeline"]
     assert "over 4 microbatches leaves each rank idle for 75.0%" in problem.reason
 
@@ -75,7 +75,7 @@ def test_the_interleaved_bubble_is_divided_by_the_chunks():
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 10), (4, 9), (8, 16)])
 def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
-    """A stage's weights in bf16 and its gradients in fp32; idle times as simulated where F = I = W and nothing is hidden."""
+    """A stage has weights in bf16 and gradients in fp32. Idle times are simulated with F = I = W and without overlap."""
     sizes = (f"plan.pipeline={ranks}", f"model.layers={2 * ranks}", f"train.global_batch={microbatches}")
     asked = ("plan.schedule=dualpipe", *sizes)
     (problem,) = [p for p in found(*asked) if p.key == "plan.schedule"]

@@ -1,4 +1,4 @@
-"""Changes that a resumed run may have."""
+"""Changes that are allowed when a run is resumed."""
 
 from megalith.check import check_resume
 from megalith.check.resume import MAY_CHANGE
@@ -18,7 +18,8 @@ def test_a_resumed_run_may_change_where_and_how_long_but_not_what():
 
 
 def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
-    """Mixtral balances microbatch i of all data ranks: later plans of the run must have the same number of sequences in it."""
+    """Mixtral balances over microbatch i of all data ranks, so later plans of the run must have the same number of sequences
+    in it."""
     before = spec("model.preset=mixtral-8x7b", "plan.data=2", "plan.microbatch=2")
 
     def refused(*settings: str) -> list[tuple[str, object]]:
@@ -47,7 +48,7 @@ def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
 def test_what_may_change_exists():
     tables = [f"sites.tls.{name}={name}.pem" for name in ("certificate", "key", "authority")]
     tables += ["sites.link.megabits=10", "sites.link.milliseconds=100"]
-    run = spec("sites.count=2", *tables)  # tables that a run need not have
+    run = spec("sites.count=2", *tables)  # optional tables
     for name in MAY_CHANGE:
         value: object = run
         for part in name.split("."):

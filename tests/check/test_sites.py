@@ -149,7 +149,8 @@ def test_gradients_may_be_exchanged() -> None:
     ],
 )
 def test_other_devices_cannot_make_the_same_update(clusters: tuple[str | None, str | None], refused: bool) -> None:
-    """Sites with the same plan. What `local` is shows only there, and a cluster that nobody knows is another rule's."""
+    """Sites have the same plan. A `local` cluster's devices are known only on site; unknown clusters are another
+    rule's."""
     each = [{"cluster": one, "plan": {"data": 2}} for one in clusters]
     run = at_site(tiny_run(sites={"method": "data-parallel", "each": each}, checkpoint={"every": 2}))
     reasons = [one.reason for one in check(run, files=False) if one.severity == "error" and one.key == "sites.each"]
@@ -186,7 +187,7 @@ def test_sites_that_exchange_gradients_stay_as_many() -> None:
     [("dualpipe", 2, 12, True), ("dualpipe", 2, 24, False), ("1f1b", 2, 12, False), ("dualpipe", 1, 8, False)],
 )
 def test_what_a_lost_site_hands_back_can_be_trained(schedule: str, share: int, batch: int, refused: bool) -> None:
-    """A part of the step is one microbatch of four: too few for a schedule that runs some each way, whose own share is enough."""
+    """A share of one microbatch of four samples is too small for a bidirectional schedule; the larger share is enough."""
     plan = {"pipeline": 2, "schedule": schedule, "zero": 1, "microbatch": 4, "chunks": 2 if schedule == "dualpipe" else 1}
     each = [{"plan": plan, "share": share}, {"plan": plan if share == 1 else {"microbatch": 4}, "share": 1}]
     run = at_site(

@@ -16,8 +16,8 @@ FIRST = "train.init_from=first"
 
 
 def first_weights(folder: str, *settings: str, tokenizer: str | None = DATA, without: str = "") -> Path:
-    """Make a checkpoint of the weights of such a run, without their values. `tokenizer`: its fingerprint; None: an import, which
-    has none."""
+    """Make a checkpoint of such a run's weights, without their values. `tokenizer`: its fingerprint, or None for an import,
+    which has none."""
     path = Path(folder, "checkpoints", checkpoints.name(0))
     path.mkdir(parents=True)
     model = spec(*settings).model
@@ -62,7 +62,7 @@ def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
     ],
 )
 def test_each_value_of_the_model_that_its_forward_depends_on_is_compared(data: Path, setting: str, there: str, here: str):
-    """A3: heads, theta and eps were not compared if the numbers of parameters were equal."""
+    """A3: if the numbers of parameters were equal, heads, theta and eps were not compared."""
     first_weights("first", "model.head_dim=32", "model.kv_heads=2", "model.tied=false")
     (problem,) = errors("model.head_dim=32", "model.kv_heads=2", "model.tied=false", setting)
     theirs, _, ours = problem.reason.partition(", and the run's has ")

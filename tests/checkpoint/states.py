@@ -1,4 +1,4 @@
-"""A small training state in the layout of any plan: the values are the same in every layout."""
+"""A small training state in the layout of any plan, with the same values in every layout."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 State = dict[str, Tensor]
-Layout = dict[str, int]  # sizes of the axes; those not named are 1
+Layout = dict[str, int]  # sizes of the axes; other axes have size 1
 
 AXES = ("pipeline", "copies", "shards", "tensor")
-SHAPES = {  # some cuts are uneven (7 rows on 2 x 3), some shares empty (3 rows on 4)
+SHAPES = {  # some cuts are uneven (7 rows on 2 x 3 ranks), some shares are empty (3 rows on 4)
     "embedding.weight": (12, 4),
     "blocks.0.attention_norm.weight": (6,),
     "blocks.0.attention.q.weight": (24, 6),
@@ -23,7 +23,7 @@ TENSOR_DIM = {"embedding.weight": 0, "attention.q.weight": 0, "mlp.down.weight":
 
 
 def values(seed: int = 0) -> State:
-    """The whole state, the same on every rank: fp32, bf16 and int64, matrices, vectors and a scalar."""
+    """Return the whole state, the same on every rank: fp32, bf16 and int64, matrices, vectors and a scalar."""
     generator = torch.Generator().manual_seed(seed)
     state = {
         f"{group}.{name}": torch.randn(shape, generator=generator).to(dtype)
@@ -34,16 +34,17 @@ def values(seed: int = 0) -> State:
 
 
 def zeros() -> State:
-    """Like `values`, but zeros: the destination of a load."""
+    """Return zeros in the form of `values`: the destination of a load."""
     return {key: torch.zeros_like(value) for key, value in values().items()}
 
 
 def laid_out(state: State, layout: Layout) -> State:
-    """This rank's part of the state on a pipeline x copies x shards x tensor mesh, split by FSDP2 over tensor parallelism."""
+    """Return this rank's part of the state on a pipeline x copies x shards x tensor mesh, split by tensor parallelism and
+    then FSDP2."""
     mesh = init_device_mesh("cpu", tuple(layout.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
     stage, stages = mesh.get_local_rank("pipeline"), layout.get("pipeline", 1)
     mine = {key: value for key, value in state.items() if value.dtype == torch.int64 or stage in _stages(key, stages)}
-    whole = {key: value for key, value in mine.items() if value.dtype == torch.int64}  # plain: every rank holds the same
+    whole = {key: value for key, value in mine.items() if value.dtype == torch.int64}  # plain tensors: every rank holds the same
     split = [key for key in mine if key not in whole]
     module = nn.ParameterList([_tensor(key, mine[key], mesh, layout) for key in split])
     fully_shard(module, mesh=mesh["copies", "shards"])
@@ -51,7 +52,7 @@ def laid_out(state: State, layout: Layout) -> State:
 
 
 def _stages(key: str, stages: int) -> set[int]:
-    """Block 0 on the first stage, block 1 and the head on the last; both hold the tied embedding."""
+    """Place block 0 on the first stage, and block 1 and the head on the last. Both hold the tied embedding."""
     if "embedding" in key:
         return {0, stages - 1}
     return {0 if "blocks.0" in key else stages - 1}
@@ -75,5 +76,5 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's values, to read or to change."""
+    """Return this rank's values, to read or to change."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

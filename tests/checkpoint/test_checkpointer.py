@@ -1,4 +1,5 @@
-"""Saves: asynchronous ones equal synchronous ones, never overlap, do not end the run if they fail, and are whole or absent."""
+"""Asynchronous saves equal synchronous ones, never overlap, and do not end the run if they fail. A checkpoint is complete or
+absent."""
 
 import errno
 import os
@@ -56,7 +57,7 @@ def test_a_save_is_reported_once_with_its_size_and_times(tmp_path, asynchronous)
 
 
 def test_values_changed_after_an_asynchronous_save_are_not_in_it(tmp_path, monkeypatch):
-    """The copy is made before save() returns; the buffers are used again only when their save is over."""
+    """The copy is made before save() returns, and the buffers are reused only when their save is over."""
     monkeypatch.setattr(tensors, "write", slowly)
     checkpointer = Checkpointer(tmp_path, keep=3)
     state = values()
@@ -117,7 +118,7 @@ def test_the_caller_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(tensors, "write", lambda *args: gate.wait(PATIENCE) and _write(*args))
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, values(), {})  # would wait for ever if it wrote
+    checkpointer.save(1, values(), {})  # would wait for ever if it tried to write
     assert checkpointer.poll() == []
     assert files.committed(tmp_path) == []
     gate.set()

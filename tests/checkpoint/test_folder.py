@@ -1,4 +1,4 @@
-"""A checkpoint folder is whole or absent, damage is named, and old ones are deleted."""
+"""A checkpoint folder is complete or absent, damage is named, and old checkpoints are deleted."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from megalith.checkpoint.folder import Chunk, DamagedCheckpointError, Entry, Man
 
 
 def make(folder: Path, step: int, *, content: bytes = b"values", keep: int = 9) -> Path:
-    """Commit a checkpoint that consists of one file of any content."""
+    """Commit a checkpoint that consists of one file with arbitrary content."""
     folder.mkdir(exist_ok=True)
     written = folder / files.temporary(step)
     written.mkdir()

@@ -1,4 +1,4 @@
-"""Copies in memory that are kept for a rewind, and the text with each."""
+"""Copies in memory that are kept for a rewind, and the text stored with each copy."""
 
 from pathlib import Path
 

@@ -54,7 +54,7 @@ def stage_of(spec: Llama, weights: dict[str, Tensor]) -> Stage:
 
 
 def same(spec: Llama) -> Llama:
-    """The spec with the values that transformers writes explicitly."""
+    """Return the spec with the values that transformers always writes."""
     return spec.model_copy(update={"kv_heads": spec.kv_heads or spec.heads, "head_dim": spec.head_dim or spec.dim // spec.heads})
 
 

@@ -1,4 +1,4 @@
-"""Any plan loads what any plan saved, bit for bit; damage is found and named; nothing from a file is ever executed."""
+"""Any plan loads the checkpoint of any other, bit for bit. Damage is found and named. Nothing from a file is ever executed."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def _load_each(rank: int, folders: list[Path], layout: Layout) -> list:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> list[Path]:
-    """A folder with a checkpoint of the same values for every layout."""
+    """Return a folder with a checkpoint of the same values in every layout."""
     folders = [tmp_path_factory.mktemp("saved") for _ in SAVED]
     for folder, layout in zip(folders, SAVED, strict=True):
         outcomes = run_ranks(_save, prod(layout.values()), folder, layout)
@@ -67,7 +67,7 @@ def test_one_process_reads_whole_tensors_of_what_every_layout_saved(saved):
 
 @pytest.mark.slow
 def test_replicas_are_written_once_and_by_all_ranks(saved):
-    """Two copies hold everything twice: each writes about half, and together as much as one process would."""
+    """With two copies everything is held twice. Each copy writes about half, and together they write as much as one process."""
     alone, copies = (files.read_manifest(files.find(folder)) for folder in saved[:2])
     size = {file: digest.bytes for file, digest in copies.files.items() if file != files.INDEX}
     assert len(size) == 2
@@ -200,7 +200,7 @@ def test_a_difference_on_one_rank_is_told_on_all(folder):
 
 
 def test_a_part_of_the_state_can_be_loaded_and_converted(folder):
-    """A run starts so from the weights of another: without optimizer state, perhaps in another precision."""
+    """A run can start in this way from the weights of another run, without optimizer state and in another precision."""
     state = {key: value.bfloat16() for key, value in zeros().items() if key.startswith("weights.")}
     loaded = load(folder, state, partial=True, cast=True)
     assert loaded.path == folder / "step-00000020"
@@ -213,7 +213,7 @@ class _Trap:
 
 
 def test_nothing_from_a_checkpoint_is_executed(folder, monkeypatch):
-    """A planted pickle is not read, and no unpickling function is called."""
+    """A planted pickle file is not read, and no unpickling function is called."""
     monkeypatch.chdir(folder)
     for name in (".metadata", "rank-00001.safetensors", "__0_0.distcp"):
         (folder / "step-00000020" / name).write_bytes(pickle.dumps(_Trap()))

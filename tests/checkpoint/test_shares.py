@@ -1,4 +1,4 @@
-"""Boxes of tensors: every layout is a partition, replicas are written once, and bytes are spread evenly."""
+"""The boxes of every layout partition the tensors, replicas are written once, and bytes are spread evenly."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_every_box_is_written_by_exactly_one_of_its_holders(ranks, tensors):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=60))
 def test_replicas_are_spread_so_that_no_rank_writes_much_more_than_another(ranks, sizes):
-    """Any greedy assignment stays below the mean plus the largest (Graham 1966)."""
+    """Every greedy assignment stays below the mean plus the largest item (Graham 1966)."""
     mine, _ = owners([[held(f"x{number}", 0, size, size) for number, size in enumerate(sizes)]] * ranks)
     heaviest = max(sum(sizes[int(key.removeprefix("x"))] for key, _ in places) for places in mine)
     assert heaviest <= sum(sizes) / ranks + max(sizes)
@@ -75,7 +75,7 @@ def test_two_plain_shards_of_one_dim_nest_left_to_right_and_unfinished_sums_are_
 
 
 def _boxes(rank, layout):
-    """Return every share of this rank, and whether it has the values of its box of the whole tensor."""
+    """Return every share of this rank, and whether its values equal those of its box in the whole tensor."""
     state = values()
     found = []
     for key, share in shares(laid_out(state, layout)).items():
@@ -88,7 +88,8 @@ def _boxes(rank, layout):
 
 @pytest.mark.slow
 def test_a_share_is_the_box_it_says_it_is():
-    """Also where FSDP2 unevenly cuts the shares of tensor parallelism: DTensor's arithmetic is wrong for 7 rows on 2 x 3."""
+    """This includes shares of tensor parallelism that FSDP2 cuts unevenly: DTensor's offsets are wrong for 7 rows on 2 x 3
+    ranks."""
     ranks = run_ranks(_boxes, 6, {"shards": 3, "tensor": 2})
     assert all(right for items in ranks for _, right in items)
     _, problems = owners([[box for box, _ in items] for items in ranks])

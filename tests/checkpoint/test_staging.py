@@ -1,4 +1,4 @@
-"""Copies of the state keep its values when it changes, and all saves use one block of memory."""
+"""A copy keeps the state's values when the state changes, and all saves use one block of memory."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Calls of commands in the form that a person types."""
+"""Calls of commands in the form in which a user types them."""
 
 from pathlib import Path
 
@@ -22,6 +22,6 @@ def call(*arguments: str) -> Result:
 
 
 def write_run() -> None:
-    """Write a run file of one rank, and the prepared data that it names, to the current directory."""
+    """Write a run file of one rank, and its prepared data, to the current directory."""
     Path("run.toml").write_text(RUN)
     hollow_data(Path("data"), "austen")

@@ -1,4 +1,4 @@
-"""The folder with a run file and prepared data in which every command is called, and launchers that start nothing."""
+"""A folder with a run file and prepared data, in which the tests call commands, and launchers that start nothing."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run file, now of four ranks, which no launcher has started."""
+    """Return the run file, changed to four ranks that no launcher has started."""
     Path("run.toml").write_text(RUN + FOUR_RANKS)
     monkeypatch.setattr(environment, "find", lambda: None)
     return Path("run.toml")
@@ -54,7 +54,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[supervisor.Job]:
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of a rank's entry, in place of the real one, which needs torch."""
+    """Record the arguments of a rank's entry. It replaces the real entry, which needs torch."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "megalith.train.run", SimpleNamespace(main=lambda **arguments: calls.append(arguments)))
     return calls

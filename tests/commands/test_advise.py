@@ -1,4 +1,4 @@
-"""Branches of other batches from a run's own checkpoint."""
+"""Branches with other batch sizes from a run's own checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Output of one machine of a run on many, and the other processes on the machine that directs the run."""
+"""Output of one machine in a run on many, and the additional processes on the director's machine."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyP
 def test_the_agent_that_directs_feeds_other_tools(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("megalith.check.software.find_spec", lambda name: name)  # no tool is needed to see that one is fed
+    monkeypatch.setattr("megalith.check.software.find_spec", lambda name: name)  # pretend that the tool is installed
     kept, started = Path("runs/first/sinks.json"), list[subprocess.Popen[bytes]]()
     start = beside._told
     monkeypatch.setattr(beside, "_told", lambda command, what: started.append(start(command, what)) or started[-1])

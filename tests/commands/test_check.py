@@ -58,7 +58,7 @@ def test_check_shows_which_parameters_are_updated_in_which_way():
 
 @pytest.mark.parametrize(("setting", "key"), [("model.preset=llama3-70b", "model.name"), ("train.device=cuda", "train.device")])
 def test_what_this_machine_lacks_is_advice_and_an_error_for_a_run_here(setting: str, key: str, monkeypatch: pytest.MonkeyPatch):
-    """C8: run files for clusters are checked on laptops."""
+    """C8: users check run files for clusters on laptops."""
     monkeypatch.setattr(capacity, "measure", lambda: capacity.Machine(2, 23 * 2.0**30))
     for flags, status in (([], 0), (["--here"], 2)):
         result = call("check", "run.toml", "--json", "--set", setting, *flags)

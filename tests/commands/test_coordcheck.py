@@ -1,4 +1,4 @@
-"""`megalith coordcheck`: tables, a picture, numbers for programs."""
+"""`megalith coordcheck`: tables, a picture, and JSON."""
 
 import json
 from pathlib import Path

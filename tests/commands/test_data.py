@@ -1,4 +1,4 @@
-"""Text becomes data."""
+"""Commands that turn text into prepared data."""
 
 import json
 from pathlib import Path

@@ -46,7 +46,7 @@ def test_the_doctors_status_is_the_worst_finding(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
-    """Calibration of small sizes, on the processor."""
+    """Calibrate with small sizes, on the CPU."""
     sizes = calibration.Sizes(product=64, inner=(16, 32), memory=1 << 16, attention=(64, 2, 16), collective=(1 << 10, 1 << 14))
     monkeypatch.setitem(calibration.SIZES, "cpu", sizes)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("megalith.machine.capacity.find_gpus", lambda: (0, 0.0))

@@ -1,4 +1,4 @@
-"""Output of text from a trained model."""
+"""Output of generated text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run file with the keys that matter, and the models that have a name."""
+"""`megalith init` writes a run file with the keys that matter, and `megalith models` lists presets."""
 
 import json
 import tomllib

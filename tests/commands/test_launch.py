@@ -1,4 +1,4 @@
-"""Files and output for engines."""
+"""Files and output of `megalith launch` for engines."""
 
 import json
 from pathlib import Path

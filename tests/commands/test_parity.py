@@ -37,7 +37,7 @@ def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "loss"), [("fp32", "loss, |difference|"), ("bf16", "loss, how much farther from fp32")])
 def test_a_run_is_compared_in_its_precision(run: Path, precision: str, loss: str):
-    """A plan of four ranks, started by the command."""
+    """The command starts four ranks for the plan."""
     settings = [f"train.precision={precision}", "launch.start_timeout=600"]
     result = call("parity", str(run), *(part for one in settings for part in ("--set", one)), "--steps", "1", "--json")
     told = json.loads(result.stdout)

@@ -1,4 +1,4 @@
-"""Numbers on the command line of a plan."""
+"""Numbers among the options of `megalith plan`."""
 
 import pytest
 import typer

@@ -1,4 +1,4 @@
-"""`megalith replay`: a run across sites, trained again from its log."""
+"""`megalith replay` repeats a run across sites from its log."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def _answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
-    """Its merges make the same bits. If a merge differs from all logs, nothing is trained."""
+    """The replayed merges give the same bits. If a merge is in no log, nothing is trained."""
     (tmp_path / "text").mkdir()
     data, folder = prepare_text(tmp_path / "text"), tmp_path / "runs" / "two"
     train = typed(tmp_path / "run.toml", data, steps=4, more=SITES)

@@ -1,4 +1,4 @@
-"""The report of a run, from its folder."""
+"""The report of a run, made from its folder."""
 
 import subprocess
 from pathlib import Path

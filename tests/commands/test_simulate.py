@@ -60,7 +60,7 @@ def test_a_sweep_marks_the_best(what: str, best: str):
 def test_young_and_daly_stand_beside_the_best_interval():
     asked = [*SIMULATE, "--profile", "cold", "--set", "fleet.memory_every=0", "--sweep", "intervals"]
     said = json.loads(call(*asked, "--json").stdout)
-    hours = 1 / (64 * 419 / (54 * 24 * 16_384))  # between faults of 64 devices
+    hours = 1 / (64 * 419 / (54 * 24 * 16_384))  # hours between faults of 64 devices
     assert said["young"] == pytest.approx((2 * 30.0 * hours * 3600) ** 0.5)
     assert said["daly"] == pytest.approx(said["young"] - 2 / 3 * 30.0, rel=1e-2)
     assert {said["young"], said["daly"]} < {one["value"] for one in said["tried"]}

@@ -1,4 +1,4 @@
-"""Training: its starts, refusals, resumptions and output."""
+"""`megalith train`: starting, refusing, resuming and output."""
 
 import json
 import socket
@@ -85,7 +85,7 @@ def test_more_ranks_than_processors_start_with_a_word(run: Path, jobs: list[supe
 def test_what_this_machine_cannot_do_is_refused_before_anything_starts(
     run: Path, jobs: list[supervisor.Job], setting: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """C8: ranks failed three times because of it, or filled the memory."""
+    """C8: such ranks failed three times, or filled the memory."""
     monkeypatch.setattr(capacity, "measure", lambda: capacity.Machine(2, 23 * 2.0**30))
     with pytest.raises(SpecErrors, match="on this machine"):
         train(run, setting)
@@ -107,7 +107,7 @@ def test_a_run_folder_with_a_checkpoint_is_gone_on_with_by_the_same_run_only(run
 
 
 def saved(run: Path, *overrides: str, step: int = 20, folder: str = "runs/first") -> Path:
-    """Make the manifest of a checkpoint of the run with the file's values and these settings."""
+    """Make a checkpoint's manifest for the run of the file, with these settings changed."""
     path = Path(folder, "checkpoints", checkpoints.name(step))
     path.mkdir(parents=True)
     spec = files.load(run, overrides=overrides).spec.model_dump(mode="json")
@@ -119,7 +119,7 @@ def saved(run: Path, *overrides: str, step: int = 20, folder: str = "runs/first"
     "override", ["optimizer.lr=0.5", "optimizer.weight_decay=0.9", "model.init_std=0.5", "model.heads=2", "model.rope_theta=7.0"]
 )
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(run: Path, jobs: list[supervisor.Job], override: str):
-    """It was copied into the folder; `train.init_from` is the way to use its weights."""
+    """The checkpoint was copied into the folder. `train.init_from` is the way to use its weights."""
     train(run)
     saved(run, step=10)
     saved(run, override, "plan.data=1", "plan.pipeline=1")
@@ -147,7 +147,7 @@ def test_a_checkpoint_without_a_description_is_no_runs(run: Path, jobs: list[sup
 
 @pytest.mark.parametrize(("damage", "what"), [(None, "is missing"), (b"{}", "cannot be read"), (b"x", "is altered")])
 def test_a_checkpoint_whose_manifest_cannot_be_used_is_named_once(run: Path, damage: bytes | None, what: str):
-    """It is skipped. If there is no other, the command says so before it begins from the first weights."""
+    """The checkpoint is skipped. If there is no other, the command says so before it begins from the first weights."""
     sound, broken = saved(run, step=10), saved(run)
     manifest = broken / checkpoints.MANIFEST
     whole = manifest.read_bytes()
@@ -181,7 +181,7 @@ def test_a_run_that_began_with_an_earlier_default_keeps_it(run: Path, jobs: list
 
 
 def test_a_run_that_an_earlier_version_began_goes_on(run: Path, jobs: list[supervisor.Job]):
-    """It has `min_lr` for `min_lr_ratio` in the files of its folder."""
+    """The files of the older run folder have `min_lr` instead of `min_lr_ratio`."""
     train(run)
     begun("runs/first")
     for name in ("run.toml", "spec.json", "provenance.json"):
@@ -256,7 +256,7 @@ def test_other_ranks_wait_until_the_first_has_written_this_run(
     run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(environment, "find", lambda: place(1))
-    files.save(files.load(run, overrides=["train.steps=7"]), Path("runs/first"))  # an older run in the folder is not this one
+    files.save(files.load(run, overrides=["train.steps=7"]), Path("runs/first"))  # the folder may have an older run
     with pytest.raises(TimeoutError, match="rank 0 has not written this run"):
         train(run, "launch.start_timeout=0.1")
     files.save(files.load(run), Path("runs/first"))

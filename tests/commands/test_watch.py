@@ -1,4 +1,4 @@
-"""`megalith watch` for programs, as a file, and as a server until the user ends it."""
+"""`megalith watch` as JSON, as a file, and as a server that runs until the user ends it."""
 
 import json
 import os

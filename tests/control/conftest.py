@@ -1,3 +1,3 @@
-"""The jobs and supervisors of the tests of `fleet`, also for the tests of the control loop."""
+"""Make the jobs and supervisors of the `fleet` tests available to the tests of the control loop."""
 
 from tests.fleet.conftest import job, supervise  # noqa: F401  # fixtures

@@ -1,4 +1,4 @@
-"""A run continues after faults and has the same end as without them: real processes, without torch."""
+"""A run continues after faults and ends as it would without them: real processes, without torch."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ from tests.control.walk import checkpoints
 from tests.patience import PATIENCE
 
 STEPS, RANKS = 12, 4
-FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far from what a busy machine may take
+FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far longer than a busy machine takes
 
 
 def _walk(folder: Path, *injections: Injection, store: Store | None = None) -> Outcome:
@@ -132,7 +132,7 @@ def test_a_fault_during_recovery_is_recovered_from_as_well(kind: str, whole: lis
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["kill", "segfault", "stop", "exception"])
 def test_faults_that_overlap_are_recovered_from_together(second: str, whole: list[Any], tmp_path: Path) -> None:
-    """Two ranks of two nodes fail in one step: both are reported in any order, and nothing else is blamed."""
+    """Two ranks on two nodes fail in one step. Both are reported, in either order, and nothing else is blamed."""
     faulted = (Injection(0, "kill", 7, "step", (2,)), Injection(1, second, 7, "step", (0,)))
     outcome = _walk(tmp_path / "run", *faulted)
     assert outcome.code == ExitCode.FINISHED, outcome.message()
@@ -177,7 +177,7 @@ def test_a_like_failure_at_another_step_that_is_done_again_is_another_failure(wh
 
 @pytest.mark.slow
 def test_a_copy_that_fails_its_digest_is_set_aside_and_not_used_again(whole: list[Any], tmp_path: Path) -> None:
-    """Also when there is another failure before that step is finished again."""
+    """This also holds if another failure comes before that step is finished again."""
     folder = tmp_path / "run"
     kills = [Injection(0, "kill", 7, "step", (2,)), Injection(1, "kill", 0, "step", (2,), after=0)]
 
@@ -208,7 +208,7 @@ def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: l
 
 
 def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path: Path) -> None:
-    """The ranks continue after the report, and overwrite the copies of that moment before they end."""
+    """After the report the ranks continue, and overwrite the copies from then before they end."""
     newest = [92]
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, newest[0]),), check=str)
     (tmp_path / "ranks").mkdir()
@@ -225,8 +225,8 @@ def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path
 
 
 def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
-    """A node came back at that moment. The killed rank is still the reason for the generation's end, and the run continues. A
-    rank's report that it was asked to stop is ignored: the controller asked."""
+    """A node comes back at the moment when a rank is killed. The killed rank is still the reason for the generation's end,
+    and the run continues. Ranks report that they were asked to stop; this is ignored, because the controller asked them."""
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
     (tmp_path / "ranks").mkdir()
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
@@ -248,7 +248,7 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_node_told_to_go_while_the_ranks_save_for_another_is_heard(tmp_path: Path) -> None:
-    """Its agent reports once. Its ranks then only report that the controller asked them to stop."""
+    """The node's agent reports once. Its ranks then report only that the controller asked them to stop."""
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
     (tmp_path / "ranks").mkdir()
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
@@ -321,7 +321,7 @@ def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop
 
 
 def test_a_file_that_changed_while_the_run_is_held_ends_it_before_any_rank_starts(tmp_path: Path) -> None:
-    """Ranks would then compute another run."""
+    """Otherwise the ranks would compute another run."""
     (tmp_path / "ranks").mkdir()
     kept = tmp_path / "spec.json"
     kept.write_text("{}")
@@ -342,7 +342,7 @@ def test_a_file_that_changed_while_the_run_is_held_ends_it_before_any_rank_start
 def test_copies_in_memory_go_with_a_run_only_once_its_state_is_in_a_checkpoint(
     code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault in the moment of a stop ends the ranks before they have saved."""
+    """A fault during a stop ends the ranks before they have saved."""
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(roots, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(Controller, "run", lambda self: Outcome(code, True, None, (), (), (), None))
@@ -352,7 +352,7 @@ def test_copies_in_memory_go_with_a_run_only_once_its_state_is_in_a_checkpoint(
 
 
 def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: Path) -> None:
-    """A rank died meanwhile: the run continues from memory, or waits for the store."""
+    """A rank died meanwhile. The run continues from memory, or waits for the store."""
     (tmp_path / "ranks").mkdir()
     away: list[OSError] = []
 
@@ -372,14 +372,14 @@ def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: 
     assert controller._copies() == (Copy(Tier.STORE, 5),)
     assert "Stale file handle" in _told(tmp_path)[-1]
     again = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
-    with pytest.raises(OSError, match="Stale"):  # it may hold all that was trained: nothing begins anew
+    with pytest.raises(OSError, match="Stale"):  # the store may hold the only checkpoints, so the run must not start over
         again._take(Seen(Started(time=1.0), 1.0, {}))
 
 
 def test_a_store_that_cannot_be_listed_is_waited_for_and_later_taken_to_hold_what_it_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that cannot list its checkpoints would begin from the start."""
+    """Otherwise a run that cannot list its checkpoints would start over."""
     monkeypatch.setattr(controller_module, "STORAGE_SECONDS", 0.0)
     (tmp_path / "ranks").mkdir()
     away = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -401,7 +401,7 @@ def test_a_store_that_cannot_be_listed_is_waited_for_and_later_taken_to_hold_wha
 
 
 def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tmp_path: Path) -> None:
-    """The command is typed again on other nodes: the ledger's entry for one of them still counts."""
+    """The command is repeated on other nodes. The ledger's entry for one of them still counts."""
     ledger_file, now = tmp_path / "nodes.jsonl", time.time()
     for ago in (3, 2, 1):
         note(ledger_file, NodeRecord(now - ago * 3600.0, "b", "fault", "SIGKILL"))

@@ -1,4 +1,4 @@
-"""Every second has one cause, and every incident its account."""
+"""Every second is assigned to one cause, and every incident is recorded."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ FAULT = (
     _step(1, 103.0),  # start-up 2 s
     _step(2, 104.0, data=0.25),
     _step(3, 105.0),
-    _incident(0, began=105.5, time=106.0),  # half a step lost, half a second until it was seen
+    _incident(0, began=105.5, time=106.0),  # half a step lost, half a second until detection
     _start(106.5, resumed=2),
     Recovery(0, 2, "step 2 in memory", 1, time=106.8),
     _step(3, 108.0),  # recovery until 107.0; the first step 3 was lost
@@ -114,7 +114,7 @@ def test_a_run_is_away_only_until_its_next_start() -> None:
         _step(2, 1004.0),
         _start(1010.0, 2),
         _step(3, 1012.0),
-    ]  # the second start ended without a word
+    ]  # the second start ended without an event
     account = goodput(log)
     assert account.seconds[Cause.AWAY] == pytest.approx(1000.0)
     assert account.seconds[Cause.USEFUL] == pytest.approx(3.0)

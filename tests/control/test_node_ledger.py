@@ -1,4 +1,4 @@
-"""Status of nodes in the ledger."""
+"""The status of nodes in the ledger."""
 
 from pathlib import Path
 from random import Random
@@ -35,8 +35,8 @@ def test_a_torn_line_of_the_node_ledger_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_ledger_says_of_nodes_what_the_policy_remembers(tmp_path: Path) -> None:
-    """In any sequence of events: faults and quarantines since the last passed check, written after each decision and read
-    back."""
+    """In any sequence of events, the ledger has the faults and quarantines since the last passed check. It is written
+    after each decision and read back."""
     random, path = Random(7), tmp_path / "nodes.jsonl"
     state = State(placement=("a", "b"), spares=("c",), copies=(Copy(Tier.STORE, 0),))
     for at in range(200):

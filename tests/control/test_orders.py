@@ -1,4 +1,4 @@
-"""A person orders a run to save, to stop, or to remove a node: by a file; the policy decides."""
+"""A user orders a run, through a file, to save, to stop or to remove a node. The policy decides."""
 
 import json
 import threading

@@ -55,7 +55,7 @@ def test_a_report_of_the_policy_says_the_cause_and_it_is_not_said_again():
     assert sum("ValueError: wrong" in line for line in lines) == 1
     other = _lines(Outcome(1, False, CAUSE, (), EXITS, (), 0.1, report="no spare is left"))
     assert other[:2] == ["no spare is left", "ValueError: wrong"]
-    written = "megalith.fleet.report.Reported: a flipped bit"  # as a rank writes it
+    written = "megalith.fleet.report.Reported: a flipped bit"  # in the form in which a rank writes it
     for cause in (
         PEER,
         _failure(1, "raised Reported", written, TRACEBACK, code=ExitCode.REPORTED),

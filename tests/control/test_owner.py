@@ -48,7 +48,7 @@ def test_a_second_owner_is_refused_by_the_first_ones_name_and_changes_nothing(tm
 
 
 def test_an_owner_of_an_earlier_version_is_named_too(tmp_path: Path) -> None:
-    """It left its process only in the lock, and an earlier owner left a claim."""
+    """The last owner left its process in the lock only, and an earlier owner left a claim."""
     with hold(tmp_path):
         pass
     with another_process(tmp_path):
@@ -111,12 +111,12 @@ def leased(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def elsewhere(leased: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to be on another machine from then on."""
+    """When called, make this process appear to be on another machine."""
     return lambda: monkeypatch.setattr(owner, "place", lambda: "another machine")
 
 
 def test_on_one_machine_a_lease_needs_no_waiting(leased: None, tmp_path: Path) -> None:
-    """Its processes can be observed. Ranks of an owner on other machines cannot."""
+    """On this machine an owner's processes can be observed. Its ranks on other machines cannot."""
     _die(tmp_path)
     with hold(tmp_path) as own:
         assert own.epoch == 0
@@ -152,7 +152,7 @@ def test_an_owner_that_renews_is_believed_in_from_another_machine(
         finally:
             done.set()
             thread.join()
-    with hold(tmp_path) as own:  # it left
+    with hold(tmp_path) as own:  # the owner left
         assert own.epoch == 0
 
 
@@ -239,7 +239,7 @@ def test_an_owner_that_cannot_renew_stops_its_ranks_before_the_lease_ends_and_go
 
 
 def test_a_process_whose_ranks_nobody_stops_ends(leased: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its main thread may hang in a call to a store that is away."""
+    """The owner's main thread may hang in a call to an unreachable store."""
     monkeypatch.setattr(owner, "LEASE_SECONDS", 0.5)
 
     def act() -> None:
@@ -250,11 +250,11 @@ def test_a_process_whose_ranks_nobody_stops_ends(leased: None, tmp_path: Path, m
     assert _end_of(_forked(act)) == ExitCode.LOST
 
 
-# An owner that stands still past its lease, and wakes up in the middle of what it was writing
+# An owner that is stopped past its lease, and wakes up in the middle of a write
 
 
 def _stop_at(target: Any, name: str) -> None:
-    """Make this process stop before its next call of a function."""
+    """Make this process stop (SIGSTOP) before its next call of a function."""
     original = getattr(target, name)
 
     def stops(*args: Any, **rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The policy on recorded evidence, and laws that hold in every case."""
+"""The policy's decisions on recorded evidence, and laws that hold in every case."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -210,7 +210,7 @@ def test_nothing_left_to_restore_begins_anew() -> None:
 
 
 def test_checkpoints_that_cannot_be_used_are_not_given_up_for_a_new_beginning() -> None:
-    """New checkpoints would replace them. The same command tries unusable ones again."""
+    """New checkpoints would replace the unusable ones. The same command tries them again."""
     store = replace(START, copies=(Copy(Tier.STORE, 20), Copy(Tier.STORE, 10)), restored=Source(20, Tier.STORE))
     first = decide(store, signs.CopyCorrupt(tier=Tier.STORE, copy_step=20), fleet=FleetSpec())
     assert first.state.restored == Source(10, Tier.STORE)
@@ -266,7 +266,7 @@ def test_all_nodes_told_to_go_within_one_save_go_once_it_is_made() -> None:
 
 
 def test_a_node_told_to_go_goes_with_whatever_start_comes_before_the_save() -> None:
-    """The node and its copies in memory will be gone. Copies are read from its buddy, also for an earlier step."""
+    """The node will be gone, with its copies in memory. Copies are read from its buddy, even if they are of an earlier step."""
     away = signs.Preempted(node="n0", step=20)
     first = _play(START, [away, _kill("n1")], FleetSpec())[-1]
     assert first.state.placement == ("s0", "n1", "n2", "n3")
@@ -309,7 +309,7 @@ def test_state_signs_and_commands_survive_json() -> None:
             assert [commands.dump(commands.load(command)) for command in turn["commands"]] == turn["commands"]
 
 
-# Laws, whatever happens
+# Laws that hold whatever happens
 
 NAMES = st.sampled_from([*NODES, "s0", "s1", "new"])
 STEPS = st.integers(18, 24)
@@ -351,7 +351,7 @@ def test_whatever_happens_the_orders_make_sense(seen: list[signs.Sign], shrinks:
         decision = decide(before, sign, fleet=fleet)
         assert decision == decide(before, sign, fleet=fleet)
         state = decision.state
-        nodes |= {sign.node} if isinstance(sign, signs.NodeJoined | signs.HealthChecked) else set()  # what is checked is there
+        nodes |= {sign.node} if isinstance(sign, signs.NodeJoined | signs.HealthChecked) else set()  # a checked node is there
         _check_state(state, nodes)
         assert sum(isinstance(command, ENDS) for command in decision.commands) <= 1
         for command in decision.commands:
@@ -377,7 +377,7 @@ def _check_order(command: Order, state: State) -> None:
 
 
 def _check_source(source: Source, state: State) -> None:
-    """Check that each piece exists, and none of them failed its digest."""
+    """Assert that each piece exists, and that none failed its digest check."""
     have = {(copy.tier, copy.step): copy.missing for copy in state.copies}
     if source.tier is None:
         return

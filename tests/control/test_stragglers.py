@@ -1,4 +1,4 @@
-"""A rank is slow if its own work takes longer than usual for it."""
+"""A rank is slow if its own work takes longer than is usual for that rank."""
 
 from megalith.control.stragglers import Stragglers
 from megalith.fleet.heartbeat import Beat
@@ -8,7 +8,7 @@ from megalith.spec.fleet import FleetSpec
 FLEET = FleetSpec(straggler_factor=1.5, straggler_steps=4)
 
 
-POLLS = 3  # a supervisor looks at the same beats many times in a step
+POLLS = 3  # a supervisor reads the same heartbeats many times in a step
 
 
 def _run(stragglers: Stragglers, seconds: list[list[float]], *, first: int = 0, replacing: float = 100.0) -> list[Straggler]:

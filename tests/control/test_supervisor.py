@@ -46,7 +46,7 @@ def test_a_log_is_continued_and_each_generation_has_a_header(job, tmp_path):
 @both_ways
 def test_an_error_ends_the_others_and_is_the_first_cause(job, monkeypatch, method):
     monkeypatch.setenv("MEGALITH_START", method)
-    outcome = run(job("one_raises_rest_waits", ranks=3, own=1))  # the others would wait for ever
+    outcome = run(job("one_raises_rest_waits", ranks=3, own=1))  # the other ranks would wait for ever
     assert outcome.code == ExitCode.FAILED
     assert outcome.first_cause is not None
     assert (outcome.first_cause.rank, outcome.first_cause.error) == (1, "ValueError: mine")
@@ -58,7 +58,7 @@ def test_an_error_ends_the_others_and_is_the_first_cause(job, monkeypatch, metho
 
 
 def test_an_error_of_its_own_wins_over_earlier_lost_connections(job, monkeypatch):
-    monkeypatch.setattr(watch, "CAUSE_SECONDS", PATIENCE)  # how long it is waited for: test_watch.py
+    monkeypatch.setattr(watch, "CAUSE_SECONDS", PATIENCE)  # test_watch.py tests how long the supervisor waits
     outcome = run(job("one_raises", ranks=3, own=2))
     assert outcome.first_cause is not None
     assert outcome.first_cause.rank == 2, outcome.message()
@@ -105,7 +105,7 @@ def test_ranks_that_fall_silent_are_ended_and_the_one_furthest_behind_is_named(j
 
 
 def _stopped(run_dir: Path, name: str, *, ranks: int) -> Callable[[], bool]:
-    """A sign that stops a process once all ranks are ready, and is there when the process stands still."""
+    """Return a condition that stops one process once all ranks are ready, and holds once that process has stopped."""
 
     def stop() -> bool:
         if beats(run_dir, ranks=ranks) != [("ready", -1)] * ranks:
@@ -176,7 +176,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(supervise, tmp_path):
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.stdout.readline() == "stopping: the ranks are still starting\n"
     assert supervisor.stdout.readline() == "Ctrl-C again: stop now\n"
-    time.sleep(2 * watch.BOUNCE_SECONDS)  # after the first was received: sooner, the second would count as the same key press
+    time.sleep(2 * watch.BOUNCE_SECONDS)  # not before the first was received: the two would count as one key press
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=PATIENCE)
     assert supervisor.returncode == ExitCode.INTERRUPTED, output
@@ -253,7 +253,7 @@ def test_four_ranks_meet_over_the_file_store_and_an_error_wins_over_those_that_g
 @pytest.mark.slow
 @linux
 def test_of_ranks_that_all_wait_the_one_is_named_whose_collective_is_missing(job, tmp_path, monkeypatch):
-    """It is not stopped, its last heartbeat is as old as the others', and its stack shows the same wait."""
+    """The rank is not stopped, its last heartbeat is as old as the others', and its stack shows the same wait."""
     preload, said = ("torch", "torch.distributed"), [("step", 3)] * 4
 
     def waits() -> bool:

@@ -1,4 +1,4 @@
-"""Each rank's seconds are kept from the beats alone."""
+"""Each rank's seconds are computed from heartbeats alone."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_record_a_step_says_who_took_longer(tmp_path: Path) -> None:
         times.note(_beats(step, slow=1.2))
     times.close()
     view = _read(tmp_path)
-    assert view.first.tolist() == list(range(1, 11))  # as the event log numbers steps
+    assert view.first.tolist() == list(range(1, 11))  # steps are numbered as in the event log
     assert decode(view.low)[:, 2] == pytest.approx(1.2, rel=0.02)
     assert decode(view.low)[:, [0, 1, 3]] == pytest.approx(1.0, rel=0.02)
     assert view.bases[:, 0] == pytest.approx(0.1) and view.bases[:, 1] == pytest.approx(1e9)

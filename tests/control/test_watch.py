@@ -1,4 +1,4 @@
-"""The silences that count as a hang."""
+"""Silences that count as a hang."""
 
 import signal
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_ranks_that_wait_for_a_processor_do_not_hang_until_they_wait_for_somethi
 def _seconds_until_the_rest_is_ended(
     monkeypatch: pytest.MonkeyPatch, failures: list[tuple[float, Failure]]
 ) -> tuple[float, Outcome]:
-    """Return the seconds until the rest of three ranks is ended, some of which fail at their times, and the outcome."""
+    """Let some of three ranks fail at given times. Return the seconds until the rest are ended, and the outcome."""
     clock, running, left = SimpleNamespace(now=0.0), {0, 1, 2}, list(failures)
 
     def wait(seconds: float) -> list[Any]:

@@ -1,5 +1,4 @@
-"""A run without torch: ranks that walk step by step, save their state like checkpoints, and wait for each other after every
-step."""
+"""A run without torch: ranks take steps, save their state like checkpoints, and wait for each other after every step."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from megalith.fleet.tiers import Copy, Tier
 
 
 def checkpoints(run_dir: Path) -> tuple[Copy, ...]:
-    """The steps that all ranks have saved."""
+    """Return the steps that all ranks have saved."""
     steps: dict[int, int] = {}
     for path in run_dir.glob("state-*-*"):
         step = int(path.name.split("-")[1])
@@ -27,7 +26,7 @@ def checkpoints(run_dir: Path) -> tuple[Copy, ...]:
 
 
 def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] | None = None) -> None:
-    """Add up numbers; the sum of each rank depends on the one before, and every step waits for all ranks."""
+    """Add up numbers. Each rank's sum depends on that of the rank before, and every step waits for all ranks."""
     folder, seat, beats = Path(os.environ["MEGALITH_RUN_DIR"]), Seat.find(), Heartbeat.find()
     _put(folder / "world", str(seat.world), seat)
     asked: list[int] = []
@@ -43,7 +42,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
         hooks.at("step", step)
         if asked and not (folder / "stop").exists():
             report(Preempted(time=time.time(), step=step, node=seat.node, rank=seat.rank))
-            _put(folder / "stop", str(step + 3), seat)  # not this step: the others may have looked for it already
+            _put(folder / "stop", str(step + 3), seat)  # not this step's file: other ranks may already have read it
         time.sleep(nap)
         total, step = (total * 31 + step + 1) % 1_000_003, step + 1
         stop = (folder / "stop").exists() and (folder / "stop").read_text() == str(step)
@@ -55,7 +54,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
 
 
 def _restore(path: Path, *, step: int) -> tuple[int, int]:
-    """Return steps and sum. An unreadable file is a copy that fails its digest."""
+    """Return steps and sum. An unreadable file is treated like a copy that fails its digest check."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -64,7 +63,7 @@ def _restore(path: Path, *, step: int) -> tuple[int, int]:
 
 
 def _put(path: Path, text: str, seat: Seat) -> None:
-    """Write a file atomically, so that no process reads a part of it."""
+    """Write a file atomically, so that no process reads it half-written."""
     part = path.with_name(f"part-{path.name}-{seat.rank}")
     part.write_text(text)
     part.rename(path)

@@ -1,4 +1,4 @@
-"""DeepSeek's models are unchanged by an export to transformers' folders and an import from there."""
+"""DeepSeek models are unchanged by an export in transformers' format and an import of it."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_transformers_computes_the_same_from_what_was_exported(spec, tmp_path):
     folder, tokens = written(spec, tmp_path / "out"), tokens_of(spec, seq=48)
     theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loaded["missing_keys"] and not loaded["mismatched_keys"]
-    assert all(int(name.split(".")[2]) >= spec.layers for name in loaded["unexpected_keys"])  # of further tokens alone
+    assert all(int(name.split(".")[2]) >= spec.layers for name in loaded["unexpected_keys"])  # of multi-token prediction alone
     ours = stage_of(spec, weights_of(spec))
     with torch.no_grad():
         expected, found = theirs.eval()(tokens).logits, ours(tokens, Batch(tokens))
@@ -81,7 +81,7 @@ def test_transformers_computes_the_same_from_what_was_exported(spec, tmp_path):
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_what_transformers_saves_is_imported(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    spec = SPECS[name].model_copy(update={"ahead": 0})  # it leaves those out
+    spec = SPECS[name].model_copy(update={"ahead": 0})  # transformers leaves those out
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written(spec, tmp_path / "first"))
     theirs.save_pretrained(tmp_path / "second")
     folder = tmp_path / "second"
@@ -91,7 +91,7 @@ def test_what_transformers_saves_is_imported(name, tmp_path):
 
 
 def test_modules_that_are_counted_and_have_no_weights_are_left_out_and_named(tmp_path):
-    """transformers writes the number of multi-token prediction's modules, but not their weights."""
+    """transformers writes the number of multi-token prediction modules, but not their weights."""
     spec = SPECS["v3"]
     folder = written(spec, tmp_path / "out")
     file = folder / "model.safetensors"

@@ -1,5 +1,5 @@
-"""Configurations drawn at random, as transformers writes them: the same logits and greedy text, and the same bits of tensors
-after an export."""
+"""Random configurations, as transformers writes them, give the same logits and greedy text; an export has the same bits in
+every tensor."""
 
 import os
 import random
@@ -104,7 +104,7 @@ def drawn(kind: str, draw: random.Random) -> dict[str, Any]:
     match kind:
         case "llama":
             found |= {"attention_bias": draw.random() < 0.5, "mlp_bias": draw.random() < 0.5}
-            found["hidden_size"] = found["num_attention_heads"] * 8  # it wants heads to divide this
+            found["hidden_size"] = found["num_attention_heads"] * 8  # transformers requires that heads divide this
         case "mistral":
             found |= {"sliding_window": window}
         case "mixtral":
@@ -132,7 +132,7 @@ def test_a_drawn_configuration_computes_the_same_and_goes_back_unchanged(number:
     draw, kind = random.Random(number), KINDS[number % len(KINDS)]
     config = transformers.CONFIG_MAPPING[kind](**drawn(kind, draw))
     torch.manual_seed(number)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped products refuse rows of 33 fp32 numbers
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped products reject rows of 33 fp32 numbers
     theirs = transformers.AutoModelForCausalLM.from_config(config, **eager).eval()
     with torch.no_grad():
         for tensor in theirs.parameters():

@@ -1,4 +1,4 @@
-"""Rotary settings in every form of config.json have the same meaning as in transformers, or are refused."""
+"""Rotary settings in any form of config.json have the same meaning as in transformers, or are refused."""
 
 import json
 from pathlib import Path

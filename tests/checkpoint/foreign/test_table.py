@@ -1,4 +1,4 @@
-"""Every family is the same in transformers and after an import from there."""
+"""Every family computes the same in transformers and after an import from it."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def stage_of(spec: Model, weights: dict[str, Tensor]) -> Stage:
 def test_every_family_in_the_table_is_tested():
     elsewhere = {"deepseek"}  # test_deepseek.py
     assert {spec.family for spec in SPECS.values()} | elsewhere == set(BY_FAMILY)
-    assert len(BY_MODEL_TYPE) == len(FOREIGN)  # a family may be several of theirs, but no word is two families
+    assert len(BY_MODEL_TYPE) == len(FOREIGN)  # one family may have several of transformers' types, never the reverse
 
 
 @every_spec
@@ -84,7 +84,7 @@ def test_a_model_that_transformers_wrote_is_read_unchanged(spec: Model, tmp_path
 
 
 def test_files_of_the_model_without_its_head_are_read_too(tmp_path: Path):
-    """The released GPT-2 has no "transformer." in its names, and causal masks among its tensors."""
+    """The released GPT-2 has no "transformer." in its tensor names, and stores causal masks as tensors."""
     from safetensors.torch import load_file, save_file
 
     spec, weights = SPECS["gpt"], weights_of(SPECS["gpt"])

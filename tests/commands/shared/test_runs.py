@@ -69,7 +69,7 @@ FAULTS = [
 
 
 def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
-    """For any faulty value, it is the only problem of an otherwise correct run."""
+    """A faulty value in an otherwise correct run is reported as its only problem."""
     for fault in FAULTS:
         with pytest.raises(SpecErrors) as caught:
             check(RunRequest(run, [fault]))

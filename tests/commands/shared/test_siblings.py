@@ -16,7 +16,7 @@ from tests.specs import tiny_run
 
 
 def _ending(monkeypatch: pytest.MonkeyPatch, statuses: dict[int, str]) -> None:
-    """Have the command of each site run these lines of Python."""
+    """Make each site's command run these lines of Python."""
 
     def begin(request: RunRequest, folder: Path, site: int, more: object) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([sys.executable, "-c", statuses[site]])
@@ -26,7 +26,7 @@ def _ending(monkeypatch: pytest.MonkeyPatch, statuses: dict[int, str]) -> None:
 
 
 def _train(spec: RunSpec, folder: Path) -> None:
-    """Look at the other sites for as long as the first would train."""
+    """Watch the other sites for as long as the first site would train."""
     began = time.monotonic()
     with siblings.beside(RunRequest(folder / "run.toml"), spec, folder) as others:
         while time.monotonic() - began < PATIENCE:
@@ -38,7 +38,7 @@ def _train(spec: RunSpec, folder: Path) -> None:
 def test_a_site_whose_command_fails_ends_the_others_that_are_no_quorum(
     line: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long before `fleet.wait_limit`, for which they would wait for it."""
+    """This takes far less than `fleet.wait_limit`, for which they would otherwise wait for the failed site."""
     _ending(monkeypatch, {1: line})
     spec = tiny_run(sites={"count": 2})
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_site_whose_command_fails_ends_the_others_that_are_no_quorum(
 def test_a_quorum_goes_on(
     count: int, decides: int | None, lines: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So do sites of which one was asked to stop: the merge says that to all."""
+    """The same holds if one site was asked to stop: the merge tells all sites."""
     _ending(monkeypatch, lines)
     spec = tiny_run(sites={"count": count, "decides": decides})
     with siblings.beside(RunRequest(tmp_path / "run.toml"), spec, tmp_path) as others:
