@@ -1,4 +1,4 @@
-"""Waits of sites for each other, by hand and compared with measurements on a wire between two namespaces."""
+"""Waits of sites for each other, computed by hand and compared with measurements on a wire between two namespaces."""
 
 from itertools import product
 from typing import Any
@@ -23,7 +23,7 @@ from megalith.spec.sites import SitesSpec, fragments, verdict_bytes, wire_bytes
 
 STEP = 0.8
 QUICKSTART = {f"blocks.{n}.weight": (1300, 1000) for n in range(5)}
-"""Five equal parts, with the parameters of quickstart's model together."""
+"""Five equal parts that together have the parameters of quickstart's model."""
 
 
 def _predicted(shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = STEP, **given: Any) -> Across:
@@ -35,11 +35,11 @@ def _predicted(shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = ST
 
 RATE = 10e6 / 8 * (PACKET - HEADERS) / PACKET
 SLOW_START = sum(0.1 - packets * PACKET / RATE for packets in (10, 20, 40, 80))
-"""Seconds of round trips in which TCP sends 10 packets, then 20, 40 and 80: fewer than the link would hold."""
+"""Seconds of round trips in which TCP sends 10 packets, then 20, 40 and 80: fewer than the link could carry."""
 
 
 def _transfer(size: float) -> float:
-    """Return the seconds until the answer to `size` bytes, which are sent after a pause."""
+    """Return the seconds until the reply to `size` bytes that are sent after a pause."""
     return size / RATE + SLOW_START + 0.1
 
 
@@ -57,7 +57,7 @@ def test_data_parallelism_over_such_a_link_is_hopeless() -> None:
 
 
 def test_data_parallelism_sends_all_gradients_in_every_step() -> None:
-    """The bytes and waits of a merge after each step, under its own name; no other interval is proposed."""
+    """A run that merges after each step has its own name, bytes and waits, and no other interval is proposed."""
     found, merged = _predicted(method="data-parallel"), _predicted(inner_steps=1)
     assert (found.bytes, found.waited, found.use) == (merged.bytes, merged.waited, merged.use)
     assert (found.method, merged.method) == ("data parallelism", "a merge after each step")
@@ -94,8 +94,8 @@ def test_the_shortest_interval_that_pays() -> None:
 
 
 def test_it_is_near_what_was_measured() -> None:
-    """1.3 MB of fp32 differences over 10 Mbit/s and 100 ms: 1.73 s exposed of 16.8 s in 30 steps (DiLoCo); none where five fragments in
-    4 bits have five steps each."""
+    """1.3 MB of fp32 differences over 10 Mbit/s and 100 ms: 1.73 s are exposed in 16.8 s of 30 steps (DiLoCo). With five fragments in 4
+    bits and five steps for each, nothing is exposed."""
     shapes = {f"blocks.{n}.weight": (260, 250) for n in range(5)}
     step = (16.8 - 1.73) / 30
     assert _predicted(shapes, step, inner_steps=30).use == pytest.approx(1 - 1.73 / 16.8, rel=0.05)
@@ -126,7 +126,7 @@ def _use_of(sites: SitesSpec, *, share: float = 1.0) -> float:
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(link: tuple[float, float]) -> None:
-    """All methods in the search are compared here."""
+    """This compares every method of the search."""
     found = _chosen(link)
     assert _use_of(found, share=HEADROOM) >= GOOD
     for interval in INTERVALS[: INTERVALS.index(found.inner_steps)]:

@@ -1,4 +1,4 @@
-"""Intervals contain their stated share of rows, and own rows count according to their reliability."""
+"""Intervals contain their stated share of rows, and a user's own rows count according to their reliability."""
 
 import random
 from math import exp, log, sqrt
@@ -38,7 +38,7 @@ def test_rows_of_a_stack_narrow_its_interval_and_move_it_toward_them():
 
 
 def test_a_row_is_followed_by_how_much_it_can_be_trusted():
-    """The normal model says how far: by the stacks' variance over that and the rows'."""
+    """The normal model says how far: by the ratio of the stacks' variance to the sum of the stacks' and the rows' variances."""
     learnt = SPREAD.learn([0.2])
     share = SPREAD.between**2 / (SPREAD.between**2 + SPREAD.within**2)
     assert learnt.mean == pytest.approx(SPREAD.bias + share * (0.2 - SPREAD.bias))

@@ -113,7 +113,7 @@ def test_a_closed_form_is_the_simulated_idling(name: str, chunks: int, backward:
 
 
 def test_blocks_that_predict_further_tokens_are_reduced_and_updated_too():
-    """On the last pipeline rank, which has more of them than the first has of anything."""
+    """These blocks are on the last pipeline rank, which then reduces and updates more than the first."""
     model = dense(2)
     further = model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=2, weight=0.1)})
     plan = Plan(pipeline=2, data=2, zero=1)
@@ -125,12 +125,13 @@ def test_blocks_that_predict_further_tokens_are_reduced_and_updated_too():
 
 
 def test_copies_of_experts_are_gathered_among_their_own_shards_and_added_up_between():
-    """Two copies of the state: half as many ranks gather one copy, and each adds a half of the gradients up with another's."""
+    """With two copies of the state half as many ranks gather one copy, and each adds its half of the gradients to another
+    rank's."""
     plan = Plan(data=8, expert=2, replicate=2, zero=1)
     small, large = (workload(mixture(hidden=size), plan, practice=Practice(overlap_data=False)) for size in (128, 256))
     more = 2 * 3 * 8 // 2 * 128 * DIM  # blocks, matrices, experts of a rank, channels
     wires = Setting.of(large, calibration()).wires
     shards, copies = Line(2, 2), Line(2, 4)
-    moved = (4 + 2) * more / 2 / rate(shards, wires)  # gradients and weights, of which a rank has a half already
+    moved = (4 + 2) * more / 2 / rate(shards, wires)  # gradients and weights, half of which the rank already has
     moved += 2 * (4 * more / 2) / 2 / rate(copies, wires)
     assert estimate(large).time.data - estimate(small).time.data == pytest.approx(moved)

@@ -1,8 +1,9 @@
-"""A part that a trace cuts is the part that the trainer's own `Builder` makes: every family, every class of the layout table.
+"""A part that a trace splits equals the part that the trainer's own `Builder` makes, for every family and every class of the
+layout table.
 
-The trainer's part is rank 0's of a fake world, on the meta device. Both run the same kernels. Equal are the local shapes of all
-parameters, the matrix products, the bytes kept for backward, and every collective and message by phase, axis, kind and bytes. A trace
-leaves out the copies that pack and unpack messages, and counts of a few bytes that balance experts.
+The trainer's part is rank 0's of a fake world, on the meta device. Both run the same kernels. The tests compare the local shapes of
+all parameters, the matrix products, the bytes kept for backward, and every collective and message by phase, axis, kind and bytes. A
+trace leaves out the copies that pack and unpack messages, and the expert counts, which are a few bytes.
 """
 
 from collections import Counter
@@ -89,7 +90,7 @@ class Found(NamedTuple):
 
 
 class Listening(Recorder):
-    """Collects the messages of a rank of a fake world, and sends none of them."""
+    """Collects the messages of a rank in a fake world without sending them."""
 
     def __init__(self, width: int, groups: Groups) -> None:
         super().__init__(width)
@@ -107,7 +108,7 @@ class Listening(Recorder):
         return work if name == "alltoall_base_" else (args[0], work)
 
     def messages(self, operations: list[dist.P2POp]) -> list[Any]:
-        """In place of `dist.batch_isend_irecv`, which does not support the meta device."""
+        """Replaces `dist.batch_isend_irecv`, which does not support the meta device."""
         sent = [operation.tensor for operation in operations if operation.op is dist.isend]
         self._hear("send", ("context",), sent)
         return []
@@ -121,7 +122,7 @@ class Listening(Recorder):
 
 
 def _layout(plan: Plan, width: int) -> Layout:
-    """The trainer's own software: plain PyTorch, and a loss of a few rows at a time."""
+    """The trainer's own software: plain PyTorch, and a loss that is computed a few rows at a time."""
     recompute = ",".join(plan.recompute_parts) if plan.recompute == "selective" else plan.recompute
     return Layout(
         MICROBATCH, SEQ, tensor=plan.tensor, sequence=plan.sequence, context=plan.context, ulysses=plan.ulysses, expert=plan.expert,
@@ -147,7 +148,7 @@ def traced(model: ModelSpec, part: int, layout: Layout) -> Found:
 
 
 def trained(model: ModelSpec, part: int, plan: Plan, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Found:
-    """Part `part` as the trainer builds it, run with the kernels of a trace."""
+    """Return part `part` as the trainer builds it, run with the kernels of a trace."""
     number = part - 1 if 0 < part < len(model.part_names) - 1 else None
     with ExitStack() as stack:
         stack.enter_context(groups_of(plan.ranks, rank=0))
@@ -159,7 +160,7 @@ def trained(model: ModelSpec, part: int, plan: Plan, layout: Layout, monkeypatch
         precision = "fp32" if layout.width == 4 else "bf16"
         meta = torch.device("meta")
         with pytest.MonkeyPatch.context() as patch:
-            if number is not None:  # recomputation takes hold of what is there: a trace's kernels must be there before
+            if number is not None:  # recomputation wraps the kernels that it finds: a trace's kernels must be set before
                 patch.setattr("megalith.parallel.apply.apply_recompute", _swapping(model, number, recorder, layout))
             runner = Builder(model, plan=plan, groups=groups, precision=precision, device=meta, seed=None).build(part, part + 1)
         (module,) = runner.parts
@@ -186,13 +187,13 @@ def _swapping(model: ModelSpec, number: int, recorder: Recorder, layout: Layout)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """A trace's kernel for Mamba-2 holds the core that it stands for."""
+    """A trace's kernel for Mamba-2 contains the core that it replaces."""
     named = module.named_parameters(remove_duplicate=False)
     return {name.replace(".core.core.", ".core."): tuple(parameter.shape) for name, parameter in named}
 
 
 def _bare(model: ModelSpec) -> ModelSpec:
-    """The model without the modules of further tokens, which a trace knows by their block, and without ties."""
+    """Return the model without multi-token prediction, which a trace knows by its block, and without ties."""
     blocks = tuple(dict.fromkeys(model.blocks))
     return model.model_copy(update={"head": model.head.model_copy(update={"ahead": None, "tied": False}), "blocks": blocks})
 
@@ -216,7 +217,7 @@ def _agree(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, *, width: int
 
 
 def _orders(model: ModelSpec, part: int, plan: Plan) -> int:
-    """Bytes by which the trainer keeps more than a trace knows: where rows that arrive are sorted by expert, two whole numbers of each."""
+    """Return the bytes that the trainer keeps and a trace does not: two integers for each received row if rows are sorted by expert."""
     mlp = model.blocks[part - 1].mlp if 0 < part < len(model.part_names) - 1 else None
     if (
         not isinstance(mlp, MoeSpec)
@@ -230,7 +231,7 @@ def _orders(model: ModelSpec, part: int, plan: Plan) -> int:
 
 
 def _handed_on(sends: Sends, plan: Plan) -> dict[tuple[str, str], float]:
-    """Bytes that a rank sends in each phase: among those that exchange keys and values, around a ring or by gathering, equally many."""
+    """Return the bytes that a rank sends in each phase. A ring and a gather of keys and values send equally many."""
     ranks = plan.context // plan.ulysses
     share = {"ring": ranks - 1, "send": 1, "all-gather": (ranks - 1) / ranks, "reduce-scatter": (ranks - 1) / ranks}
     found: Counter[tuple[str, str]] = Counter()
@@ -255,14 +256,14 @@ def test_an_expert_rank_holds_computes_keeps_and_sends_the_same(name: str, plan:
 
 @pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("plan", CONTEXT, ids=_words)
-@pytest.mark.parametrize("name", ["llama", "palm", "gemma2", "deepseek"])  # every kind of attention that families have
+@pytest.mark.parametrize("name", ["llama", "palm", "gemma2", "deepseek"])  # every kind of attention in any family
 def test_a_context_rank_keeps_and_sends_the_same(name: str, plan: Plan, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sends = [send for found in _agree(name, plan, monkeypatch, width=width, blocks_only=True) for send in found.sends]
     assert "context" in {axis for _, axis, _, _ in sends}
 
 
 def test_every_class_of_the_layout_table_is_compared() -> None:
-    """Every class with a row needs a model here. `Ahead` itself is not traced, but its block is."""
+    """Every class with a row in the table needs a model here. `Ahead` itself is not traced, but its block is."""
     with torch.device("meta"):
         met = {type(module) for model in MODELS.values() for module in Stage(_bare(model)).modules()}
     assert set(LAYOUT) - {Ahead} <= met

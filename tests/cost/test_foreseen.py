@@ -1,4 +1,4 @@
-"""Predictions of a rank equal its dry run: exactly, unless left to kernels, and except for padding of shares."""
+"""Predictions for a rank equal its dry run exactly, except for choices that are left to kernels, and padding of shares."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_products_and_attention_are_the_same_flops(lines: dict[str, Comparison])
 
 
 def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Comparison]) -> None:
-    """On the tensor axis, except for a few numbers a token of the loss."""
+    """Bytes on the tensor axis are equal, except for a few numbers per token in the loss."""
     found = {name: line for name, line in lines.items() if name.endswith(".bytes") and line.counted > 4096}
     assert found
     for name, line in found.items():
@@ -52,11 +52,11 @@ def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Comp
 
 def test_state_is_near_what_is_counted(lines: dict[str, Comparison]) -> None:
     assert lines["memory.optimizer"].gap == pytest.approx(0, abs=0.02)
-    assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # which parts are whole depends on the moment of the peak
+    assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # the moment of the peak determines which parts are gathered
 
 
 def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str, Comparison]) -> None:
-    """Within a block: how far the one in backward has come, the moment of the peak says."""
+    """Equal to within a block, because the peak may come at any point of a block's backward."""
     line = lines["memory.gradients"]
     block = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
     assert line.foreseen is not None
@@ -79,7 +79,7 @@ def test_a_gap_is_a_share_of_what_was_counted() -> None:
 
 
 def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
-    """Two of four blocks send them so. All send results, and the gradients of both ways, in bf16."""
+    """Two of four blocks send tokens in 8 bits. All send results, and the gradients of both messages, in bf16."""
     model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
     train = {"precision": "fp8", "seq_len": 128}
     runs = (
@@ -89,7 +89,7 @@ def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
     found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
     wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
     assert wide.foreseen is not None and packed.foreseen is not None
-    tokens = wide.foreseen / 4 / 2  # one of four ways, in half of the blocks
+    tokens = wide.foreseen / 4 / 2  # one of four messages, in half of the blocks
     assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0
 
 
@@ -102,7 +102,8 @@ GATHERED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("run", GATHERED.values(), ids=GATHERED)
 def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[str, Any]) -> None:
-    """The difference is the one foreseen, to the byte. What ZeRO 3 keeps of them until the end of the step counts as buffers."""
+    """The difference is the predicted one, to the byte. The messages that ZeRO 3 keeps until the end of the step count as
+    buffers."""
 
     def found(gather: str) -> dict[str, Comparison]:
         spec = brief_run(**run | {"train": {"precision": "fp8"}, "precision": {"tile": 4, "gather": gather}})
@@ -116,18 +117,18 @@ def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[
     wide, packed = found("wide"), found("fp8")
     sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "shards" in name and one.foreseen]
     assert sent and all(less(name) > 0 for name in sent)
-    if "recompute" in run["plan"]:  # the others are fullest at another moment then
+    if "recompute" in run["plan"]:  # the other ranks then have their peak at another moment
         assert less("memory.buffers") < 0
 
 
 def test_a_weight_of_whole_tiles_is_gathered_in_half_of_the_bytes() -> None:
-    """A code for each number, and four bytes for each tile's scale."""
+    """A message has one byte for each number, and four bytes for each tile's scale."""
     assert packed_bytes((4096, 1024), 128) / (2 * 4096 * 1024) == 0.5 + 2 / 128**2
 
 
 def test_inputs_kept_in_8_bits_are_the_bytes_foreseen() -> None:
-    """Several microbatches are in flight when most is kept. With a scale for each 4 numbers, 8 bits take as much as bf16, and the output of
-    attention stays for its own backward besides. A backward has one input in bf16 again, the largest, which no other tensor replaces."""
+    """Several microbatches are in flight at the peak. With a scale for each 4 numbers, 8 bits take as much as bf16, and the output of
+    attention is also kept for its own backward. During backward one input, the largest, is in bf16 again in addition."""
 
     def found(kept: str) -> Comparison:
         run = {"model": {"layers": 6}, "train": {"precision": "fp8", "seq_len": 64}, "precision": {"tile": 4, "kept": kept}}

@@ -34,7 +34,7 @@ def test_less_state_is_updated_faster():
 
 
 def test_devices_share_a_host_with_as_many_as_there_are():
-    """A cluster of two devices, of a kind of which a host has eight."""
+    """A cluster of two devices whose hosts usually have eight."""
     gib, spec = 2**30, HostSpec(memory=64 * 2**30, disk=800 * 2**30, memory_bandwidth=100e9, disk_bandwidth=4e9)
     two = clusters.load("h100:2").model_copy(update={"host": spec})
     assert (two.per_node, host.room(two), host.room_on_disk(two)) == (8, 16 * gib, 400 * gib)

@@ -1,4 +1,4 @@
-"""A function's result is kept on disk until the code under it changes."""
+"""A function's result is kept on disk until the code on which it depends changes."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def _counting(calls: list[tuple[Any, ...]], *patterns: str):
 def test_a_second_process_reads_what_the_first_worked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kept.CACHE, str(tmp_path))
     calls: list[tuple[Any, ...]] = []
-    results = [_counting(calls, "schedule/*.py")("theirs", 3) for _ in range(2)]  # each with an empty memory
+    results = [_counting(calls, "schedule/*.py")("theirs", 3) for _ in range(2)]  # each with an empty in-memory cache
     assert results == 2 * [((3, 4), 0.5)]
     assert calls == [("theirs", 3)]
 

@@ -42,13 +42,13 @@ def _no_disk(monkeypatch):
     ("zero", "whole", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)], ids=["none", "one", "two", "three"]
 )
 def test_zero_has_its_three_lines(zero, whole, shared):
-    """Rajbhandari et al. 2019: 4Φ + 12Φ/N, 2Φ + 14Φ/N, 16Φ/N with 2-byte gradients."""
+    """Rajbhandari et al. 2019 give 4Φ + 12Φ/N, 2Φ + 14Φ/N and 16Φ/N with 2-byte gradients."""
     ranks = 8
     load = workload(dense(), Plan(data=ranks, zero=zero), practice=BF16_GRADIENTS)
     traced = parts(load)
     found = memory(load, traced, GENERATION)
     numbers = traced.embedding.weights + traced.head.weights + sum(block.weights for block in traced.blocks)
-    gathered = 2 * 2 * max(block.weights for block in traced.blocks) * 2 if zero == 3 else 0  # two blocks' weights and gradients
+    gathered = 2 * 2 * max(block.weights for block in traced.blocks) * 2 if zero == 3 else 0  # of two blocks
     assert found.weights + found.gradients + found.optimizer - gathered == pytest.approx(numbers * (whole + shared / ranks))
 
 
@@ -65,7 +65,7 @@ STATES = [
 @pytest.mark.parametrize("sizes", STATES, ids=str)
 @pytest.mark.parametrize("model", [dense(2), mixture(2)], ids=["dense", "experts"])
 def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, sizes):
-    """Compare with what `parallel.apply` builds on a fake world: whole weights below ZeRO 3, and the shares that the optimizer updates."""
+    """Compare with `parallel.apply` on a fake world: whole weights below ZeRO 3, and the shares that the optimizer updates."""
     plan = Plan(**{**sizes, "expert": sizes.get("expert", 1) if isinstance(model.blocks[0].mlp, MoeSpec) else 1})
     with groups_of(plan.ranks, rank=0):
         groups, meta = Groups.build(Mesh.of(plan), device="cpu"), torch.device("meta")
@@ -83,7 +83,7 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
 @pytest.mark.parametrize("sizes", STATES[3:6], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[str, int]):
-    """Embeddings, vectors and matrices of few elements, which stay in fp32, are counted too."""
+    """Embeddings, vectors and small matrices, whose moments stay in fp32, are counted too."""
     model, plan, moments = mixture(2), Plan(**{**sizes, "expert": sizes.get("expert", 1)}), Moments("fp8", block=32, least=4096)
     optimizer = OptimizerSpec.model_validate({"kind": kind, "moments": "fp8", "moment_block": 32})
     with groups_of(plan.ranks, rank=0):
@@ -134,7 +134,7 @@ SPLIT = [
 
 @pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
 def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
-    """This holds although not every rank is compared."""
+    """The worst rank is found although not every rank is compared."""
     load = workload(DENSE_FIRST, plan, global_batch=64)
     traced = parts(load)
     assert memory(load, traced, GENERATION).total == max(rank.total for rank in every_rank(load, traced, GENERATION))
@@ -142,7 +142,7 @@ def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
 
 @pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
 def test_ranks_share_the_model_out(plan: Plan):
-    """Every block once, or twice under a schedule that runs both ways; and the two ends."""
+    """Each block counts once, or twice under a bidirectional schedule, and so do the two ends."""
     load = workload(DENSE_FIRST, plan, global_batch=64)
     held = shares(load, traced := parts(load)).held
     blocks = Counter[int]()
@@ -171,14 +171,14 @@ def test_a_rank_holds_the_weights_that_its_stage_has(head: dict[str, Any], pipel
 
 
 def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path):
-    """It is neither used nor built for another number."""
+    """Such a schedule is neither used nor built for another number of microbatches."""
     written = schedules.build("1f1b", ranks=4, microbatches=13)
     (tmp_path / "mine.txt").write_text(schedules.dump(written))
     plans = [Plan(pipeline=4, schedule=name) for name in (f"file:{tmp_path / 'mine.txt'}", "1f1b")]
     mine, same = (workload(dense(), plan, global_batch=13) for plan in plans)
     assert memory(mine, parts(mine), GENERATION) == memory(same, parts(same), GENERATION)
     idle = [estimate(load).time.bubble for load in (mine, same)]
-    assert idle[0] == pytest.approx(idle[1], rel=0.2)  # simulated with mean stages, and in closed form
+    assert idle[0] == pytest.approx(idle[1], rel=0.2)  # simulated with average stages, and in closed form
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments():
@@ -194,7 +194,7 @@ def test_offloaded_state_leaves_the_device():
     assert here.optimizer > 0
     assert away.optimizer == 0
     assert here.host == 0
-    assert away.host == pytest.approx(here.optimizer * (8 + 4 + 4 + 2) / (8 + 4))  # and gradients and weights on their way
+    assert away.host == pytest.approx(here.optimizer * (8 + 4 + 4 + 2) / (8 + 4))  # and gradients and weights in flight
 
 
 def test_what_is_offloaded_is_a_ranks_own_share():
@@ -206,7 +206,7 @@ def test_what_is_offloaded_is_a_ranks_own_share():
 
 
 def _on(load: Workload, **host: float) -> Workload:
-    """The workload on hosts of a cluster file; figures are those of one device."""
+    """Return the workload on the hosts of a cluster file. Figures are those of one device."""
     devices = min(load.cluster.per_node, load.cluster.count)
     per_host = {name: value if name == "link" else value * devices for name, value in host.items()}
     return replace(load, cluster=load.cluster.model_copy(update={"host": HostSpec.model_validate(per_host)}))
@@ -242,7 +242,8 @@ def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():
 
 @pytest.mark.parametrize(("graphs", "blocks"), [("none", 0), ("router", 2), ("parts", 2), ("whole", 0)])
 def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blocks):
-    """Each graph has its own, for every microbatch in flight, in addition to the tensors for backward."""
+    """Each graph has static inputs and outputs of its own, for every microbatch in flight, in addition to the tensors
+    for backward."""
     model, plan = mixture(), Plan(pipeline=2, zero=0)
     plain, recorded = (workload(model, plan, global_batch=8, practice=Practice(graphs=kind)) for kind in ("none", graphs))
     traced = parts(plain)
@@ -262,7 +263,7 @@ def test_temporary_tensors_of_recorded_attention_are_nobody_else_s():
 
 
 def test_what_torch_does_not_count_grows_with_the_axes():
-    """A communicator for each axis of more than one rank; experts' all-to-all takes the most."""
+    """Each axis of more than one rank has a communicator. The experts' all-to-all takes the most."""
     alone, split = (non_torch(workload(dense(), plan)) for plan in (Plan(), Plan(tensor=4, data=4)))
     assert 0.3e9 < alone < 1e9
     assert split - alone >= 2 * GROUP

@@ -1,4 +1,4 @@
-"""Profiles of parts are traced once and kept: in memory, and in the folder that the environment names."""
+"""Profiles of parts are traced once and kept, in memory and in the folder that an environment variable names."""
 
 import ast
 import os
@@ -34,7 +34,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def test_what_was_traced_for_one_folder_is_kept_in_the_next_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a second process would repeat the traces of this one."""
+    """Otherwise a second process would repeat this one's traces."""
     load, kept = workload(dense(), Plan()), []
     for name in ("one", "other"):
         monkeypatch.setenv(CACHE, str(tmp_path / name))
@@ -52,7 +52,7 @@ def test_a_file_that_was_cut_off_is_traced_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(known, "_known", {})
     assert _figures(parts(load)) == whole
     monkeypatch.setattr(known, "_known", {})
-    monkeypatch.setattr(known, "_trace", None)  # what is on disk now is whole
+    monkeypatch.setattr(known, "_trace", None)  # the file on disk is now complete
     assert _figures(parts(load)) == whole
 
 
@@ -68,7 +68,7 @@ def test_another_torch_is_traced_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_change_of_any_module_that_a_trace_runs_is_traced_again() -> None:
-    """Specs are left out: the key has their values."""
+    """Specs need not be hashed: the key contains their values."""
     package = Path(known.__file__).parents[1]
     named = {path for pattern in known.TRACED for path in package.glob(pattern)}
     wanted, seen = [package / "cost/trace.py"], set[Path]()
@@ -81,7 +81,7 @@ def test_a_change_of_any_module_that_a_trace_runs_is_traced_again() -> None:
 
 
 def _imports(path: Path, package: Path) -> Iterator[Path]:
-    """The files of the package that a file imports."""
+    """Return the package's files that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megalith"):
             inside = package.joinpath(*node.module.split(".")[1:])
@@ -94,7 +94,7 @@ PLANS = [
     Plan(microbatch=micro, tensor=tensor, recompute=recompute)
     for micro in (1, 2, 3, 4, 8) for tensor in (1, 2) for recompute in ("none", "full", "every:2")
 ]  # fmt: skip
-"""More than MANY parts: several processes trace them."""
+"""If there are more than MANY parts, several processes trace them."""
 
 
 def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +106,11 @@ def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path,
             patch.setenv(CACHE, str(tmp_path / folder))
             patch.setattr(known, "_cores", lambda cores=cores: cores)
             prepare(loads, lambda done, total: ticks.append((done, total)))
-            patch.setattr(known, "_trace", None)  # nothing is left to be traced
+            patch.setattr(known, "_trace", None)  # nothing is left to trace
             traced = len(_files(tmp_path / folder))
             found.append([_figures(parts(load)) for load in loads])
             assert traced > known.MANY
-            assert len(_files(tmp_path / folder)) == traced * 5 // 4  # microbatches of eight were not
+            assert len(_files(tmp_path / folder)) == traced * 5 // 4  # microbatches of eight were not traced
             assert ticks == [(done, traced) for done in range(traced + 1)]
             ticks.clear()
     assert found[0] == found[1]
@@ -198,7 +198,7 @@ def test_a_large_microbatch_s_figures_lie_on_the_line_through_two_smaller_ones(b
     for times, traced in ((3, eight), (5, twelve)):
         found = two.further(four, times)
         assert found is not None
-        # the fullest of two moments that are nearly as full can be the other one where the gradients of biases count for less
+        # of two nearly equal peaks the other can be the larger one if the gradients of biases weigh less
         assert found.working == pytest.approx(traced.working, rel=1e-3)
         assert replace(found, working=traced.working) == traced
     assert two != four != eight
@@ -239,7 +239,7 @@ CHUNKED = Layout(microbatch=2, seq_len=2048, loss="chunked", fused=False)
 def test_a_head_s_loss_in_many_chunks_lies_on_the_line_through_two_of_few(
     change: dict[str, Any], softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the last chunk is short, and where tensor ranks share a number of chunks evenly, but not one."""
+    """This holds if the last chunk is short, and if tensor ranks divide several chunks evenly, but not a single one."""
     monkeypatch.setenv(CACHE, "")
     layout = replace(CHUNKED, **change)
     key = known.Key("head", _with_vocab(129_024, softcap), None, layout, "")
@@ -255,7 +255,8 @@ def _with_vocab(vocab: int, softcap: float | None = None) -> ModelSpec:
 
 
 def test_no_chunk_of_a_large_microbatch_has_less_than_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 2,048 tokens, sequences of 1,774: the last chunk of two has 1,500 rows, of four 952; on their line 8 would have -144."""
+    """Chunks have 2,048 tokens, sequences 1,774. The last chunk of two sequences has 1,500 rows, that of four 952; a line through both
+    would give -144 for eight."""
     monkeypatch.setenv(CACHE, "")
     model = _with_vocab(16_384)
     load = workload(model, Plan(microbatch=8), seq_len=1774, practice=TRAINER)
@@ -275,8 +276,8 @@ def test_what_the_ends_do_not_see_of_a_layout_changes_none_of_their_figures(trac
 
 
 def test_a_block_of_further_tokens_is_recomputed_by_its_own_number() -> None:
-    """Its number continues from the model's last block, as for `parallel.apply`: of four blocks, every second one from the first
-    is recomputed."""
+    """Its number follows that of the model's last block, as in `parallel.apply`. Of four blocks, the first and the third are
+    recomputed."""
     model = dense(4)
     further = model.model_copy(
         update={"head": model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=1, weight=0.1)})}

@@ -1,4 +1,4 @@
-"""Forward alone: the prefill of long prompts."""
+"""Only forward: the prefill of long prompts."""
 
 import pytest
 

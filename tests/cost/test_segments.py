@@ -1,4 +1,4 @@
-"""The chosen size of segments is the one whose dry run needs the least memory."""
+"""The chosen length of segments is that whose dry run needs the least memory."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.specs import brief_run, tiny_run
 
 
 def _peak(spec: RunSpec, policy: str) -> int:
-    """The most bytes of activations, without those of gradients, at any moment of the first rank's step."""
+    """Return the peak bytes of activations, without their gradients, in the first rank's step."""
     plan = spec.plan.model_copy(update={"recompute": policy})
     return max(moment["activations"] for moment in dry(spec.model_copy(update={"plan": plan}), 0).course)
 

@@ -20,7 +20,7 @@ def _no_disk(monkeypatch):
 
 
 def host(model, **practice) -> float:
-    """Seconds the host adds to the forward of a block."""
+    """Return the seconds that the host adds to the forward of a block."""
     load = workload(model, Plan(), practice=Practice(**practice))
     block = parts(load).blocks[0]
     return spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").host
@@ -37,7 +37,7 @@ def test_the_host_waits_for_tokens_only_where_their_number_is_not_fixed():
 
 
 def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_the_experts():
-    """Attention of long sequences keeps the device busy, but the experts' kernels are started after it."""
+    """Attention over long sequences keeps the device busy, but the experts' kernels are launched after it."""
     load = workload(mixture(), Plan(), seq_len=65536, practice=Practice(graphs="parts"))
     block, setting = parts(load).blocks[0], Setting.of(load, FIGURES)
     short = replace(block, products=tuple(replace(p, rows=1) if p.expert else p for p in block.products), apart_moved={"F": 0.0})
@@ -58,7 +58,7 @@ def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, laun
 
 
 def test_narrow_formats_are_more_for_the_host_to_start():
-    """In forward each size of input once (the model's width and the feed-forward half's), in backward the gradient of each product."""
+    """Forward rounds each size of input once (the width of the model and of the MLP), backward the gradient of each product."""
     products = parts(workload(dense(), Plan())).blocks[0].products
     more = started(dense(), format="fp8") - started(dense())
     assert more == 2 + sum(p.times for p in products if p.phase == "I" and p.weight)
@@ -96,7 +96,7 @@ def test_a_slower_host_takes_longer_for_the_same_operations():
 
 
 def _lag_alone(load, block) -> float:
-    """Seconds the host takes for a block's backward, nothing of which the device hides."""
+    """Return the seconds that the host takes for a block's backward if the device hides none of them."""
     setting = Setting.of(load, FIGURES)
     nothing = replace(
         block, products=(), cores=(), exchanges=(), moved=dict.fromkeys(block.moved, 0.0), kernels={"F": 0, "I": 100, "W": 0}
@@ -106,7 +106,7 @@ def _lag_alone(load, block) -> float:
 
 
 def test_rows_that_come_by_sender_are_put_in_order_once_more():
-    """Each way their bytes are read and written again; a token that travels once comes in order."""
+    """In each direction their bytes are read and written once more; a token that is sent only once arrives in order."""
     plain, ordered = (
         replace(workload(mixture(), Plan(data=4, expert=4)), practice=Practice(deduplicated=deduplicated))
         for deduplicated in (False, True)
@@ -138,14 +138,14 @@ def test_each_rank_sending_its_share_alone_takes_a_start_for_each():
 
 
 def test_ulysses_sends_its_own_parts_and_a_ring_everyone_s():
-    """Jacobs et al. 2023: what a rank hands out of parts as long stays the same, and around a ring grows with the ranks. Attention has
-    the same FLOPs."""
+    """Jacobs et al. 2023: with equally long parts, the bytes that a rank sends stay constant, but grow with the ranks in a ring.
+    Attention has the same FLOPs."""
     from megalith.cost.estimate import estimate
 
     def found(ranks: int, ulysses: int):
         return estimate(workload(dense(), Plan(context=ranks, ulysses=ulysses), seq_len=2048 * ranks))
 
-    assert 1 < found(4, 4).time.context / found(2, 2).time.context < 2  # of a part, three quarters go elsewhere, rather than half
+    assert 1 < found(4, 4).time.context / found(2, 2).time.context < 2  # three quarters of a part are sent, not half
     assert found(4, 4).flops == found(4, 2).flops == found(4, 1).flops
     assert found(4, 2).time.context > 0
 

@@ -15,7 +15,7 @@ def changed(layout: Layout = LAYOUT, **values) -> Layout:
 
 
 def matrices(profile: Profile) -> int:
-    """Weights of a Llama block without its norms: the matrices."""
+    """Return the number of weights in a Llama block's matrices."""
     return profile.weights - 2 * DIM
 
 
@@ -59,7 +59,7 @@ def test_full_recomputation_keeps_the_input_alone():
 def test_full_recomputation_runs_forward_again():
     kept, again = (trace_block(dense(), 0, changed(recompute=policy)) for policy in ("none", "full"))
     forward = sum(product.flops for product in kept.products if product.phase == "F")
-    # the last product's output is not needed again, so it is not computed again
+    # the last product's output is not needed in backward, so it is not recomputed
     assert 0.7 * forward < sum(p.flops for p in again.products) - sum(p.flops for p in kept.products) <= forward
 
 
@@ -68,12 +68,12 @@ def test_scores_kept_by_plain_attention_are_five_bytes_each_and_go_with_selectiv
     plain = trace_block(model, 0, changed(attention="plain"))
     selective = trace_block(model, 0, changed(attention="plain", recompute="attention.core"))
     scores = 2 * HEADS * SEQ * SEQ
-    outputs = TOKENS * DIM * 2  # of attention: kept by the output projection either way
+    outputs = TOKENS * DIM * 2  # of attention: the output projection keeps it in either case
     assert plain.saved - selective.saved == pytest.approx(5 * scores, abs=outputs)
 
 
 def test_a_gpt_block_keeps_about_34_bytes_a_token_and_channel():
-    """Korthikanti et al. 2022: 34, of which 2 are masks of a dropout that this block does not have; fused attention keeps one sum
+    """Korthikanti et al. 2022 count 34, of which 2 are dropout masks that this block does not have. Fused attention keeps one sum
     a row."""
     saved = trace_block(dense(gated=False), 0, LAYOUT).saved
     assert saved / (TOKENS * DIM) == pytest.approx(32, abs=1.0)
@@ -106,7 +106,8 @@ def test_a_profile_survives_json():
 
 
 def test_a_fused_block_s_forward_moves_what_its_few_kernels_read_and_write():
-    """Two norms and two rotations, a read and a write each; activation and gate, and two sums, two reads and a write. Views: nothing."""
+    """Two norms and two rotations take a read and a write each. Activation with gate, and two sums, take two reads and a write each.
+    Views take nothing."""
     moved = trace_block(dense(), 0, LAYOUT).moved["F"] / (2 * TOKENS)
     assert moved == pytest.approx((4 + 4 + 6) * DIM + 3 * HIDDEN, rel=0.01)
 
@@ -124,7 +125,7 @@ def test_only_what_lies_between_dispatch_and_return_is_apart():
     assert trace_block(dense(), 0, LAYOUT).apart == {"F": 0, "I": 0, "W": 0}
     experts = trace_block(mixture(), 0, LAYOUT)
     for phase in ("F", "I"):
-        assert 3 <= experts.apart[phase] < experts.kernels[phase]  # two products and what is between them, and not attention
+        assert 3 <= experts.apart[phase] < experts.kernels[phase]  # two products and what is between them, without attention
 
 
 def test_fused_experts_form_gate_and_up_in_one_product():
@@ -164,15 +165,15 @@ def test_the_dense_feed_forward_half_alone_leaves_experts_be():
 
 
 def test_products_in_a_narrow_format_keep_their_factors_in_it():
-    """Both norms' outputs and the inner activation; what attention gives, as wide as the model, stays for itself and is kept narrow
-    for the product after it."""
+    """Narrow are both norms' outputs and the inner activation. Attention keeps its output, as wide as the model, for its own
+    backward; the product after it keeps a narrow copy."""
     wide, narrow = (trace_block(dense(), 0, changed(kept=kept)) for kept in (2, 1))
     assert wide.saved - narrow.saved == TOKENS * (2 * DIM + HIDDEN - DIM)
     assert wide.working == narrow.working
 
 
 def test_activations_can_be_kept_more_sparingly_still():
-    """Attention's output in 12 bits for both, where 24 were; gate and up of two experts a token in 8."""
+    """Attention's output takes 12 bits for both uses instead of 24; gate and up of a token's two experts take 8."""
     each, sparing = (trace_block(mixture(), 0, changed(kept=1, sparing=sparing)) for sparing in (False, True))
     assert each.saved - sparing.saved == TOKENS * (1.5 * DIM + 2 * 2 * 128)
 
@@ -209,7 +210,7 @@ def test_mamba_s_forward_is_its_weights_and_the_products_of_its_chunks():
 
 
 def test_mamba_keeps_what_its_projections_give_and_what_its_state_does():
-    """mamba_ssm's fused kernel; and the norm's input and output, and one number a row for each of both norms."""
+    """This counts mamba_ssm's fused kernel, the norm's input and output, and one number per row for each of the two norms."""
     kept = 2 * (2 * INNER + 2 * SHARED + 8) + 2 * 2 * INNER + 2 * 2 * DIM + 2 * 4
     assert trace_block(HYBRID, 0, LAYOUT).saved == TOKENS * kept
     assert trace_block(HYBRID, 0, changed(recompute="full")).saved == TOKENS * 2 * DIM

@@ -1,4 +1,4 @@
-"""Real text, a small tokenizer and a prepared folder, made once a session; tests that change a folder copy it first."""
+"""Real text, a small tokenizer and a prepared folder, made once in each session. Tests that change a folder copy it first."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ def tokenizer(novel: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenize
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short documents of 1 to 8 numbers each, a JSON line a document: many borders in a window."""
+    """Short documents of 1 to 8 numbers, one JSON line each, so that a window has many borders."""
     path, rng = tmp_path_factory.mktemp("words") / "words.jsonl", random.Random(7)
     lines = (" ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 9))) for _ in range(500))
     path.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
@@ -37,7 +37,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(novel: Path, words: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two domains, novel and words, in shards so small that most windows of some documents cross one."""
+    """Two domains, novel and words, in shards so small that many windows cross a border of shards."""
     out = tmp_path_factory.mktemp("prepared") / "data"
     prepare([str(novel), str(words)], tokenizer=tokenizer, out=out, shard_tokens=1500, validation=0.1)
     return out

@@ -34,7 +34,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 @pytest.mark.parametrize("splitter", [pre_tokenizers.ByteLevel(add_prefix_space=False), _split(LLAMA3)], ids=["gpt2", "llama3"])
 def test_tiktoken_gives_the_ids_of_tokenizers_on_the_bundled_novels(splitter):
     tokenizer = _trained(splitter)
-    text = austen()[::40] + austen()[-600_000:]  # letters in no natural order, and the prose
+    text = austen()[::40] + austen()[-600_000:]  # letters in unnatural order, and the prose
     texts = [text[start : start + 40_000] for start in range(0, len(text), 40_000)]
     fast = tokenizer.encode_documents(texts, engine="tiktoken")
     slow = tokenizer.encode_documents(texts, engine="tokenizers")

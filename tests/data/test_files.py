@@ -94,6 +94,6 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)  # a mode would not stop root
+    monkeypatch.setattr(os, "scandir", refuse)  # file modes do not restrict root
     with pytest.raises(DataError, match="closed cannot be listed: Permission denied"):
         find(tmp_path, Reading())

@@ -1,5 +1,5 @@
-"""Parquet as a source of text: every row is read once and whole, together with JSON lines and plain text; unreadable values are
-named with their row."""
+"""Parquet as a source of text, together with JSON lines and plain text. Every row is read once and whole, and unreadable values
+are named with their row."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_blank_rows_are_left_out_and_a_column_is_chosen_by_field(tmp_path: Path)
 
 
 def test_a_mixture_of_parquet_json_lines_and_text_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same tokens as from JSON lines of the same texts; a copy and a binary file are counted and named."""
+    """Tokens equal those from JSON lines with the same texts. A duplicate and a binary file are counted and named."""
     mixed, plain = tmp_path / "mixed", tmp_path / "plain"
     mixed.mkdir()
     plain.mkdir()

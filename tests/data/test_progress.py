@@ -52,4 +52,4 @@ def test_on_a_terminal_a_bar_ends_with_what_was_done_and_without_a_question_mark
         drawn.refresh()
     shown = written.getvalue()
     assert "2.0 MB in 0:04" in shown and "done in 1:06" in shown
-    assert "?" not in shown.replace("\x1b[?25", "")  # which hides the cursor
+    assert "?" not in shown.replace("\x1b[?25", "")  # the live display hides the cursor

@@ -35,5 +35,5 @@ def test_orders_of_a_small_size_are_equally_frequent():
 
 
 def test_the_order_is_the_same_on_every_machine():
-    """A changed order would silently change the next samples of a resumed run, so this one is frozen."""
+    """This order is frozen, because another order would silently change the samples of a resumed run."""
     assert list(map(Permutation.of(10, 1, "a", 0), range(10))) == [9, 8, 4, 2, 6, 0, 7, 5, 1, 3]

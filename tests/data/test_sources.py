@@ -144,7 +144,7 @@ def test_a_folder_gives_its_text_files_in_order_and_no_binaries(tmp_path):
 
 @pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress)])
 @pytest.mark.parametrize("in_folder", [False, True])
-@pytest.mark.parametrize("lines", [2, 200_000])  # the second: the wrong byte lies beyond the first piece that is read
+@pytest.mark.parametrize("lines", [2, 200_000])  # in the second case the wrong byte lies beyond the first piece that is read
 def test_a_file_that_is_not_utf8_is_refused_with_line_and_byte(in_folder, lines, ending, pack, tmp_path):
     path = tmp_path / f"x.txt{ending}"
     before = "déjà vu\n" * lines
@@ -200,7 +200,7 @@ def test_a_pipe_a_socket_and_a_device_are_refused_before_they_are_opened(text, t
 def test_a_shell_s_substitution_is_told_to_be_a_pipe():
     reader, writer = os.pipe()
     try:
-        with pytest.raises(DataError, match="is a pipe"):  # and not that "pipe:[123]" names no domain
+        with pytest.raises(DataError, match="is a pipe"):  # rather than that "pipe:[123]" names no domain
             parse_sources([f"/dev/fd/{reader}"])
     finally:
         os.close(reader)

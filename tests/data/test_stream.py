@@ -29,7 +29,7 @@ def _key(sample: Sample) -> tuple:
 
 
 def _domain_epoch(stream: Stream, domain: str, epoch: int) -> list[Sample]:
-    """All samples of one epoch of one domain, in the order in which they come."""
+    """Return all samples of one epoch of one domain in order."""
     size, found, index = stream.epoch_samples[domain], [], 0
     while len(found) < (epoch + 1) * size:
         if stream.domains[stream._phases[0].mixture.place(index)[0]] == domain:
@@ -51,7 +51,7 @@ def test_any_number_of_ranks_sees_what_one_rank_sees(prepared, ranks, stream):
     together: dict[int, tuple] = {}
     for rank in range(ranks):
         own = Stream(prepared, seq_len=SEQ_LEN, seed=5)
-        for step in reversed(range(steps)):  # nor does it matter in which order samples are asked for
+        for step in reversed(range(steps)):  # the order in which samples are requested does not matter either
             indices = range(step * GLOBAL_BATCH + rank, (step + 1) * GLOBAL_BATCH, ranks)
             together |= {index: _key(own.sample(index)) for index in indices}
     assert [together[index] for index in range(steps * GLOBAL_BATCH)] == alone
@@ -269,6 +269,6 @@ def test_a_folder_without_validation_data_says_so(tmp_path):
 
 
 def test_a_sample_takes_microseconds(stream):
-    """About 40; a thousand, as long as ten thousand additions take, would hold up a small model's step."""
+    """It takes about as long as 40 additions. A thousand would delay a small model's step."""
     stream.batch(range(500))
     assert cost(lambda: stream.batch(range(500)), than=lambda: sum(i + 1 for i in range(500 * 10_000))) < 1

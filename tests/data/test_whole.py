@@ -41,7 +41,7 @@ def _split(folder: Path) -> Split:
 
 
 def _flip(path: Path, place: int) -> None:
-    """Flip a bit in place, as in an open file."""
+    """Flip a bit in place, so that open and mapped files see it."""
     with path.open("r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, place)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 4]), place)

@@ -1,7 +1,7 @@
-"""The product as its users see it: commands, files, processes and ports of the tree under test.
+"""The product as its users see it: the commands, files, processes and ports of the tree under test.
 
-MEGALITH_TREE names that tree; without it, it is the one that these tests stand in. Nothing of `megalith` is imported here, so the same
-tests run against any commit (`benchmarks/was_broken.py`).
+MEGALITH_TREE names that tree; the default is the tree of these tests. This module imports nothing from `megalith`, so the same tests
+run against any commit (`benchmarks/was_broken.py`).
 """
 
 import json
@@ -22,18 +22,18 @@ import psutil
 ROOT = Path(__file__).parents[2]
 TREE = Path(os.environ.get("MEGALITH_TREE") or ROOT).resolve()
 PATIENCE = 120.0
-"""Seconds to wait for a sign: far more than a busy machine needs."""
+"""Seconds to wait for a condition: far more than a busy machine needs."""
 
 UNKNOWN = re.compile(r"No such (option|command)|ModuleNotFoundError|ImportError|is no key|unknown key")
 
 
 class IncomparableError(Exception):
-    """The tree under test does not know a command or option: this proves nothing about a finding."""
+    """The tree under test does not know a command or an option. This proves nothing about a finding."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """Answer of a command."""
+    """A command's exit status and output."""
 
     status: int
     stdout: str
@@ -41,12 +41,12 @@ class Said:
 
     @property
     def words(self) -> str:
-        """The whole output, on one line."""
+        """Return the whole output on one line."""
         return " ".join(f"{self.stdout} {self.stderr}".split())
 
     @property
     def json(self) -> dict[str, Any]:
-        """The object that --json printed."""
+        """Return the object that --json printed."""
         return json.loads(self.stdout)
 
 
@@ -76,7 +76,7 @@ class Running:
 
     @property
     def output(self) -> str:
-        """Output so far."""
+        """Return the output so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     @property
@@ -84,24 +84,25 @@ class Running:
         return self.process.poll() is not None
 
     def children(self) -> list[psutil.Process]:
-        """Return all its processes except itself."""
+        """Return all processes that the command started."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def ranks(self) -> list[psutil.Process]:
-        """The youngest generation of its processes: those that train."""
+        """Return the youngest generation of the command's processes: those that train."""
         found = self.children()
         parents = {child.ppid() for child in found}
         return [child for child in found if child.pid not in parents]
 
     def end(self) -> int:
-        """Wait for its end; return its exit status. Raises subprocess.TimeoutExpired."""
+        """Wait until the command ends, and return its exit status. Raises subprocess.TimeoutExpired."""
         return self.process.wait(PATIENCE)
 
     def until(self, what: Callable[[], Any], *, or_ended: bool = False) -> None:
-        """Wait for a sign. Raises TimeoutError if it does not come, or if the command ends before (but for `or_ended`)."""
+        """Wait for a condition. Raises TimeoutError if it does not hold in time, or, unless `or_ended`, if the command
+        ends before."""
         limit = time.monotonic() + PATIENCE
         while not what():
             if self.ended:
@@ -117,8 +118,8 @@ class Running:
 def running(
     *arguments: object, at: Path, env: Mapping[str, str] | None = None, stdout: int | IO[bytes] | None = None
 ) -> Iterator[Running]:
-    """Start a command in the folder `at`; at the end it is killed with all its processes. Its standard output goes to `stdout`, if given;
-    `output` is then what it prints to standard error."""
+    """Start a command in the folder `at`, and kill it with all its processes at the end. Standard output goes to `stdout`, if given;
+    `output` is then only its standard error."""
     output = at / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -142,7 +143,7 @@ def _kill(pid: int) -> None:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's log so far; a line that is still being written is left out."""
+    """Return the events of one kind in a run's log so far, without a line that is still being written."""
     try:
         lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Part C: faults that ended runs, or misled users who plan them."""
+"""Part C: faults that ended runs, or misled users who plan runs."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ LARGE = ["simulate", "--cluster", "h100:16384", "--days", "54", "--seeds", "2"]
 
 
 def test_c10_waiting_for_nodes_calls_nobody_and_does_not_feed_itself(tmp_path: Path) -> None:
-    """Without a spare a run waits. Idle nodes fail less often than busy ones, and a reboot is soon over."""
+    """Without a spare a run waits. Idle nodes fail less often than busy ones, and a reboot takes little time."""
     said = megalith(*LARGE, "--spares", "0", "--profile", "memory", "--json", at=tmp_path).json
     assert said["stops"] < 3
     assert said["goodput"] > 0.05
@@ -65,7 +65,7 @@ def test_c10_the_documented_table_is_what_its_command_prints(tmp_path: Path) -> 
 
 
 def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Path) -> None:
-    """The run waits for nodes and for a person, and is planned and stopped."""
+    """The run waits for nodes and for a person, and has planned stops."""
     asked = ["--spares", "0", "--set", "fleet.no_spare=stop", "--set", "planned=1", "--out", "goodput.svg"]
     assert megalith(*LARGE, *asked, at=tmp_path).status == 0
     space = "{http://www.w3.org/2000/svg}"
@@ -79,18 +79,18 @@ def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Pa
     assert any("seed" in one and "(" not in one for one in words), "no name of the curves"
 
 
-# One run that goes on, whatever befalls it. Where a test has ended it, the next one has another
+# One run that continues through the faults of several tests. If a test has ended it, the next test starts another
 
 
 class Endless:
-    """A run of more steps than any test needs."""
+    """Write a run of more steps than any test needs."""
 
     def __init__(self, at: Path, stack: contextlib.ExitStack) -> None:
         self._at, self._stack, self._started = at, stack, 0
         self.sound = False
 
     def begin(self) -> None:
-        """Start a run, or keep the same one if the last test set `sound`."""
+        """Start a run, or keep the last one if its test set `sound`."""
         sound, self.sound = self.sound, False
         if sound and not self.command.ended:
             return
@@ -101,13 +101,13 @@ class Endless:
         self.command.until(lambda: events(self.folder, "checkpoint"))
 
     def await_steps(self, more: int) -> None:
-        """Wait for steps, or for the run's end."""
+        """Wait for this many steps, or for the run's end."""
         done = self.step
         self.command.until(lambda: self.step > done + more, or_ended=True)
 
     @property
     def step(self) -> int:
-        """The newest step in the log."""
+        """Return the newest step in the log."""
         return max((event["step"] for event in events(self.folder, "step")), default=0)
 
 
@@ -133,7 +133,7 @@ def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(run: Endless) -> None
 
 
 def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_path: Path) -> None:
-    """Nothing is written at its old place, which may be a bare mount point."""
+    """Nothing is written at the folder's old place, which may be a bare mount point."""
     run.folder.rename(tmp_path / "elsewhere")
     ranks = [rank.pid for rank in run.command.ranks()]
     for rank in ranks:
@@ -202,7 +202,7 @@ def test_c7_a_run_that_recovered_ends_without_an_error_in_sight(at: Path) -> Non
 
 @pytest.fixture(scope="module")
 def diverged(at: Path) -> Iterator[Running]:
-    """A run whose numbers are no longer finite, and which has ended for it."""
+    """A run that has ended because its numbers were no longer finite."""
     with running("train", "run.toml", "--run-dir", "diverged", "--set", "optimizer.lr=1e30", at=at) as command:
         command.end()
         yield command
@@ -241,7 +241,7 @@ def test_c8_what_this_machine_is_short_of_is_told_by_check(settings: list[str], 
 
 
 def test_c9_ctrl_c_is_answered_with_what_a_second_one_does(at: Path) -> None:
-    """A second one, typed because there was no reply, lost the steps since the last checkpoint."""
+    """A second Ctrl-C, typed because the first had no reply, lost the steps since the last checkpoint."""
     with running("train", "run.toml", "--run-dir", "stopped", at=at) as command:
         command.until(lambda: events(at / "stopped", "step"))
         command.process.send_signal(signal.SIGINT)

@@ -45,7 +45,7 @@ def test_a4_a_parquet_file_alone_is_refused_as_one(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def begun(at: Path) -> str:
-    """The folder of weights that a run can begin with."""
+    """A folder of weights with which a run can begin."""
     _foreign(at / "model")
     assert _imported(at, "model")["rope_theta"] == 10_000.0
     return "out-model"
@@ -79,7 +79,7 @@ def test_a12_check_says_all_at_once(at: Path) -> None:
 
 
 def test_a13_the_gradient_norm_does_not_depend_on_the_plan(at: Path) -> None:
-    """On a CPU the sum of many squares drifted with their number, and a cut tensor has fewer."""
+    """On a CPU the error of a sum of squares grew with their number, and a share of a tensor has fewer."""
     norms = []
     for name, plan in (("one", []), ("two", ["--set", "plan.data=2", "--set", "plan.zero=3"])):
         large = ["--set", "model.vocab=131072", "--set", "train.steps=1", "--set", "optimizer.warmup=0"]
@@ -94,7 +94,7 @@ LLAMA3 = {
 
 
 def _foreign(folder: Path, **changes: Any) -> Path:
-    """A Llama of one block as transformers writes it."""
+    """Write a Llama of one block as transformers does."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -149,7 +149,7 @@ def test_a11_a_file_of_a_folder_with_a_byte_that_is_not_utf_8_is_named(tmp_path:
 
 @pytest.mark.parametrize("again", ["a.txt", "link.txt"])
 def test_a11_a_source_given_twice_is_not_read_twice(tmp_path: Path, again: str) -> None:
-    """Documents that are held out would be trained on."""
+    """Otherwise held-out documents would be trained on."""
     write_verse(tmp_path / "a.txt")
     (tmp_path / "link.txt").symlink_to("a.txt")
     assert _prepare(tmp_path, "verse=a.txt", out="once")[0] == 0
@@ -169,7 +169,7 @@ def test_a11_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
 
 
 def test_a11_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
-    """The command used to wait for ever. Here the test opens the FIFO at the end, so that the command ends in either tree."""
+    """The command used to wait for ever. The test opens the FIFO at the end, so that the command ends in either tree."""
     os.mkfifo(tmp_path / "pipe")
     with running("data", "prepare", "verse=pipe", "--tokenizer", "bytes", "--out", "out", at=tmp_path) as command:
         opened = _open_when_read(tmp_path / "pipe", command)
@@ -178,7 +178,7 @@ def test_a11_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def _open_when_read(pipe: Path, command: Running) -> bool:
-    """Wait until the command has ended, or reads the pipe: only then can it be opened for writing without waiting."""
+    """Wait until the command has ended or reads the pipe: only then can the pipe be opened for writing without waiting."""
     readers: list[int] = []
 
     def reads() -> bool:
@@ -241,7 +241,7 @@ def test_a15_a_checkpoint_whose_manifest_is_gone_is_named(at: Path) -> None:
 
 
 def test_a8_under_another_launcher_a_folder_has_one_owner_too(at: Path) -> None:
-    """The processes start like under torchrun: nothing locked the folder."""
+    """The processes start as under torchrun, where nothing locked the folder."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     words = ["train", "run.toml", "--run-dir", "launched", "--set", "train.steps=100000"]
     with contextlib.ExitStack() as stack:
@@ -259,7 +259,7 @@ def _launched(words: list[str], at: Path, place: dict[str, str]) -> contextlib.A
 
 
 def test_a7_parity_proves_the_precision_that_was_asked_for(at: Path) -> None:
-    """It proved fp32 for every precision of the run."""
+    """`parity` used fp32 whatever the precision of the run."""
     said = megalith("parity", "run.toml", "--set", "train.precision=bf16", "--json", at=at)
     assert said.status == 0, said.words
     assert said.json.get("precision") == "bf16"
@@ -282,7 +282,7 @@ rope_scaling = { factor = 4.0, original_context = 64, mscale = 0.707, mscale_all
 
 @pytest.fixture(scope="module")
 def deep(at: Path) -> Path:
-    """The run file of a DeepSeek with a bias of its router and YaRN, and its trained folder beside it."""
+    """Write the run file of a DeepSeek with a router bias and YaRN, and train it in a folder beside the file."""
     (at / "deep.toml").write_text(DEEP)
     said = megalith("train", "deep.toml", "--run-dir", "deep", at=at)
     assert said.status == 0, said.words
@@ -304,7 +304,7 @@ def test_a9_yarn_of_one_mscale_is_not_read_otherwise_than_transformers_does(at: 
 
 
 def test_a14_an_export_keeps_the_bias_of_a_router_in_fp32(at: Path, deep: Path) -> None:
-    """Steps of the bias are smaller than the resolution of bf16."""
+    """Updates of the bias are smaller than the resolution of bf16."""
     said = megalith("export", "deep", "--dtype", "bf16", "--out", "narrow", at=at)
     assert said.status == 0, said.words
     kinds = {}
@@ -317,7 +317,7 @@ def test_a14_an_export_keeps_the_bias_of_a_router_in_fp32(at: Path, deep: Path) 
     assert biases == {"F32"}
 
 
-# One run that goes on, for all that is done to it
+# One run that continues through all of these tests
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +336,7 @@ def test_a1_a_second_command_changes_no_byte_of_a_running_folder(at: Path, run: 
 
 
 def test_a10_a_checkpoint_of_another_run_is_not_taken_as_this_ones(at: Path, run: Running) -> None:
-    """Nor is another learning rate, where only the checkpoints are left of a run's folder (A15)."""
+    """Another learning rate is not taken either if only the checkpoints of a run's folder are left (A15)."""
     saved = at / "run" / events(at / "run", "checkpoint")[-1]["path"]
     copied = at / "other" / "checkpoints" / saved.name
     shutil.copytree(saved, copied)
@@ -348,7 +348,7 @@ def test_a10_a_checkpoint_of_another_run_is_not_taken_as_this_ones(at: Path, run
 
 
 def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Running) -> None:
-    """The last test of this run: it ends."""
+    """This is the last test of the run, which ends here."""
     spec = at / "run" / "spec.json"
     told = json.loads(spec.read_text())
     told["optimizer"]["lr"] *= 30
@@ -361,16 +361,16 @@ def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Runn
     assert "spec.json" in run.output
 
 
-# Disks that are full or may not be written to
+# Disks that are full or read-only
 
 
 @contextlib.contextmanager
 def _mounted(folder: Path, *words: str) -> Iterator[Path]:
-    """Mount something at a new folder; skip the test where that is not allowed."""
+    """Mount something at a new folder, or skip the test if that is not allowed."""
     folder.mkdir()
     done = subprocess.run(["mount", *words, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
-        # only root may mount; tests of single functions hold the same without a mount (tests/data/test_prepare.py, tests/test_disk.py)
+        # only root may mount; tests of single functions cover this without a mount (tests/data/test_prepare.py, tests/test_disk.py)
         pytest.skip(f"cannot mount: {done.stderr.strip()}")
     try:
         yield folder
@@ -413,7 +413,7 @@ def test_a15_a_disk_that_was_full_leaves_no_torn_line(at: Path, tmp_path: Path) 
 
 
 def _full(disk: Path, run: Path, size: int) -> bool:
-    """True once the log has taken what was left of the last page, and could not grow since."""
+    """True once the log has filled the rest of its last page and can no longer grow."""
     before = (run / "events.jsonl").stat().st_size
     time.sleep(2.0)
     return os.statvfs(disk).f_bavail == 0 and before == (run / "events.jsonl").stat().st_size >= size

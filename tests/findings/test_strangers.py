@@ -19,14 +19,14 @@ AGENTS = ["--set", "fleet.nodes=2", "--set", "plan.data=2"]
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """Port of the agents' store."""
+    """Return the port of the agents' store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def agents(at: Path, port: int) -> Iterator[list[Running]]:
-    """Two agents on this machine, whose run has done a step."""
+    """Two agents on this machine whose run has done a step."""
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(2):
@@ -44,14 +44,14 @@ def _processes(agents: list[Running]) -> Iterator[psutil.Process]:
 
 
 def test_b1_nothing_listens_at_an_address_that_was_not_told(agents: list[Running]) -> None:
-    """127.0.0.1 was, so nobody on the network should reach a port of the run."""
+    """The launcher's address was 127.0.0.1, so nobody on the network should reach a port of the run."""
     heard = {c.laddr.ip for one in _processes(agents) for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert heard, "agents meet at a port"
     assert {address for address in heard if not (address.startswith("127.") or address == "::1")} == set()
 
 
 def test_b2_copies_in_shared_memory_are_nobody_elses(agents: list[Running]) -> None:
-    """Neither to read nor to write, from the run's own folder down, whatever the umask."""
+    """Other users can neither read nor write these files and their folders, from the run's own down, whatever the umask."""
     mapped = {
         Path(one.path) for process in _processes(agents) for one in process.memory_maps() if one.path.startswith("/dev/shm/mega")
     }
@@ -60,7 +60,7 @@ def test_b2_copies_in_shared_memory_are_nobody_elses(agents: list[Running]) -> N
 
 
 def _open_to_others(mapped: set[Path]) -> set[str]:
-    """Return those files in shared memory, and folders above them, that others may read or write."""
+    """Return the files in shared memory, and the folders above them, that other users may read or write."""
     kept = {
         path for file in mapped for path in (file, *file.parents) if path.parts[:3] == ("/", "dev", "shm") and len(path.parts) > 3
     }
@@ -81,7 +81,7 @@ store.set(f"member/{store.add('joined', 1)}", "garbage{")
 
 
 def test_b1_whoever_reaches_the_port_orders_nobody_about(at: Path, agents: list[Running], port: int) -> None:
-    """The last test of these agents: they end, where it fails."""
+    """This is the last test of these agents: if it fails, they end."""
     subprocess.run([sys.executable, "-c", SIX_LINES, str(port)], capture_output=True, timeout=PATIENCE, check=False)
     done = len(events(at / "run", "step"))
     agents[0].until(lambda: agents[1].ended or len(events(at / "run", "step")) > done + 5, or_ended=True)
@@ -89,7 +89,7 @@ def test_b1_whoever_reaches_the_port_orders_nobody_about(at: Path, agents: list[
 
 
 def test_b2_copies_are_not_kept_in_a_folder_that_others_may_write_to(at: Path) -> None:
-    """Its name is predictable, so anyone who makes it first could replace the state."""
+    """The folder's name is predictable, so anyone who creates it first could replace the state."""
     words = ["train", "run.toml", "--run-dir", "foreseen", "--set", "train.steps=100000"]
     with running(*words, at=at) as command:
         command.until(lambda: events(at / "foreseen", "step"))
@@ -106,6 +106,6 @@ def test_b2_copies_are_not_kept_in_a_folder_that_others_may_write_to(at: Path) -
 
 
 def _copies(command: Running) -> set[Path]:
-    """Files of copies that a run's ranks have mapped."""
+    """Return the files of copies that a run's ranks have mapped."""
     maps = [one.path for rank in command.ranks() for one in rank.memory_maps()]
     return {Path(path) for path in maps if path.startswith("/dev/shm/megalith-") and "/own-" in path}
