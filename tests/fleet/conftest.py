@@ -1,4 +1,4 @@
-"""Jobs for these tests, and the processes that they leave behind."""
+"""Jobs for these tests, and the processes that they leave running."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from megalith.fleet.local import HEARTBEATS
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-TICK = 0.05  # seconds that pass at each look at a Clock
+TICK = 0.05  # seconds by which a Clock advances at each reading
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 class Clock:
-    """A supervisor's time, which stops until `sign` is there and then advances by `seconds`, so that its limits can be tested on
-    a machine of any speed."""
+    """A supervisor's clock, which stands until `sign` exists and then advances by `seconds`. So limits can be tested on a
+    machine of any speed."""
 
     def __init__(self, sign: Callable[[], bool], *, seconds: float) -> None:
         self._sign, self._left, self._now, self._there = sign, seconds, 0.0, False
@@ -73,7 +73,7 @@ class Clock:
 
 
 def until(true: Callable[[], bool], *, seconds: float) -> None:
-    """Wait for something; raise if it does not come."""
+    """Wait for a condition; raise if it does not become true."""
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
@@ -82,7 +82,7 @@ def until(true: Callable[[], bool], *, seconds: float) -> None:
 
 
 def processes(run_dir: Path) -> dict[str, int]:
-    """Return the process ids that the entries of these tests recorded: of each rank, and of its parent."""
+    """Return the process ids of each rank and its parent, as recorded by the entries of these tests."""
     found = {}
     for file in run_dir.glob("pids-?"):
         own, parent = file.read_text().split()

@@ -1,4 +1,4 @@
-"""Entries of the ranks in these tests. No torch unless it is named, so that they start in milliseconds."""
+"""Entries of the ranks in these tests. They import no torch unless their docstring says so, and start in milliseconds."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ def _rank() -> int:
 
 
 def _start() -> Heartbeat:
-    """Report this process and that it is ready."""
+    """Record this process's id, and report that it is ready."""
     folder = Path(os.environ["MEGALITH_RUN_DIR"])
     part = folder / f"pids-{_rank()}.new"
     part.write_text(f"{os.getpid()} {os.getppid()}")
@@ -48,7 +48,7 @@ def _forever() -> None:
 
 
 def one_raises(own: int) -> None:
-    """Rank `own` has an error of its own; the others lose their connections, and are gone, before it could report that."""
+    """Rank `own` raises an error. The others lose their connections because of it, and end before it has reported the error."""
     _start()
     if _rank() != own:
         raise ConnectionResetError("[Errno 104] Connection reset by peer")
@@ -89,7 +89,7 @@ def sleep_in_a_function_with_this_name() -> None:
 
 
 def fall_silent(own: int) -> None:
-    """All beat, until rank `own` stands still in step 3 and the others wait for it in step 4."""
+    """All ranks send heartbeats until rank `own` hangs in step 3 and the others wait for it in step 4."""
     beats = _start()
     for step in range(3 if _rank() == own else 4):
         beats.beat("step", step + 1)
@@ -98,8 +98,8 @@ def fall_silent(own: int) -> None:
 
 
 def save_when_asked() -> None:
-    """Stop in an orderly way at SIGTERM."""
-    asked: list[int] = []  # not an Event, whose lock a handler may find held by what it interrupted
+    """Stop gracefully at SIGTERM."""
+    asked: list[int] = []  # not an Event: the code that the handler interrupts may hold its lock
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     _start()
     while not asked:
@@ -121,7 +121,7 @@ def leave_with(code: int) -> None:
 
 
 def start_a_process() -> None:
-    """A rank that is killed while a process it started still runs."""
+    """A rank is killed while a process that it started still runs."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     Path(os.environ["MEGALITH_RUN_DIR"], "grandchild").write_text(str(child.pid))
     _start()
@@ -129,8 +129,8 @@ def start_a_process() -> None:
 
 
 def all_reduce(fail: int | None = None) -> None:
-    """Ranks meet over the file store; then one may fail while the others wait for it."""
-    import torch  # only the tests that preload it pay for it
+    """Ranks meet through a file store (torch). Then one may fail while the others wait for it."""
+    import torch  # imported here so that only tests that preload it pay for it
     import torch.distributed as dist
 
     begun = time.monotonic()
@@ -150,7 +150,7 @@ def all_reduce(fail: int | None = None) -> None:
 
 
 def wait_like_the_others(own: int) -> None:
-    """All ranks end up in a call named `wait`: three in a collective that rank `own` never begins."""
+    """All ranks end up in a call named `wait`: three of them in a collective that rank `own` never begins."""
     import torch
     import torch.distributed as dist
 

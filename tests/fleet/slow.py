@@ -1,4 +1,4 @@
-"""A module whose import takes for ever; a file says when it has begun."""
+"""A module whose import never ends. It creates a file when the import begins."""
 
 import os
 import time

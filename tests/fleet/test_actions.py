@@ -1,4 +1,4 @@
-"""Effects of each kind of fault on a process, its connections and its files."""
+"""Each kind of fault has its effect on a process, its connections and its files."""
 
 import faulthandler
 import os
@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def seat(tmp_path: Path) -> Seat:
-    """Rank 1 of two on two nodes; each has a copy of its state after step 4."""
+    """Rank 1 of two ranks on two nodes. Both nodes have a copy of its state after step 4."""
     placement = ("a", "b")
     for rank, node in enumerate(placement):
         layout = copies.Layout.of([("weights.w", "float32", (16,), 64)])
@@ -50,8 +50,8 @@ def seat(tmp_path: Path) -> Seat:
 
 
 def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
-    """Return the exit status of a rank with a fault, as in `subprocess`; 0 if it survived. Its parent is a server of ranks, which
-    has no others."""
+    """Return the exit status of a rank with a fault, as in `subprocess`, or 0 if it survived. Its parent is a fork server with no
+    other ranks."""
     server = os.fork()
     if server == 0:
         os._exit(_befall_rank(kind, seat, step) & 0xFF)
@@ -179,7 +179,7 @@ def test_the_supervisor_is_the_process_that_holds_the_run_the_agent_that_which_k
 
 
 def _waiting() -> int:
-    """A process that does nothing."""
+    """Start a process that does nothing."""
     process = os.fork()
     if process == 0:
         signal.pause()

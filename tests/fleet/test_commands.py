@@ -25,7 +25,7 @@ def test_a_record_of_an_order_ends_with_its_kind(order: Order, record: str) -> N
 
 
 def test_every_order_is_a_command_or_a_note() -> None:
-    """The placement and source of a start contain notes; everything else must be obeyed."""
+    """Notes repeat what the placement and source of the next start contain; every other order must be carried out."""
     notes = {kind for kind, one in commands.ORDERS.classes.items() if issubclass(one, Note)}
     assert notes == {"replace", "roll_back", "quarantine_node"}
     assert all(issubclass(one, Command) for kind, one in commands.ORDERS.classes.items() if kind not in notes)

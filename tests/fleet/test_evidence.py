@@ -74,7 +74,7 @@ def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
 
 
 def test_a_rank_that_gets_no_processor_has_as_much_longer_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller does not wait that long for a silent rank with a processor, nor for ever for one without."""
+    """The controller does not wait so long for a silent rank that has a processor, nor for ever for one that has none."""
     clock, log = SimpleNamespace(now=0.0), tmp_path / "rank-0.log"
     log.touch()
 
@@ -110,6 +110,6 @@ def test_threads_that_only_look_for_work_do_not_wait_for_a_processor(tmp_path: P
         task.mkdir(parents=True)
         (task / "comm").write_text(f"{name}\n")
         (task / "schedstat").write_text(f"5 {nanoseconds} 3\n")
-    (tmp_path / "7/task/9").mkdir()  # one that has ended
+    (tmp_path / "7/task/9").mkdir()  # a process that has ended
     assert evidence.queued(7) == 3.0
     assert evidence.queued(8) == 0.0

@@ -1,4 +1,4 @@
-"""Refusals of the fork server: it must stay safe to fork."""
+"""The fork server refuses whatever would make forking unsafe."""
 
 import sys
 
@@ -43,6 +43,6 @@ def test_a_slow_preload_is_named_when_time_is_up(job, tmp_path, monkeypatch):
 
 
 def test_what_a_preloaded_module_prints_does_not_disturb_the_reports(job, tmp_path):
-    outcome = run(job("finish", ranks=1, word="hello", preload=("this",)))  # prints a poem when imported
+    outcome = run(job("finish", ranks=1, word="hello", preload=("this",)))  # the module prints a poem when imported
     assert outcome.code == ExitCode.FINISHED
     assert "Beautiful is better than ugly." in (tmp_path / "ranks" / "server.log").read_text()

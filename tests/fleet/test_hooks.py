@@ -1,4 +1,4 @@
-"""Each fault of a list happens once, in its rank, at its moment."""
+"""Each fault of a list happens once, in its rank and at its time."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
 
 
 def test_a_rank_that_is_ended_as_its_fault_comes_has_it_in_its_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The rank ends for the fault of another one. A mark without its time would record the fault, but not when it happened."""
+    """The rank ends because of another rank's fault. A mark without a time would record the fault, but not its time."""
     file = tmp_path / "faults.json"
     injection.save(file, [Injection(0, "kill", 5, "step", (0,))])
     first, next_life = (Faults(file, Seat(0, 1, ("0",), None), generation) for generation in ("one", "two"))

@@ -1,4 +1,4 @@
-"""Leftovers of runs in shared memory, and their removal."""
+"""Files of ended runs in shared memory, and their removal."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def _nodes(run: Path) -> tuple[LocalNodes, Path]:
 def test_a_start_clears_what_runs_left_whose_folders_are_gone(shared: Path, tmp_path: Path) -> None:
     (alive, used), (killed, left), (resumable, kept) = (_nodes(tmp_path / name) for name in ("alive", "killed", "resumable"))
     for nodes in (killed, resumable):
-        nodes.close(forget=False)  # as far as another process can tell: all that holds them is gone with the process
+        nodes.close(forget=False)  # to other processes this is a killed run: nothing holds its files any more
     for name in ("alive", "killed"):
         shutil.rmtree(tmp_path / name)
     foreign = shared / "megalith-0123-4567"
@@ -60,7 +60,7 @@ def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path
 
 
 def test_signs_of_life_are_written_to_memory_where_there_is_some(shared: Path, tmp_path: Path) -> None:
-    """Ranks can send heartbeats although a store is away."""
+    """Ranks can send heartbeats although the shared store is unreachable."""
     nodes, memory = _nodes(tmp_path / "run")
     nodes._heartbeats = nodes._new_heartbeats()
     told = nodes._assign(Generation("g", ("0",))).variables(0)
@@ -68,7 +68,7 @@ def test_signs_of_life_are_written_to_memory_where_there_is_some(shared: Path, t
     assert nodes.beats()[0].step == 3
     assert Path(told[VARIABLE]).parent == memory
     (memory / HEARTBEATS).unlink()
-    (memory / HEARTBEATS).mkdir()  # nothing can be put in its place
+    (memory / HEARTBEATS).mkdir()  # no other folder can be put in its place
     assert nodes._new_heartbeats().path == tmp_path / "run" / "ranks" / HEARTBEATS
     nodes.close(forget=True)
     without = LocalNodes(Job("nobody:calls", {}, ranks=1, run_dir=tmp_path / "run"))
@@ -80,7 +80,7 @@ def test_signs_of_life_are_written_to_memory_where_there_is_some(shared: Path, t
 
 
 def _on_disk(tmp_path: Path, *, disk_every: int) -> tuple[LocalNodes, Path | None]:
-    """Two nodes with a rank each, and the root of their copies on disk."""
+    """Return two nodes with a rank each, and the root of their copies on disk."""
     run = tmp_path / "run"
     job = Job("nobody:calls", {}, ranks=2, run_dir=run, fallback=Job("nobody:calls", {}, ranks=1, run_dir=run))
     disk = disk_root(run, "identity", FleetSpec(disk=str(tmp_path / "scratch"), disk_every=disk_every))
@@ -166,7 +166,7 @@ def test_a_disk_that_cannot_be_written_to_keeps_no_node_from_joining(shared: Pat
 
 
 def _planted(run: Path) -> Path:
-    """Make a folder that an attacker who predicted the name of a run's folder would make: everybody may write to it."""
+    """Make a folder as an attacker would who predicted the name of a run's folder: everybody may write to it."""
     folder = memory_root(run, "identity")
     folder.mkdir()
     folder.chmod(0o777)
@@ -273,8 +273,8 @@ def test_ranks_get_the_key_from_their_environment_and_no_file_holds_it(
 def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cleaner of temporary files removes it, or systemd when its user logs out. A rehearsed node without its own folder is
-    lost."""
+    """A cleaner of temporary files may remove the folder, or systemd when its user logs out. A rehearsed node without its
+    own folder is lost."""
     for names, removed, lost in (("0",), "", ()), (("0",), "node-0", ()), (("0", "1"), "", ()), (("0", "1"), "node-1", ("1",)):
         run = tmp_path / f"run-{len(names)}{removed}"
         memory = roots.memory_root(run, "spec")

@@ -35,7 +35,7 @@ def test_a_handle_follows_a_process_to_its_end_and_not_beyond():
     handle.send(9)
     assert process.wait(timeout=PATIENCE) == -9
     assert not handle.alive()
-    handle.send(9)  # the id may be another process's by now: nothing is sent
+    handle.send(9)  # the id may belong to another process by now, so no signal is sent
     handle.close()
     assert not Handle(process.pid).alive()
 

@@ -1,4 +1,4 @@
-"""A rank's exit, from the end of its entry."""
+"""A rank's exit after the end of its entry."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A controller's view of many machines: agents as threads of this process, each with ranks of its own, over a dictionary."""
+"""A controller and many machines: agents are threads of this process, each with its own ranks, and the store is a dictionary."""
 
 import json
 import signal
@@ -24,11 +24,11 @@ from megalith.spec.fleet import FleetSpec
 from tests.fleet.conftest import until
 from tests.fleet.stores import Dictionary
 
-SECONDS = 100.0  # of silence that make a node lost here: the machine may be busy
+SECONDS = 100.0  # seconds of silence after which a node is lost here: the machine may be busy
 
 
 class Fleet:
-    """A controller's nodes, and agents that can be started and cut off."""
+    """A controller's nodes, and agents that can be started and disconnected."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.store = job, Dictionary()
@@ -57,7 +57,7 @@ class Fleet:
         self.threads.append(thread)
 
     def until(self, true: Callable[[list[Any]], bool]) -> list[Any]:
-        """Listen until `true` holds for the events."""
+        """Receive events until `true` holds for them."""
         heard: list[Any] = []
         end = time.monotonic() + SECONDS
         while not true(heard):
@@ -67,7 +67,7 @@ class Fleet:
 
 
 class Unreachable(Dictionary):
-    """A connection that has been cut: no message arrives."""
+    """A connection that has been cut: no message arrives any more."""
 
     def __init__(self, behind: Dictionary) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def fleet(job: Callable[..., Job]) -> Iterator[Callable[..., Fleet]]:
 
 
 def _waiting(fleet: Callable[..., Fleet]) -> Fleet:
-    """Two nodes with two ranks each, which wait."""
+    """Start two nodes with two waiting ranks each."""
     run = fleet("wait")
     for name in "ab":
         run.join(name)
@@ -126,7 +126,7 @@ def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fl
 
 
 def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) -> None:
-    """A request for copies may take a minute; a dead node is lost and reported after its silence."""
+    """A request for copies may take a minute, but a dead node is declared lost after its silence."""
     store, clock = Dictionary(), SimpleNamespace(now=0.0)
 
     def passing() -> float:
@@ -192,7 +192,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
 
 
 def test_no_start_is_ordered_while_the_run_folder_is_full(tmp_path: Path) -> None:
-    """The controller waits for space, as it does with nodes of its own machine."""
+    """The controller waits for space on the disk, as it does with nodes on its own machine."""
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=1, run_dir=tmp_path), FleetSpec())
     letters.orders(store, store.add(letters.JOINED, 1))
@@ -214,7 +214,7 @@ def test_agents_tell_how_long_their_ranks_waited_for_processors(
 
 
 def test_a_node_that_is_being_taken_away_is_gone_to_whoever_asks_whether_it_is_fit(fleet: Callable[..., Fleet]) -> None:
-    """Otherwise it would pass its check, get an empty slot, and be killed there again."""
+    """Otherwise the node would pass its check, get an empty slot, and be killed there again."""
     run = fleet("wait")
     run.join("a")
     run.nodes.await_nodes(1, 1, seconds=SECONDS)
@@ -249,7 +249,7 @@ def test_a_silent_node_is_lost_and_ends_its_own_ranks_and_another_takes_its_slot
     run.nodes.start(Generation("g1", ("a", "b")))
     until(lambda: run.codes.get("b") == ExitCode.LOST, seconds=SECONDS)
     assert run.reasons["b"] == "the store was not reached for 1 s"
-    run.nodes._members["b"].seen -= SECONDS  # the time goes by
+    run.nodes._members["b"].seen -= SECONDS  # time passes
     heard = run.until(lambda heard: any(isinstance(what, NodesLost) for what in heard))
     assert [what.nodes for what in heard if isinstance(what, NodesLost)] == [("b",)]
     assert run.nodes.running() <= {0, 1}
@@ -278,7 +278,7 @@ def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[.
         run.nodes.await_nodes(2, 3, seconds=0.5)
 
 
-# --- letters that mean nothing
+# --- meaningless messages
 
 
 NONSENSE = ["garbage{", "", "123", "[]", '{"name": 3}', "null", "[" * 100_000, '{"exit": {"rank": 0}, "generation": ""}']
@@ -324,7 +324,7 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
 
 
 class Answered(Dictionary):
-    """A store that already has a reply to every request."""
+    """A store that already contains a reply to every request."""
 
     def __init__(self, behind: Dictionary, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Meeting in a store that earlier starts used: threads over a dictionary."""
+"""Rendezvous in a store that earlier starts used: the ranks are threads, and the store is a dictionary."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

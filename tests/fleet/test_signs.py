@@ -1,4 +1,4 @@
-"""Signs keep the layout of their records: the tag follows the time and the step."""
+"""Records of signs keep their layout: the tag follows the time and the step."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The rank for which the others wait, from the number of collectives that each has begun."""
+"""The rank for which the others wait is found from the number of collectives that each rank has begun."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def test_whoever_has_not_begun_what_the_others_have_is_behind() -> None:
 
 
 def test_who_waits_for_another_is_not_the_one() -> None:
-    """0 waits for 1, which waits for 2 in another group; 3 waits for nobody, and nobody for it."""
+    """Rank 0 waits for 1, which waits for 2 in another group. Rank 3 waits for nobody, and nobody waits for it."""
     assert list(standing.behind({0: {"a": 5}, 1: {"a": 4, "b": 9}, 2: {"b": 8, "c": 1}, 3: {"c": 1}})) == [2]
 
 
@@ -27,7 +27,7 @@ def test_equal_numbers_say_nothing() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.data())
 def test_a_rank_that_stops_in_a_program_that_all_run_is_behind(steps: list[int], data: st.DataObject) -> None:
-    """Ranks of a grid run the same collectives in order, over rows or columns, until one stops and the others wait for it."""
+    """The ranks of a grid run the same collectives in order, over rows or columns, until one stops and the others wait for it."""
     ranks = 4
     groups = {"row 0": (0, 1), "row 1": (2, 3), "column 0": (0, 2), "column 1": (1, 3)}
     program = [("row", "column")[number % 2] for number in steps for _ in range(number)]
@@ -36,7 +36,7 @@ def test_a_rank_that_stops_in_a_program_that_all_run_is_behind(steps: list[int],
         rank: {axis: f"{axis} {rank // 2 if axis == 'row' else rank % 2}" for axis in ("row", "column")} for rank in range(ranks)
     }
     done, going = dict.fromkeys(range(ranks), 0), True
-    while going:  # a rank goes on when all of its group have begun what it has begun
+    while going:  # a rank continues once all of its group have begun the same collective
         going = False
         for rank in range(ranks):
             if (rank == stuck and done[rank] == at) or done[rank] == len(program):

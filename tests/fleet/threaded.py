@@ -1,4 +1,4 @@
-"""A module whose import leaves a thread behind, so a fork server must not import it."""
+"""A module whose import starts a thread, so a fork server must not import it."""
 
 import threading
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These come last: other tests fork, and a process that has used a GPU can have no children that compute gradients."""
+    """Run these tests last: other tests fork, and children of a process that has used a GPU cannot compute gradients."""
     items.sort(key=lambda item: HERE in item.path.parents)
 
 

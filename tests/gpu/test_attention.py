@@ -1,4 +1,4 @@
-"""The GPU's fused kernel gives what plain attention gives, whole and in parts."""
+"""The GPU's fused kernel equals plain attention, as a whole and in parts."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megalith.kernels.attention import attention, chunked, flash_cuda, kernel_fo
 from megalith.kernels.pairs import rows_of
 from megalith.models.core import attend, attend_pieces
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::UserWarning")]  # a driver may warn of its machine
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::UserWarning")]  # a driver may print warnings
 
 SHAPES = {"multi-head": (4, 4, 64, 64), "grouped": (8, 2, 64, 64), "latent": (4, 4, 192, 128), "odd channels": (4, 1, 20, 20)}
 
@@ -45,7 +45,7 @@ def test_parts_on_the_gpu_are_those_on_the_cpu(gpu, window, pieces):
 
 
 def expected_of(leaves: list[torch.Tensor], pieces: tuple[tuple[int, ...], ...], upstream: torch.Tensor) -> list[torch.Tensor]:
-    """Plain attention in fp32, one document after the other: the output and the gradients."""
+    """Return output and gradients of plain attention in fp32, one document after the other."""
     wide = [x.detach().float().requires_grad_() for x in leaves]
     rows = []
     for row, lengths in enumerate(pieces):
@@ -63,8 +63,8 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_documents_of_any_lengths_one_after_the_other(gpu, shape):
-    """Also short ones, and those of earlier calls in another batch: a kernel that torch chose once returned old contents of
-    memory."""
+    """This includes short documents, and those of earlier calls in another batch: a kernel of torch's once returned old
+    memory contents."""
     heads, kv_heads, channels, of_v = shape
     random = torch.Generator().manual_seed(0)
     for turn in range(16):

@@ -1,4 +1,4 @@
-"""A checkpoint is the same on either device."""
+"""A checkpoint is the same from GPU and CPU."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_a_state_saved_on_one_device_loads_on_the_other_bit_for_bit(begins, gpu,
     second.state.loaded()
     assert loaded is not None and loaded.step == 2 and loaded.meta["from"] == begins
     assert same(values(second), values(first))
-    train_step(second, microbatches(second, 2), step=2)  # and it trains on
+    train_step(second, microbatches(second, 2), step=2)  # and training continues
 
 
 def test_a_save_under_way_keeps_the_values_it_began_with(gpu, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A GPU computes what the CPU computes."""
+"""A GPU computes the same as the CPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling, RopeSpec
 from tests.models.plain import lively, llama, logits, tokens_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::UserWarning")]  # a driver may warn of its machine
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::UserWarning")]  # a driver may print warnings
 
 WIDE = {"dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 192, "vocab": 512, "context": 512}
 SPECS = {

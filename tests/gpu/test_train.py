@@ -1,4 +1,4 @@
-"""Training steps on a GPU: the CPU's numbers, in bf16, compiled, and recomputed."""
+"""Training steps on a GPU equal the CPU's: in fp32, in bf16, compiled, and with recomputation."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone"), pytest.mark.fil
 
 
 def trainer_on(device: torch.device, spec: RunSpec, *, like: Trainer | None = None) -> Trainer:
-    """A trainer on `device`; first weights are drawn on the device, so two are alike only when copied."""
+    """Return a trainer on `device`. First weights are drawn on the device, so two trainers are equal only if weights
+    are copied."""
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
     if like is not None:
         for name, parameter in trainer.parameters.items():
@@ -34,7 +35,7 @@ def steps(trainer: Trainer, count: int) -> list[Stepped]:
 
 
 def run_of(**parts: dict[str, Any]) -> RunSpec:
-    """Heads of 16 channels, which every fused attention kernel takes."""
+    """A model with heads of 16 channels, which every fused attention kernel supports."""
     return tiny_run(**parts | {"model": {"dim": 64, "head_dim": 16} | parts.get("model", {})})
 
 
@@ -78,7 +79,7 @@ def test_recomputation_gives_the_same_bits(recompute, gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler tells of the machine: cores, TF32, kernels it did not choose
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about cores, TF32 and kernels it did not choose
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_compiled_blocks_train_like_eager_ones(precision, bound, gpu):
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Allocations of a computation, operation by operation."""
+"""Records the allocations of a computation, operation by operation."""
 
 from typing import Any
 
@@ -27,5 +27,5 @@ class Largest(TorchDispatchMode):
 
     @property
     def most(self) -> int:
-        """Elements of the largest tensor of any dtype."""
+        """Return the number of elements of the largest tensor of any dtype."""
         return max(self.elements.values())

@@ -1,4 +1,4 @@
-"""Kernels agree with each other and with the textbook, also on keys that come in parts."""
+"""Kernels agree with each other and with the textbook, also if keys come in parts."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ SHAPES = {  # heads, kv_heads, channels of q and k, channels of v
 
 
 def tensors(shape: tuple[int, int, int, int], *, queries: int = 37, keys: int = 37, dtype: torch.dtype = torch.float64):
-    """q, k, v and the gradient of the output."""
+    """Return q, k, v and the gradient of the output."""
     heads, kv_heads, channels, of_v = shape
     generator = torch.Generator().manual_seed(0)
     sizes = ((heads, queries, channels), (kv_heads, keys, channels), (kv_heads, keys, of_v), (heads, queries, of_v))
@@ -40,7 +40,7 @@ def tensors(shape: tuple[int, int, int, int], *, queries: int = 37, keys: int = 
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with a dense mask."""
+    """Return output and log-sum-exp with a dense mask."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * SCALE
     if softcap is not None:
@@ -191,8 +191,8 @@ def test_short_sequences_and_other_dtypes_go_to_the_fused_kernel(seq, dtype, mon
 @pytest.mark.parametrize("pieces", [None, ((30, 7), (37,))], ids=["whole", "documents"])
 @pytest.mark.parametrize("shape", [SHAPES["grouped"], SHAPES["latent"]], ids=["grouped", "latent"])
 def test_attention_in_fp16_is_rounded_once(shape, pieces):
-    """Scores are fp32 inside; fp16 would change a probability by a hundredth. Output and gradients agree with fp64 within one
-    rounding."""
+    """Scores are computed in fp32; in fp16 a probability would change by a hundredth. Output and gradients agree with fp64
+    within one rounding."""
     q, k, v, grad = (x.transpose(1, 2) for x in tensors(shape, dtype=torch.float16))
     q = q * 20
     core = CausalCore(scale=SCALE)

@@ -1,4 +1,4 @@
-"""The chunked loss is the plain one, in a fraction of its memory."""
+"""The chunked loss equals the plain one, with a fraction of its memory."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +54,7 @@ def test_scaled_and_capped_logits_give_the_plain_losses_and_both_gradients(chunk
     expected = differentiate(cross_entropy_plain, *inputs(), z_loss=0.3, **finishing)
     assert_same(differentiate(cross_entropy, *inputs(), z_loss=0.3, chunk=chunk, **finishing), expected, rtol=1e-5, atol=1e-6)
     other = differentiate(cross_entropy_plain, *inputs(), z_loss=0.3)
-    assert (other.hidden - expected.hidden).abs().max() > 0.1 * expected.hidden.abs().max()  # it makes a difference here
+    assert (other.hidden - expected.hidden).abs().max() > 0.1 * expected.hidden.abs().max()  # the z-loss makes a difference here
 
 
 def test_the_plain_finish_is_its_definition_and_stays_within_the_cap():
@@ -66,7 +66,7 @@ def test_the_plain_finish_is_its_definition_and_stays_within_the_cap():
 
 
 def test_a_weight_used_several_times_gets_the_sum_of_its_gradients():
-    """Multi-token prediction uses it like this: one output, several losses with different factors."""
+    """Multi-token prediction uses the loss in this way: one output, several losses with different factors."""
     hidden, weight, targets = inputs()
     shared, single = weight.clone().requires_grad_(), torch.zeros_like(weight)
     total = torch.zeros(())
@@ -114,7 +114,7 @@ def test_gradients_are_scaled_by_what_comes_from_above():
 
 def test_bf16_stays_within_its_rounding_of_the_fp32_definition():
     hidden, weight, targets = inputs(tokens=64, dim=32, vocab=200)
-    low = (hidden * 0.5).bfloat16(), (weight * 0.5).bfloat16()  # logits of the size that training gives, not more
+    low = (hidden * 0.5).bfloat16(), (weight * 0.5).bfloat16()  # logits as large as in training
     expected = differentiate(cross_entropy_plain, *(x.float() for x in low), targets, z_loss=0.01)
     found = differentiate(cross_entropy, *low, targets, z_loss=0.01, chunk=20)
     assert found.loss.objective.dtype == torch.float32
@@ -125,7 +125,7 @@ def test_bf16_stays_within_its_rounding_of_the_fp32_definition():
 
 
 def test_bf16_sums_the_weight_gradients_of_the_chunks_in_fp32():
-    """Summed in bf16, 512 like chunks would stop growing at about 256 times the first."""
+    """In bf16 the sum of 512 equal chunks would stop growing at about 256 times the first."""
     hidden, weight, targets = inputs(tokens=2, ignored=0.0)
     hidden, targets = hidden.repeat(512, 1), targets.repeat(512)
     expected = differentiate(cross_entropy_plain, hidden.bfloat16().float(), weight.bfloat16().float(), targets)
@@ -140,7 +140,7 @@ def test_the_plain_loss_is_the_same_where_no_gradient_is_wanted():
         found = cross_entropy(hidden, weight, targets, scale=SCALE, z_loss=0.3, chunk=5)
     torch.testing.assert_close(found, expected)
     assert not found.objective.requires_grad
-    assert (TOKENS, DIM) not in largest.shapes and (VOCAB, DIM) not in largest.shapes  # nothing the size of a gradient
+    assert (TOKENS, DIM) not in largest.shapes and (VOCAB, DIM) not in largest.shapes  # no tensor as large as a gradient
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])
@@ -166,13 +166,13 @@ def test_no_tensor_is_ever_as_large_as_all_logits():
         differentiate(cross_entropy_plain, *inputs(tokens, dim, vocab))
     with Largest() as chunked:
         differentiate(cross_entropy, *inputs(tokens, dim, vocab), chunk=chunk)
-    assert plain.most == tokens * vocab  # the measurement sees it where it is
+    assert plain.most == tokens * vocab  # the measurement would see one
     assert chunked.most == chunk * vocab
 
 
 @pytest.mark.parametrize(("softcap", "held"), [(None, 1), (30.0, 2)])
 def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch, softcap, held):
-    """With a cap, the slope at each logit is also kept."""
+    """With a cap, the slope at each logit is kept too."""
     tokens, dim, vocab = 512, 4, 1024
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
     with Largest() as largest:
@@ -184,7 +184,7 @@ def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch, sof
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("finishing", [{}, FINISHINGS[-1]], ids=str)
 def test_shares_of_the_vocabulary_give_the_whole_loss(ranks, z_loss, finishing):
-    """Each thread holds some rows of the weight; only statistics of rows are exchanged."""
+    """Each thread holds some rows of the weight, and threads exchange row statistics only."""
     hidden, weight, targets = inputs()
     options = {"z_loss": z_loss, **finishing}
     expected = differentiate(cross_entropy_plain, hidden, weight, targets, **options)

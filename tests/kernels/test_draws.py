@@ -1,4 +1,4 @@
-"""Draws as a function of place: the same for every share, uniform, and independent of one another."""
+"""Draws are a function of the place: equal for every share, uniform, and independent of one another."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ ROWS = torch.arange(512) * 7 + (3 << 32)
 
 
 def splitmix(word: int) -> int:
-    """The finalizer on one word, from the paper."""
+    """Apply the paper's finalizer to one word."""
     mask = (1 << 64) - 1
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
     word = (word ^ word >> 27) * 0x94D049BB133111EB & mask

@@ -1,7 +1,7 @@
 """Narrow number formats against an enumeration of their definitions in exact arithmetic.
 
-The oracle is written from the papers' tables: bits, bias, what is special. Every number of these formats, every middle of two and every
-fp32 number is a float64 without rounding, so comparisons there are exact.
+The oracle is written from the papers' tables: bits, bias, special codes. Every number of these formats, every midpoint of two and every
+fp32 number is exact in float64, so comparisons there are exact.
 """
 
 import math
@@ -35,7 +35,7 @@ BITS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}
 
 
 def special(name: str, code: int) -> float | None:
-    """The meaning of codes that are no finite number: arXiv:2209.05433, table 1; E2M1 has none."""
+    """The meaning of codes that are not finite numbers: arXiv:2209.05433, table 1; E2M1 has none."""
     magnitude = code & 0x7F
     if name == "e4m3" and magnitude == 0x7F:
         return math.nan
@@ -45,7 +45,7 @@ def special(name: str, code: int) -> float | None:
 
 
 def value(name: str, code: int) -> Fraction:
-    """The finite number of a code."""
+    """Return the finite number of a code."""
     exponents, fractions, bias = BITS[name]
     exponent, fraction = code >> fractions & (2**exponents - 1), Fraction(code & (2**fractions - 1), 2**fractions)
     size = fraction * Fraction(2) ** (1 - bias) if exponent == 0 else (1 + fraction) * Fraction(2) ** (exponent - bias)
@@ -53,13 +53,14 @@ def value(name: str, code: int) -> Fraction:
 
 
 def finite(name: str) -> list[Fraction]:
-    """The numbers of the format that are not negative, in order: the code of each is its place."""
+    """Return the format's nonnegative numbers in order, so that a number's index is its code."""
     codes = 2 ** (sum(BITS[name][:2]))
     return [value(name, code) for code in range(codes) if special(name, code) is None]
 
 
 def nearest(name: str, x: Fraction) -> Fraction:
-    """By exact rationals: the nearest number, the even code of two as near, the largest beyond the largest."""
+    """Round with exact rationals: to the nearest number, in a tie to the even code, and above the largest number to the
+    largest."""
     numbers = finite(name)
     size = min(abs(x), numbers[-1])
     above = bisect_left(numbers, size)
@@ -73,7 +74,7 @@ def nearest(name: str, x: Fraction) -> Fraction:
 
 
 def nearest_many(name: str, x: np.ndarray) -> np.ndarray:
-    """`nearest` for many, in float64, where nothing is rounded."""
+    """`nearest` for many numbers, in float64, where nothing is rounded."""
     numbers = np.array([float(number) for number in finite(name)])
     middles = (numbers[:-1] + numbers[1:]) / 2
     size = np.minimum(np.abs(x.astype(np.float64)), numbers[-1])
@@ -83,7 +84,8 @@ def nearest_many(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def edges(element: Element) -> Tensor:
-    """Every finite number, every middle of two, the fp32 numbers beside each, and what lies beyond both ends; of both signs."""
+    """Return every finite number, every midpoint of two, the fp32 neighbours of each, and numbers beyond both ends, with both
+    signs."""
     numbers = torch.tensor([float(number) for number in finite(element.name)])
     points = torch.cat((numbers, (numbers[:-1] + numbers[1:]) / 2, torch.tensor([1.1, 2.0, 1e10]) * element.largest))
     points = torch.cat((points, torch.tensor([1e-45, 2.0**-126, 1e-38, 2.0**127])))
@@ -93,14 +95,14 @@ def edges(element: Element) -> Tensor:
 
 
 def random_bits(count: int, seed: int) -> Tensor:
-    """Finite fp32 numbers of every exponent."""
+    """Return finite fp32 numbers of every exponent."""
     bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int64)
     numbers = bits.to(torch.int32).view(torch.float32)
     return numbers[numbers.isfinite()]
 
 
 def near(element: Element, count: int, seed: int) -> Tensor:
-    """Numbers in the range of the format, as dense in its smallest numbers as in its largest."""
+    """Return numbers in the range of the format, as dense among its smallest numbers as among its largest."""
     random = torch.Generator().manual_seed(seed)
     exponents = torch.randint(element.lowest - element.mantissa - 3, element.top + 2, (count,), generator=random)
     return torch.randn(count, generator=random) * torch.exp2(exponents.float())
@@ -191,7 +193,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_keeps_what_is_a_number(elemen
 
 @EVERY
 def test_stochastic_rounding_is_unbiased(element: Element) -> None:
-    """256 draws of each number: the mean is within 4 standard errors of it, for all but as many as chance allows."""
+    """The mean of 256 draws of a number is within 4 standard errors, for all numbers except as many as chance allows."""
     draws, random = 256, torch.Generator().manual_seed(7)
     x = near(element, 2_000, 8).clamp(-element.largest, element.largest)
     found = rounded(x.expand(draws, -1).contiguous(), element, torch.rand(draws, *x.shape, generator=random)).double()
@@ -201,7 +203,7 @@ def test_stochastic_rounding_is_unbiased(element: Element) -> None:
     share = ((x.abs() - known[place]) / step).clamp(0, 1)
     error = step * (share * (1 - share) / draws).sqrt()
     apart = (found.mean(0) - x).abs()
-    plain = share * (1 - share) * draws > 10  # where so many draws are nearly normal
+    plain = share * (1 - share) * draws > 10  # for which the mean of this many draws is nearly normal
     assert plain.sum() > 1000 and (apart[plain] < 4 * error[plain]).float().mean() > 0.999
     total = (apart * 0 + found.mean(0) - x)[plain] / error[plain]
     assert abs(float(total.sum())) < 4 * math.sqrt(int(plain.sum())), "the errors of all numbers together"
@@ -211,7 +213,7 @@ def test_stochastic_rounding_is_unbiased(element: Element) -> None:
 
 
 def smallest_power(amax: float, largest: Fraction) -> int:
-    """The smallest k with amax <= largest * 2^k, by exact rationals."""
+    """Return the smallest k with amax <= largest * 2^k, computed with exact rationals."""
     k = math.frexp(amax)[1] - 20
     while Fraction(amax) > largest * Fraction(2) ** k:
         k += 1
@@ -227,7 +229,8 @@ def test_scales_rounded_up_are_the_smallest_by_which_nothing_saturates(element: 
 
 
 def test_scales_rounded_up_are_transformer_engines() -> None:
-    """Its reference: 448 / amax in fp32, with the mantissa's bits cleared; an infinity becomes the largest fp32 number first."""
+    """The reference is 448 / amax in fp32, with the mantissa's bits cleared. An infinity becomes the largest fp32 number
+    first."""
     amax = torch.cat((edges(E4M3), random_bits(100_000, 10))).abs()
     amax = amax[amax > 0]
     scale = torch.full_like(amax, 448.0).div(amax).clamp(max=torch.finfo(torch.float32).max)

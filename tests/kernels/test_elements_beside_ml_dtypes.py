@@ -1,6 +1,6 @@
-"""Comparison of narrow number formats with another implementation: ml_dtypes, of JAX and TensorFlow. It turns numbers above the
-largest one into NaN or an infinity, but a quantiser saturates. So values are cut to the format's range
-before it casts them.
+"""Comparison of narrow number formats with another implementation: ml_dtypes, used by JAX and TensorFlow. ml_dtypes turns
+numbers above the largest one into NaN or an infinity, but a quantiser saturates. So values are clamped to the format's range
+before the cast.
 """
 
 import math
@@ -19,23 +19,24 @@ EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 
 
 def codes_of(element: Element) -> Tensor:
-    """Every code of the format."""
+    """Return every code of the format."""
     return torch.arange(1 << (1 + element.exponent + element.mantissa), dtype=torch.uint8)
 
 
 def numbers_of(element: Element, codes: Tensor) -> Tensor:
-    """The numbers (fp32) that ml_dtypes has for codes."""
+    """Return the numbers (fp32) of codes according to ml_dtypes."""
     return torch.from_numpy(codes.numpy().view(THEIRS[element.name]).astype(np.float32))
 
 
 def cast(element: Element, x: Tensor) -> Tensor:
-    """The codes that ml_dtypes has for x (fp32), cut to the format's range."""
+    """Return the codes of x (fp32), clamped to the format's range, according to ml_dtypes."""
     inside = x.clamp(-element.largest, element.largest).numpy()
     return torch.from_numpy(inside.astype(THEIRS[element.name]).view(np.uint8))
 
 
 def million(element: Element) -> Tensor:
-    """A million fp32 numbers: half of them of any bits, half in the format's range, its subnormal numbers among them."""
+    """Return a million fp32 numbers: half of them with random bits, half in the format's range, including its subnormal
+    numbers."""
     random = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (500_000,), generator=random, dtype=torch.int64).to(torch.int32).view(torch.float32)
     exponents = torch.randint(element.lowest - element.mantissa - 3, element.top + 2, (500_000,), generator=random)
@@ -44,8 +45,8 @@ def million(element: Element) -> Tensor:
 
 
 def edges(element: Element) -> Tensor:
-    """Every number, every middle of two neighbours (a tie), the fp32 numbers beside these, infinities and the largest finite
-    numbers."""
+    """Return every number, every midpoint of two neighbours (a tie), the fp32 neighbours of these, infinities and the
+    largest finite numbers."""
     numbers = numbers_of(element, codes_of(element))
     numbers = numbers[numbers.isfinite()].sort().values
     points = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([-0.0, 1e-45, -1e-45, 3e38, -3e38])))
@@ -64,7 +65,7 @@ def test_every_code_stands_for_the_same_number(element: Element) -> None:
 
 @EVERY
 def test_every_number_is_rounded_to_the_same_code(element: Element) -> None:
-    """A million random numbers, every edge, and NaN, which E2M1 lacks."""
+    """The test uses a million random numbers, every edge case, and NaN, which E2M1 lacks."""
     x = torch.cat((million(element), edges(element)))
     assert torch.equal(encode(x, element), cast(element, x))
     assert torch.equal(rounded(x, element).view(torch.int32), numbers_of(element, cast(element, x)).view(torch.int32))
@@ -93,7 +94,7 @@ def test_every_scale_of_e8m0_is_the_same() -> None:
 @EVERY
 @pytest.mark.parametrize("scale", ["up", "down", "fp32", "e4m3"])
 def test_a_quantised_tensor_has_the_codes_of_its_scaled_numbers(element: Element, scale: str) -> None:
-    """Blocks of very different sizes. A scale that is not a power of two is a quotient in fp32, as in `quantise`."""
+    """Blocks have very different magnitudes. A scale that is not a power of two is a quotient in fp32, as in `quantise`."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(64, 256, generator=random) * torch.exp2(
         torch.randint(-9, 10, (64, 16), generator=random).float()

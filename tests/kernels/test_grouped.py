@@ -1,4 +1,4 @@
-"""Grouped products against their definition."""
+"""Grouped products equal their definition."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_ends_are_running_sums_of_the_sizes() -> None:
 
 @pytest.mark.parametrize("counts", [[8, 0, 5, 3], [0, 0, 0, 7]])
 def test_torchs_grouped_product_in_its_place_gives_the_same(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is used on GPUs; the CPU also has it, in the same layout."""
+    """GPUs use this operation. The CPU also has it, with the same layout."""
     torch.manual_seed(0)
     x = torch.randn(sum(counts), 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(len(counts), 24, 16, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Master weights in two halves: exact with 16 bits, 24 bits of a number with 8, and bf16 that is rounded with ties away from zero."""
+"""Master weights in two halves are exact with 16 bits, and have 24 bits with 8; the bf16 half is rounded with ties away from zero."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def _words(count: int) -> Tensor:
 
 
 def test_sixteen_bits_keep_every_number_exactly() -> None:
-    """Numbers of every class: subnormal, infinite and NaN among them."""
+    """Return numbers of every class, including subnormal numbers, infinities and NaN."""
     numbers = torch.cat([_words(1 << 18).view(torch.float32), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3.4e38, 1e-45])])
     upper, lower = split(numbers, 16)
     assert (upper.dtype, lower.dtype) == (torch.bfloat16, torch.int16)

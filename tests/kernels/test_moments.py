@@ -1,4 +1,4 @@
-"""Moments in few bits: exact codes, unbiased rounding, and draws that do not depend on a cut."""
+"""Moments in few bits have exact codes, unbiased rounding, and draws that do not depend on sharding."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_what_is_cut_between_blocks_has_the_same_bytes() -> None:
 
 
 def test_a_root_is_never_rounded_to_nothing() -> None:
-    """An update divides by it."""
+    """An update divides by this number."""
     numbers = torch.full((1, 128), 1e-30)
     numbers[0, 0], numbers[0, 1] = 1.0, 0.0
     found = moments.unpack(packed(numbers, 128, root=True), 128, 128, root=True)
@@ -66,8 +66,8 @@ def test_zeros_are_zeros_and_an_infinity_is_seen() -> None:
 
 @pytest.mark.parametrize("number", ["fp8", "bf16"])
 def test_rounding_is_unbiased(number: str) -> None:
-    """A moment that changes by a thousandth in each of many updates reaches its value. With rounding to the nearest number it
-    would never change."""
+    """A moment that changes by a thousandth in each of many updates reaches its value. Rounded to nearest, it would never
+    change."""
     decay, updates = 0.999, 1500
     kept = torch.ones(64, 128)
     for update in range(updates):

@@ -1,4 +1,4 @@
-"""Products with a weight: the plain recipe against torch's own, and a recipe's products wherever one is made."""
+"""Products with a weight: the plain recipe equals torch's products, and a recipe is used wherever a product is computed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,8 @@ from megalith.models.linear import Linear
 
 
 class Scaled(Multiply):
-    """Products with recognizable results: forward is twice as large, the input's gradient 3 times, the weight's 5 times."""
+    """Products with recognizable results: forward is 2 times as large, the input's gradient 3 times, the weight's gradient
+    5 times."""
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
         return super().fprop(2 * x, weight, bias, **how)
@@ -33,7 +34,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _run(multiply: Callable[..., Tensor], *shapes: tuple[int, ...], **how: Any) -> list[Tensor]:
-    """The product of tensors of these shapes, and all gradients."""
+    """Return the product of tensors of these shapes, and all gradients."""
     factors = [_random(*shape).requires_grad_() for shape in shapes]
     out = multiply(*factors, **how)
     return [out.detach(), *torch.autograd.grad(out, factors, _random(*out.shape))]
@@ -71,7 +72,7 @@ def test_the_loss_is_computed_by_a_recipe_too() -> None:
     found, expected = run(Scaled(), 1.0), run(PLAIN, 2.0)
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(found[1], 3 * expected[1])
-    torch.testing.assert_close(found[2], 5 * expected[2] / 2)  # of hidden states half as large
+    torch.testing.assert_close(found[2], 5 * expected[2] / 2)  # the hidden states were half as large
 
 
 def test_a_recipes_weight_gradient_can_be_put_off() -> None:

@@ -1,4 +1,4 @@
-"""Recipes of few bits: products of rounded factors, cut among ranks, within the definition's bound."""
+"""Recipes of few bits: products of rounded factors, also split among ranks, are within the definition's bound."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ from megalith.spec.numbers import PrecisionSpec
 RECIPES: list[type[Narrow]] = [Blockwise, Microscaled, Microscaled4]
 EVERY: list[type[Narrow]] = [*RECIPES, NvFp4]
 SQUARES = (Blockwise, NvFp4, Microscaled4)
-"""Recipes with a scale for a square of a weight."""
+"""Recipes with a scale for each square of a weight."""
 
 
 def lively(*shape: int, seed: int = 0) -> Tensor:
-    """bf16 numbers whose tiles of 16 differ in size by up to 2^12, so that a scale in a wrong place cannot hide."""
+    """Return bf16 numbers whose tiles of 16 differ in magnitude by up to 2^12, so that a misplaced scale shows."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=random)
     for dim in (-2, -1):
@@ -66,7 +66,7 @@ def test_an_infinity_is_no_large_number() -> None:
 
 
 def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
-    """a bᵀ as the definition has it: fp32 sums along each tile of the inner dim, added up in fp32."""
+    """Return a bᵀ by the definition: fp32 sums along each tile of the inner dim, added up in fp32."""
     total = torch.zeros(a.shape[0], b.shape[0])
     for first in range(0, a.shape[1], tile):
         total += a[:, first : first + tile] @ b[:, first : first + tile].T
@@ -75,8 +75,8 @@ def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) -> None:
-    """Up to the order of fp32 sums, and the rounding of the result to bf16: the bound follows from both, not from
-    measurements."""
+    """The products are equal up to the order of fp32 sums and the rounding of the result to bf16. The bound follows
+    from both, not from measurements."""
     here, x, weight, grad = small(recipe), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
     rows, columns, both = (Scaling(here.along.element, block, here.along.scale) for block in ((1, 16), (16, 1), (16, 16)))
     along, down = (both, both) if recipe in SQUARES else (rows, columns)
@@ -93,7 +93,7 @@ def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) ->
 
 
 def test_products_with_fp32_scales_are_those_of_the_definition() -> None:
-    """The largest number of a tile becomes E4M3's largest, so such a number is exact, and every one keeps its four significant bits."""
+    """The largest number of a tile becomes E4M3's largest, so it is exact, and every number keeps four significant bits."""
     here, x, weight, grad = small(Blockwise, scale="fp32"), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
     rows, columns, both = (Scaling(E4M3, block, "fp32") for block in ((1, 16), (16, 1), (16, 16)))
     factors = [
@@ -165,7 +165,7 @@ def test_a_recipe_that_names_no_blocks_is_told_so() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Narrow], dim: int) -> None:
-    """Tokens among context and data ranks, channels among tensor ranks, for every factor of the three products."""
+    """Tokens are split among context and data ranks, channels among tensor ranks, for every factor of the three products."""
     here, x = small(recipe), lively(64, 96)
     for scaling in (here.along, here.down, here.gradient_along, here.gradient_down, here.weight_along, here.weight_down):
         parts = [in_slabs(part, scaling) for part in x.chunk(2, dim)]
@@ -174,7 +174,7 @@ def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Narrow
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_group_of_experts_is_each_of_them(recipe: type[Narrow]) -> None:
-    """Also one without rows; the gradients of their weights are those of bf16, whichever tokens meet."""
+    """One expert has no rows. Weight gradients are those of bf16, whichever tokens an expert gets."""
     here, counts = small(recipe), (24, 0, 40)
     x, weight, grad = lively(64, 96), lively(3, 80, 96, seed=1), lively(64, 80, seed=2)
     parts = zip(x.split(counts), grad.split(counts), weight, strict=True)
@@ -191,7 +191,7 @@ SPANNING: list[type[Narrow]] = [Rowwise, Tensorwise, NvFp4]
 
 
 def of_factors(here: Narrow, x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
-    """Every factor of the three products, rounded: x, grad [tokens, channels], weight [outputs, inputs]."""
+    """Return every rounded factor of the three products: x, grad [tokens, channels], weight [outputs, inputs]."""
     return [
         here._tokens(x, here.along, INPUTS),
         here._tokens(x, here.down, INPUTS),
@@ -209,10 +209,10 @@ def test_with_the_maxima_of_all_ranks_a_share_has_the_numbers_of_the_whole(cut: 
     dims = [{TOKENS: 0, INPUTS: 1}, {TOKENS: 0, OUTPUTS: 1}, {OUTPUTS: 0, INPUTS: 1}]
     for x, d in zip(factors, dims, strict=True):
         if cut in d:
-            x.narrow(d[cut], 0, x.shape[d[cut]] // 2).mul_(2.0**-14)  # by its own maximum the first rank would round less
+            x.narrow(d[cut], 0, x.shape[d[cut]] // 2).mul_(2.0**-14)  # with its own maximum the first rank would round less
     parts = [x.chunk(2, d[cut]) if cut in d else (x, x) for x, d in zip(factors, dims, strict=True)]
     told, heard, alone = list[list[Tensor]](), list[list[Tensor]](), list[list[Tensor]]()
-    for rank in range(2):  # what each rank would tell
+    for rank in range(2):  # the maximum that each rank would send
         here, said = recipe(), list[Tensor]()
         here.shares[cut] = lambda amax, said=said: said.append(amax.clone()) or amax
         alone.append(of_factors(here, *(both[rank] for both in parts)))
@@ -293,7 +293,7 @@ def test_a_delayed_scale_follows_the_largest_number_of_earlier_steps(scale: str)
 
 
 def test_gradients_that_are_a_part_of_a_sum_have_the_scale_of_their_numbers_of_now() -> None:
-    """The largest number of a part is the plan's, and no history of it goes on under another plan."""
+    """The maximum of a rank's part depends on the plan, so no history of it is continued under another plan."""
     here, now = (Tensorwise(PrecisionSpec(granularity="tensor", history=steps)) for steps in (2, 0))
     grad = lively(64, 96)
     here.remember(2, grad.device)
@@ -320,12 +320,12 @@ DRAWING: list[type[Narrow]] = [Blockwise, Microscaled4, NvFp4]
 
 
 def tokens(sample: int = 0, *, first: int = 0, count: int = 64) -> Tokens:
-    """`count` consecutive tokens of one sample."""
+    """Return `count` consecutive tokens of one sample."""
     return Tokens(torch.tensor([sample]), torch.arange(first, first + count))
 
 
 def of_gradients(here: Narrow, grad: Tensor, work: Tokens) -> tuple[Tensor, Tensor]:
-    """Gradients [tokens, outputs] rounded for the gradient of inputs, and for that of weights."""
+    """Return gradients [tokens, outputs], rounded for the input gradient and for the weight gradient."""
     with working_on(work):
         along = here._tokens(grad, here.gradient_along, OUTPUTS, draws=here._draws(grad, "of inputs"))
         down = here._tokens(grad, here.gradient_down, OUTPUTS, draws=here._draws(grad, "of weights"))
@@ -334,8 +334,8 @@ def of_gradients(here: Narrow, grad: Tensor, work: Tokens) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("recipe", DRAWING)
 def test_256_draws_are_unbiased_and_the_nearest_number_is_not(recipe: type[Narrow]) -> None:
-    """The mean of the draws is the gradient within 4 standard errors, along the gradient and number by number. Left out is what saturates:
-    in NVFP4 the largest numbers of a block whose E4M3 scale was rounded down."""
+    """The mean of the draws equals the gradient within 4 standard errors, along the gradient and number by number. Saturated numbers are
+    left out: in NVFP4 the largest numbers of a block whose E4M3 scale was rounded down."""
     here, near, grad = small(recipe, rounding="stochastic"), small(recipe), lively(64, 80)
     drawn = torch.stack([torch.stack(of_gradients(here, grad, tokens(sample))) for sample in range(256)]).double()
     nearest = torch.stack(of_gradients(near, grad, tokens())).double()
@@ -355,7 +355,7 @@ def test_256_draws_are_unbiased_and_the_nearest_number_is_not(recipe: type[Narro
 
 @pytest.mark.parametrize("recipe", DRAWING)
 def test_a_share_of_the_gradients_is_drawn_as_the_whole(recipe: type[Narrow]) -> None:
-    """Whichever tokens and outputs a rank has; and once more, the same."""
+    """The draws are equal whichever tokens and outputs a rank has, and when they are repeated."""
     here, grad = small(recipe, rounding="stochastic"), lively(64, 96)
     here.layer = "blocks.1.mlp.up"
     whole = of_gradients(here, grad, tokens(5))
@@ -363,7 +363,7 @@ def test_a_share_of_the_gradients_is_drawn_as_the_whole(recipe: type[Narrow]) ->
     part = small(recipe, rounding="stochastic")
     part.layer, part.first_output = here.layer, 48
     for dim in (TOKENS, OUTPUTS):
-        part.shares[dim] = lambda amax: amax.fill_(float(grad.abs().max()))  # the maximum of all ranks
+        part.shares[dim] = lambda amax: amax.fill_(float(grad.abs().max()))  # the maximum over all ranks
     found = of_gradients(part, grad[32:, 48:], tokens(5, first=32, count=32))
     assert all(torch.equal(share, all_of_it[32:, 48:]) for share, all_of_it in zip(found, whole, strict=True))
     part.first_output = 0
@@ -393,7 +393,7 @@ def test_who_does_not_say_which_tokens_are_at_work_is_told_how() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 16, 32])
 def test_a_rotation_is_orthogonal(size: int) -> None:
-    """Its matrix has entries of one size, and products of two rotated factors are those of the factors."""
+    """The transform's matrix has entries of one magnitude, and the product of two rotated factors is that of the factors."""
     matrix = rotated(torch.eye(size), size)
     assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), atol=1e-6, rtol=0)
@@ -403,7 +403,7 @@ def test_a_rotation_is_orthogonal(size: int) -> None:
 
 
 def ratio_of_errors(recipe: type[Narrow], grad: Tensor, x: Tensor) -> float:
-    """The error of a weight gradient whose factors are rotated, in that of one whose factors are not."""
+    """Return the ratio of the errors of a weight gradient with rotated factors and one without rotation."""
     exact = grad.double().T @ x.double()
     rotates, plain = ((recipe(PrecisionSpec(hadamard=h)).wgrad(grad, x).double() - exact).norm() for h in (True, False))
     return float(rotates / plain)
@@ -414,8 +414,8 @@ def ordinary(*shape: int, seed: int) -> Tensor:
 
 
 def test_a_rotation_lowers_the_error_of_weight_gradients_with_outliers() -> None:
-    """A power of two holds an outlier no better than another number, so MXFP4 gains. NVFP4's scale follows the outlier itself, which is
-    then nearly exact: a rotation spreads that over all tokens, and gains nothing."""
+    """A power-of-two scale represents an outlier no better than another number, so MXFP4 gains. NVFP4's scale follows the outlier,
+    which is then nearly exact; a rotation spreads it over all tokens and gains nothing."""
     grad, x = ordinary(512, 80, seed=0), ordinary(512, 96, seed=1)
     x[5::16] *= 16
     assert ratio_of_errors(Microscaled4, grad.bfloat16(), x.bfloat16()) < 0.8
@@ -424,8 +424,8 @@ def test_a_rotation_lowers_the_error_of_weight_gradients_with_outliers() -> None
 
 @pytest.mark.parametrize("recipe", [Microscaled4, NvFp4])
 def test_a_rotation_saves_what_outliers_would_hide(recipe: type[Narrow]) -> None:
-    """A few tokens have large activations and no gradient. Without a rotation, the common part of all other tokens is rounded to
-    0."""
+    """A few tokens have large activations and no gradient. Without rotation, the component that all other tokens share is
+    rounded to 0."""
     grad, x = 1 + 0.2 * ordinary(512, 80, seed=0), 1 + 0.2 * ordinary(512, 96, seed=1)
     grad[5::16], x[5::16] = 0, 32
     assert ratio_of_errors(recipe, grad.bfloat16(), x.bfloat16()) < 0.3
@@ -442,7 +442,7 @@ def test_a_rotation_saves_what_outliers_would_hide(recipe: type[Narrow]) -> None
     ids=str,
 )
 def test_numbers_that_are_cut_off_or_become_0_are_counted(scaling: Scaling, saturated: int, zeroed: int) -> None:
-    """511 is above 448, where OCP's scale leaves it; 2^-12 of the largest number lies below E4M3's subnormals, and 1 below E2M1's too."""
+    """OCP's scale leaves 511, which is above 448. 2^-12 of the largest number is below E4M3's subnormals, and 1 is below E2M1's too."""
     x = torch.tensor([[511.0, 2.0**-12, 1.0, 0.0]])
     lost = torch.zeros(3, dtype=torch.int64)
     found = in_slabs(x, scaling, lost=lost)
@@ -474,7 +474,7 @@ KEEPING: dict[str, Narrow] = {
 
 @pytest.mark.parametrize("here", KEEPING.values(), ids=KEEPING)
 def test_inputs_are_kept_as_forward_rounds_them(here: Narrow) -> None:
-    """In little more than half of the bytes; the result is that of a product that keeps them wide."""
+    """Inputs take little more than half of the bytes, and the result equals that of a product that keeps them wide."""
     x, weight = lively(4, 16, 96), lively(32, 96, seed=1)
     out, kept = here.keeping(x, weight)
     assert torch.equal(out, here.fprop(x, weight))
@@ -495,7 +495,7 @@ def test_a_number_that_is_not_finite_is_kept_as_one() -> None:
 
 
 def test_layers_that_multiply_the_same_tensor_keep_it_once() -> None:
-    """A tensor that was written to is another one."""
+    """A tensor that was modified in place counts as another tensor."""
     one, other = small(Blockwise, kept="fp8"), small(Blockwise, kept="fp8")
     x, weight = lively(32, 32).requires_grad_(), lively(16, 32).requires_grad_()
     saved = set[int]()

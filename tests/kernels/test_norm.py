@@ -1,4 +1,4 @@
-"""RMSNorm in half precision: as near to the definition as torch's, gradients too, a few rows at a time or all."""
+"""RMSNorm in half precision is as near to the definition as torch's, with its gradients, for a few rows at a time or all."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def outcome(function, x: Tensor, weight: Tensor, upstream: Tensor) -> list[Tensor]:
-    """The norm and the gradients of x and weight."""
+    """Return the norm and the gradients of x and weight."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     out = function(x, weight)
     out.backward(upstream.to(out.dtype))
@@ -39,7 +39,7 @@ def test_as_near_to_the_definition_as_torch(monkeypatch, dtype, shape, at_once):
 
 
 def test_a_factor_in_fp32_is_used_as_it_is():
-    """1 + weight near 1, which bf16 could not tell from 1."""
+    """1 + weight is near 1, and in bf16 it would be 1."""
     x, weight = numbers(4, 32, seed=0).bfloat16(), 1 + numbers(32, seed=1) / 1024
     exact = F.rms_norm(x.double(), (32,), weight.double(), EPS)
     assert torch.equal(rms_norm(x, weight, EPS), exact.to(torch.bfloat16))

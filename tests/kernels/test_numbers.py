@@ -1,4 +1,4 @@
-"""Torch's dtypes are those that the table of formats describes."""
+"""Torch's dtypes match the table of formats."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megalith.spec.numbers import NUMBERS, TRAINED
 def test_a_dtype_has_the_bits_of_its_row(name: str) -> None:
     number, dtype = NUMBERS[name], DTYPE[name]
     assert 8 * dtype.itemsize == number.bits
-    if dtype.is_floating_point:  # others hold codes
+    if dtype.is_floating_point:  # other dtypes hold codes
         assert torch.finfo(dtype).eps / 2 == number.roundoff
 
 

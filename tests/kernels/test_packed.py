@@ -1,4 +1,4 @@
-"""Rows in 8 bits: the numbers that products round them to, in 51.6 % of the bytes."""
+"""Rows in 8 bits are the numbers to which products round them, in 51.6 % of the bytes."""
 
 from math import prod
 
@@ -14,7 +14,7 @@ TILES = Scaling(E4M3, (1, 128))
 
 
 def rows(count: int, columns: int) -> torch.Tensor:
-    """Rows of very different magnitudes."""
+    """Return rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(count)
     sizes = torch.randint(-60, 60, (count, columns), generator=generator).float().exp2()
     return (torch.randn(count, columns, generator=generator) * sizes).bfloat16()
@@ -23,7 +23,7 @@ def rows(count: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("scaling", [TILES, Scaling(E5M2, (1, 32)), Scaling(E4M3, (1, ALL)), Scaling(E4M3, (1, 48))], ids=str)
 @pytest.mark.parametrize("shape", [(700, 256), (5, 128), (1, 100), (0, 64), (1, 130), (505, 130)])
 def test_what_arrives_are_the_numbers_that_a_product_rounds_rows_to(scaling: Scaling, shape: tuple[int, int]) -> None:
-    """Rounded once more they are the same, so that experts compute with the same factors."""
+    """Rounding them again changes nothing, so experts compute with the same factors."""
     x = rows(*shape)
     packed = pack(x, scaling)
     assert packed.dtype == torch.uint8 and packed.shape == (shape[0], width_of(shape[1], scaling))
@@ -58,7 +58,7 @@ def tiles_of(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("shape", [(512, 300), (5, 128), (3, 64, 48), (0, 64), (2, 0, 8)], ids=str)
 @pytest.mark.parametrize("tile", [16, 128])
 def test_tiles_of_a_weight_are_the_numbers_that_a_product_rounds_it_to(shape: tuple[int, ...], tile: int) -> None:
-    """Rounded once more they are the same, and a shard of whole tiles has the codes and scales of the whole weight."""
+    """Rounding them again changes nothing, and a shard of whole tiles has the codes and scales of the whole weight."""
     scaling = Scaling(E4M3, (tile, tile))
     x = rows(shape[0], prod(shape[1:])).view(shape)
     codes, scales = tiles_of(x, scaling)

@@ -1,4 +1,4 @@
-"""Rectangles and triangles hold each visible pair of tokens once, and no other."""
+"""Rectangles and triangles contain each visible pair of tokens once, and no other pair."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ def positions(runs: Runs) -> list[int]:
 
 
 def held(pairs: tuple[Pair, ...], queries: Runs, keys: Runs) -> Counter[tuple[int, int]]:
-    """The pairs of positions that `pairs` hold, by their definition."""
+    """Return the pairs of positions in `pairs`, by definition."""
     of_queries, of_keys = positions(queries), positions(keys)
     shapes = {"all": lambda i, j: True, "past": lambda i, j: j <= i, "future": lambda i, j: j >= i}
     return Counter(
@@ -26,7 +26,7 @@ def held(pairs: tuple[Pair, ...], queries: Runs, keys: Runs) -> Counter[tuple[in
 
 
 def seen(queries: Runs, keys: Runs, lengths: tuple[int, ...] | None, window: int | None) -> Counter[tuple[int, int]]:
-    """The pairs of positions that see each other, one by one."""
+    """Return the pairs of positions that see each other, found one by one."""
     document = [number for number, length in enumerate(lengths or (10_000,)) for _ in range(length)]
     return Counter(
         (i, j)
@@ -37,13 +37,13 @@ def seen(queries: Runs, keys: Runs, lengths: tuple[int, ...] | None, window: int
 
 
 def cut(seq: int, chance: random.Random) -> tuple[int, ...]:
-    """Random lengths of documents that fill `seq` tokens."""
+    """Return random lengths of documents that fill `seq` tokens."""
     ends = [*sorted(chance.sample(range(1, seq), chance.randint(0, min(6, seq - 1)))), seq]
     return tuple(end - first for first, end in zip([0, *ends], ends, strict=False))
 
 
 def some_runs(seq: int, chance: random.Random) -> Runs:
-    """One or two runs of [0, seq), touching or not."""
+    """Return one or two intervals of [0, seq), adjacent or not."""
     a, b, c, d = sorted(chance.choices(range(seq + 1), k=4))
     return tuple(run for run in ((a, b), (c, d)) if run[0] < run[1]) or ((0, seq),)
 
@@ -69,8 +69,8 @@ def test_a_rank_sees_itself_in_one_call_whatever_lies_between_its_parts():
 
 def test_a_rank_sees_another_in_one_call():
     early, late = ((4, 8), (24, 28)), ((8, 12), (20, 24))
-    assert visible(early, late) == (Pair(4, 4, 0, 8, "all"),)  # its late part sees both of theirs
-    assert visible(late, early) == (Pair(0, 8, 0, 4, "all"),)  # both parts see their early one
+    assert visible(early, late) == (Pair(4, 4, 0, 8, "all"),)  # the rank's late part sees both parts of the others
+    assert visible(late, early) == (Pair(0, 8, 0, 4, "all"),)  # both parts see the early part of the others
 
 
 def test_parts_without_a_common_document_make_no_call():

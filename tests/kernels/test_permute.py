@@ -1,4 +1,4 @@
-"""Copies of tokens in order of their keys, and back."""
+"""Permuting copies of tokens into the order of their keys, and back."""
 
 from itertools import pairwise
 

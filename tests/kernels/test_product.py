@@ -1,4 +1,4 @@
-"""Products in bf16 where the processor has none, and in fp16 on any."""
+"""Products in bf16 on a processor without bf16 instructions, and in fp16 on any processor."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megalith.kernels.multiply import PLAIN
 from megalith.kernels.product import product, widened
 from megalith.prove.meter import Meter
 
-ROUNDING = 2.0**-8  # of bf16, relative
+ROUNDING = 2.0**-8  # relative rounding error of bf16
 
 
 @pytest.fixture(params=[False, True], ids=["no instructions", "instructions"])
@@ -37,7 +37,7 @@ def test_a_product_is_the_exact_one_rounded_once(native: bool) -> None:
 
 
 def test_layers_give_the_same_to_rounding_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and all gradients of a layer with a bias, of experts, and of the loss."""
+    """Return outputs and all gradients of a layer with a bias, of experts, and of the loss."""
 
     def run(native: bool) -> list[Tensor]:
         monkeypatch.setattr(module, "native", lambda: native)
@@ -70,7 +70,7 @@ def test_only_real_bf16_numbers_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyP
 
 
 def test_an_fp16_product_is_that_of_its_factors_in_fp32_rounded_once(native: bool) -> None:
-    """Also where a sum of fp16 products would overflow on the way."""
+    """This includes a sum of fp16 products that would overflow in between."""
     a, b = (_random(*shape).half() for shape in ((7, 40), (40, 5)))
     for one in (a, a * 1000):
         assert torch.equal(product(one, b), (one.float() @ b.float()).half())

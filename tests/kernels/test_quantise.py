@@ -1,4 +1,4 @@
-"""Blocks and their scales: the definition on one block at a time, the quick way to its numbers, and cuts along borders of blocks."""
+"""Blocks and their scales: the definition block by block, the fast path to its numbers, and shards cut along borders of blocks."""
 
 import math
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ FORMATS = [E4M3, E5M2, E2M1]
 
 
 def lively(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers whose blocks have very different sizes."""
+    """Return numbers whose blocks have very different magnitudes."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=random) * torch.exp2(torch.randint(-20, 20, shape, generator=random).float())
 
 
 def blocks(shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[int, int, slice, slice]]:
-    """The blocks of a matrix of this shape: place, rows, columns."""
+    """Yield the blocks of a matrix of this shape: place, rows, columns."""
     rows, columns = block[0] or shape[-2], block[1] or shape[-1]
     for i, j in product(range(-(-shape[-2] // rows)), range(-(-shape[-1] // columns))):
         yield i, j, slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
 
 
 def plain(x: Tensor, element: Element, scale: Scale, whole: float) -> tuple[Tensor, float, float]:
-    """One block in float64, from the papers' formulas: its codes' numbers, its scale, the whole tensor's."""
+    """Return one block in float64 by the papers' formulas: the numbers of its codes, its scale, and the whole tensor's scale."""
     amax = float(x.abs().max())
     if scale == "fp32":
         by = torch.tensor(element.largest) / torch.tensor(amax) if amax else torch.tensor(1.0)
@@ -96,7 +96,7 @@ def test_the_quick_way_has_scales_that_are_no_powers_of_two(element: Element, bl
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("element", FORMATS, ids=lambda element: element.name)
 def test_the_quick_way_gives_the_same_numbers(element: Element, block: tuple[int, int], scale: Scale, dtype: torch.dtype) -> None:
-    """In bf16 too, which has all of them."""
+    """This holds in bf16 too, which can represent all of these numbers."""
     x = lively(2, 33, 40).to(dtype)
     x[0, 3, 4], x[1, 5, 6], x[0, 7], x[1, 20:] = math.nan, math.inf, 0.0, x[1, 20:] * 2.0**-60
     scaling = Scaling(element, block, scale)
@@ -109,7 +109,7 @@ def test_the_quick_way_gives_the_same_numbers(element: Element, block: tuple[int
 @pytest.mark.parametrize("scale", ["up", "down", "fp32", "e4m3"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_makes_its_block_nan(bad: float, scale: Scale) -> None:
-    """A cast alone would hide an infinity in a number of usual size."""
+    """A cast alone would turn an infinity into an ordinary number."""
     x = lively(4, 32)
     x[1, 20] = bad
     numbers = quantise(x, Scaling(E4M3, (1, 16), scale)).decoded()
@@ -125,7 +125,7 @@ def test_nothing_stays_nothing(scale: Scale) -> None:
 
 
 def test_scales_of_nvfp4_reach_from_the_smallest_block_to_the_largest() -> None:
-    """A block 2^17 times smaller than the largest has no scale left; one 2^12 times smaller has."""
+    """A block 2^17 times smaller than the largest has scale 0, but one 2^12 times smaller has a usable scale."""
     x = torch.ones(3, 16) * torch.tensor([[1.0], [2.0**-12], [2.0**-20]])
     numbers = quantise(x, Scaling(E2M1, (1, 16), "e4m3")).decoded()
     torch.testing.assert_close(numbers[:2], x[:2], rtol=2**-3, atol=0)
@@ -156,7 +156,7 @@ def test_a_cut_along_borders_of_blocks_changes_no_bit(block: tuple[int, int], di
 @pytest.mark.parametrize("scale", ["up", "fp32", "e4m3"])
 @pytest.mark.parametrize(("block", "dim"), [((ALL, ALL), 0), ((ALL, ALL), 1), ((1, ALL), 1), ((ALL, 1), 0)], ids=str)
 def test_through_a_block_the_maximum_must_be_that_of_all(block: tuple[int, int], dim: int, scale: Scale) -> None:
-    """With it no bit changes; without it the scale of a share is another."""
+    """With the shared maximum no bit changes; without it the scale of a share differs."""
     x, block = lively(64, 96), (1, 16) if scale == "e4m3" else block
     x.narrow(dim, 0, x.shape[dim] // 2).mul_(0.003)
     scaling = Scaling(E4M3, block, scale)

@@ -1,4 +1,4 @@
-"""Rotations: the fast one is the plain one, lengths are kept, and only differences of positions count."""
+"""Rotations: the fast one equals the plain one, lengths are preserved, and only differences of positions matter."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ HEADS, HEAD_DIM = 3, 8
 
 
 def tables(positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, 1, head_dim / 2] of each position's angles."""
+    """Return cos and sin [seq, 1, head_dim / 2] of each position's angles."""
     turn = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
     angles = (positions.double().unsqueeze(-1) * turn).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -53,7 +53,7 @@ def test_lengths_are_kept():
     x = heads(50, torch.float64)
     rotated = rotate(x, *tables(torch.arange(50) * 37, torch.float64))
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-12, atol=0)
-    assert (rotated[:, 1:] - x[:, 1:]).norm(dim=-1).min() > 0.1  # and it does turn
+    assert (rotated[:, 1:] - x[:, 1:]).norm(dim=-1).min() > 0.1  # the rotation is not the identity
 
 
 def test_position_zero_is_not_turned():

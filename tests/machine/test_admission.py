@@ -1,4 +1,4 @@
-"""Admission of machines: at the start, and on return."""
+"""Admission of machines, at the start and when they return."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def test_what_is_measured_by_time_never_stops_a_start(tmp_path: Path, monkeypatc
     assert {verdicts[check] for check in ("loopback", "clock", "shared memory")} == {"warn"}
     monkeypatch.setattr(health, "_send_to_yourself", _too_late)
     assert not failures(before_start(tmp_path))
-    assert health.loopback(1.0).verdict == "fail"  # the doctor, who is asked when there is time, does not accept it
+    assert health.loopback(1.0).verdict == "fail"  # the machine check, which runs when there is time, rejects it
 
 
 def _too_late(size: int, patience: float) -> float:
@@ -143,7 +143,7 @@ def test_a_node_returns_only_if_it_computes_right(verdict: str, tmp_path: Path, 
 
 
 def test_a_node_does_not_return_while_the_interface_of_its_ranks_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may be reached by another one: the node would be taken, fail, and be taken again."""
+    """Other nodes may reach the store. Otherwise this node would be admitted, fail, and be admitted again."""
     monkeypatch.setattr(admission.health, "doctor", lambda folder: [])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     nodes = LocalNodes(Job("a:b", {}, ranks=1, run_dir=tmp_path))
@@ -156,7 +156,7 @@ def test_a_node_does_not_return_while_the_interface_of_its_ranks_is_down(tmp_pat
 
 
 def test_a_check_that_breaks_off_is_one_that_was_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a verdict nobody would ever ask again."""
+    """Without a result the node would never be checked again."""
 
     def doctor(folder: Path) -> list[Finding]:
         raise subprocess.CalledProcessError(1, "ip link show")
@@ -170,7 +170,7 @@ def test_a_check_that_breaks_off_is_one_that_was_not_passed(tmp_path: Path, monk
 
 
 def test_a_run_folder_whose_store_is_away_fails_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that waits to be fit may yet see the store come back."""
+    """The store may come back while a node waits for admission."""
 
     present = Path.stat
 

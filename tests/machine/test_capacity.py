@@ -1,4 +1,4 @@
-"""Resources of a machine for training."""
+"""The resources of a machine for training."""
 
 from pathlib import Path
 
@@ -11,7 +11,8 @@ GIB = 2.0**30
 
 
 def machine(folder: Path, group: str, **limits: str) -> tuple[float, str]:
-    """The limit on a machine of 8 GiB for a process in the control group `group`; `limits`: file -> text below /sys/fs/cgroup."""
+    """Return the memory limit of a process in the cgroup `group` on a machine of 8 GiB. `limits`: file below /sys/fs/cgroup ->
+    text."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/meminfo").write_text("MemFree: 1 kB\nMemTotal:        8388608 kB\n")
     (folder / "proc/self/cgroup").write_text(group)

@@ -1,4 +1,4 @@
-"""Description of a machine, without torch."""
+"""The description of a machine, made without torch."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Output of GPU tools is read and judged right. The samples are written by hand after the programs' documented layouts, not recorded."""
+"""The output of GPU tools is parsed and judged correctly. Samples are written by hand from the documented layouts, not recorded."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checks of a machine: what they measure is real, and what they say follows from it."""
+"""Checks of a machine measure real values, and their results follow from these."""
 
 import os
 import time

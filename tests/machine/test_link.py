@@ -1,4 +1,4 @@
-"""An interface that goes down is heard of at once, by those who can do nothing about it but say so."""
+"""An interface that goes down is noticed at once, and reported."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A slow link in user space: rate, delay and order, packets lost, and outages."""
+"""A slow link in user space: rate, delay, order, lost packets and outages."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A Slurm of one node for tests: Debian's own daemons, with keys, folders and ports that nobody else uses."""
+"""A Slurm cluster of one node for tests: Debian's daemons, with keys, folders and ports of their own."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None if there can."""
+    """Return the reason why Slurm cannot run here, or None if it can."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
     if lacking:
         return f"needs Slurm (make engines, or apt install slurmctld slurmd slurm-client munge): there is no {', '.join(lacking)}"
@@ -57,7 +57,7 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """A running Slurm, by its commands."""
+    """A running Slurm cluster, used through its commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +65,8 @@ class Cluster:
         self.environment = {**os.environ, "PATH": SEARCH, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def begin(self) -> None:
-        """Start all daemons, and wait for the node. Skips the test, and says why, where they do not run: in some containers."""
+        """Start all daemons, and wait for the node. Skips the test, with the reason, if they cannot run, as in some
+        containers."""
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -94,7 +95,7 @@ class Cluster:
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 outputs = [(self.folder / f"{name}.out").read_text()[-500:] for name in ended or self._daemons]
-                # daemons of others, which want rights (cgroups, names of hosts) that containers may not give
+                # these daemons need rights (cgroups, host names) that some containers lack
                 pytest.skip(f"Slurm does not run here: {' '.join(ended) or 'no node'}: {' '.join(outputs)}")
             time.sleep(0.1)
 
@@ -108,7 +109,7 @@ class Cluster:
         self._start("slurmd", "-D")
 
     def power_off(self) -> None:
-        """Kill the node's daemon, and all that Slurm started there."""
+        """Kill the node's daemon and all processes that Slurm started there."""
         daemon = self._daemons.pop("slurmd")
         for process in (daemon.pid, *self.steps()):
             for one in _with_descendants(process):
@@ -117,7 +118,7 @@ class Cluster:
         daemon.wait()
 
     def steps(self) -> list[int]:
-        """Process ids of the daemons of this cluster's job steps, under which all that they started runs."""
+        """Return the process ids of the daemons of this cluster's job steps, which are the parents of all job processes."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -127,7 +128,7 @@ class Cluster:
         return found
 
     def say(self, *command: str) -> str:
-        """Return the output of a Slurm command. Raises with its complaint when it fails."""
+        """Return the output of a Slurm command. Raises with its error output if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
@@ -138,7 +139,7 @@ class Cluster:
         return words[name]
 
     def end(self) -> None:
-        """Kill everything that this cluster started."""
+        """Kill all processes that this cluster started."""
         with contextlib.suppress(KeyError):
             self.power_off()
         for daemon in self._daemons.values():
@@ -154,7 +155,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Cluster]:
-    """A Slurm whose files lie in `folder`, for as long as the block runs."""
+    """Run a Slurm cluster with its files in `folder` while the block runs."""
     folder.mkdir(parents=True)
     cluster = Cluster(folder)
     try:

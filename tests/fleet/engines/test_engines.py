@@ -1,4 +1,4 @@
-"""Artefacts for engines: golden texts that parse, and scripts that do what they say when the engine is played by stand-ins."""
+"""Files for engines: they equal golden texts and parse, and scripts behave correctly with stand-ins for the engine's programs."""
 
 import ast
 import os
@@ -39,7 +39,7 @@ def _spec() -> RunSpec:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_artefacts_are_as_in_the_golden_files(engine: str) -> None:
-    """A changed template is a visible difference. To accept it, write the new text over the golden file."""
+    """A changed template shows as a difference. To accept it, overwrite the golden file with the new text."""
     made = emit(engine, _spec(), LAUNCH)
     golden = GOLDEN / f"{engine}.txt"
     assert f"# {made.submit}\n{made.text}" == golden.read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_the_manifest_is_yaml_that_says_what_was_asked(launch: Launch) -> None:
 
 
 def _bin(folder: Path, **scripts: str) -> None:
-    """Stand-ins for programs, first in the PATH."""
+    """Put stand-ins for programs first in the PATH."""
     folder.mkdir()
     for name, body in scripts.items():
         path = folder / name
@@ -89,9 +89,9 @@ def _bin(folder: Path, **scripts: str) -> None:
 def _play_slurm(
     tmp_path: Path, *, srun: str, before: str = "", events: str = "", restarts: int = 0, launch: Launch = LAUNCH
 ) -> tuple[int, str, str]:
-    """Run the batch script with Slurm's programs played by stand-ins: status, what was ordered of Slurm, what srun was given.
+    """Run the batch script with stand-ins for Slurm's programs. Return the status, the orders to Slurm, and srun's arguments.
 
-    `before` is what earlier starts left in the run's log, `events` what this one writes.
+    `before`: events of earlier starts in the run's log; `events`: those that this start writes.
     """
     run_dir = tmp_path / "run's folder"
     run_dir.mkdir()
@@ -134,7 +134,7 @@ def test_slurm_queues_again_what_another_start_can_help(code: ExitCode, tmp_path
 @pytest.mark.parametrize(("reason", "code"), [("finished", 0), ("stopped", 75), ("failed", 1)])
 @pytest.mark.parametrize("step", [0, 1, 137])
 def test_the_jobs_status_is_what_the_run_says_of_its_end(step: int, reason: str, code: int, tmp_path: Path) -> None:
-    """torchrun ends with 1 whatever happened, and a step that lost a node badly although a spare took its place."""
+    """torchrun always ends with 1, and a job step that lost a node ends with an error although a spare replaced it."""
     assert _play_slurm(tmp_path, srun=f"exit {step}", events=_finished(reason))[0] == code
 
 
@@ -246,7 +246,7 @@ def test_names_become_what_schedulers_take(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "local"])
 def test_machines_with_agents_are_given_a_key_and_others_none(engine: str) -> None:
-    """The key is a file of the run folder, in no argument and no variable."""
+    """The key is in a file of the run folder, and in no argument or variable."""
     made = "python -m megalith.cli key '/shared/runs/it'\"'\"'s mine'"
     text = emit(engine, _spec(), replace(LAUNCH, agent=True)).text.replace('\\"', '"')
     assert made in text and text.index(made) < text.index("megalith.cli agent")

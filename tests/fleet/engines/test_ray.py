@@ -1,4 +1,4 @@
-"""The driver under Ray itself."""
+"""The driver under real Ray."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
     made = emit("ray", spec, launch)
     (tmp_path / made.file).write_text(made.text)
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-    # without a token in the home folder, and without a word to Ray's makers
+    # without a token in the home folder, and without usage reports to Ray's makers
     environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
     def kill_torchrun() -> None:
@@ -45,7 +45,7 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
 
     command, times = [str(PYTHON), str(tmp_path / made.file)], 1
     code = _submit(command, environment, output, meanwhile=kill_torchrun)
-    while code and RAYS_OWN in output.read_text() and times < 3:  # Ray itself fell over: whoever submitted it submits it again
+    while code and RAYS_OWN in output.read_text() and times < 3:  # Ray itself failed: the user submits the job again
         code, times = _submit(command, environment, output), times + 1
     assert code == 0, output.read_text()[-5000:]
     starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
@@ -70,10 +70,10 @@ def _submit(
 
 
 def _torchruns(folder: Path) -> list[int]:
-    """Process ids of the torchruns that this run has."""
+    """Return the process ids of this run's torchruns."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             words = path.read_bytes().split(b"\0")
             if str(folder).encode() in words and any(word.endswith(b"/torchrun") for word in words):
                 found.append(int(path.parent.name))

@@ -1,4 +1,4 @@
-"""The batch script under Slurm itself."""
+"""The batch script under real Slurm."""
 
 import time
 from collections.abc import Callable
@@ -31,7 +31,8 @@ launch = {{ threads = 1, start_timeout = 250.0 }}
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_a_job_that_is_told_to_end_and_then_loses_its_node_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """One job, since each start costs imports: told by scancel, queued again by itself; its node lost, queued again by Slurm."""
+    """One job for both cases, since each start costs imports. Signalled by scancel, it requeues itself; after a lost node, Slurm
+    requeues it."""
     (tmp_path / "run.toml").write_text(RUN.format(data=prepare_text(tmp_path)))
     spec, folder, output = load(tmp_path / "run.toml").spec, tmp_path / "run", tmp_path / "output"
     launch = Launch(
@@ -64,7 +65,7 @@ def test_a_job_that_is_told_to_end_and_then_loses_its_node_ends_with_the_same_bi
 
 
 def until_event(folder: Path, kind: type[Kind], output: Path, fits: Callable[[Kind], bool] = lambda event: True) -> Kind:
-    """The first event of a class that fits, once the run has logged it."""
+    """Wait for the first matching event of a class in the run's log, and return it."""
     found: list[Kind] = []
 
     def look() -> bool:
@@ -76,7 +77,7 @@ def until_event(folder: Path, kind: type[Kind], output: Path, fits: Callable[[Ki
 
 
 def until(true: Callable[[], bool], output: Path) -> None:
-    """Wait; raises with the job's output if it takes too long."""
+    """Wait for a condition; raise with the job's output if it takes too long."""
     end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end, output.read_text()[-5000:] if output.exists() else "no output"

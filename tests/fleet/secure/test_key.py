@@ -1,4 +1,4 @@
-"""Source of a run's key, and files that must not hold it."""
+"""The source of a run's key, and files that must not contain it."""
 
 import os
 import stat
@@ -81,7 +81,7 @@ def test_a_key_that_others_can_read_serves_no_port(tmp_path: Path, capsys: pytes
 def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key.make(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    if os.getuid() != 0:  # root's own files are everybody's to trust
+    if os.getuid() != 0:  # files of root are trusted
         with pytest.raises(NoKey, match=f"belongs to user {os.getuid()}, not to 12345"):
             key.shared(tmp_path, {})
     else:

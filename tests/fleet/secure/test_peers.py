@@ -1,4 +1,4 @@
-"""Connections between sites: whole messages in order, only from sites, also after a connection broke."""
+"""Connections between sites deliver whole messages in order, only from sites, even after a connection broke."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE
 
 @contextlib.contextmanager
 def _sites(count: int, *, keys: Mapping[int, Key] | None = None) -> Iterator[list[Peers]]:
-    """All sites of a run in this process, none of which has begun to connect."""
+    """Make all sites of a run in this process. None has begun to connect."""
     found = list[Peers]()
     for number in range(count):
         key = (keys or {}).get(number, KEY)
@@ -49,7 +49,7 @@ def _messages(peers: Peers, count: int) -> dict[int, list[bytes]]:
 
 
 def _greeted(peers: Peers) -> int:
-    """Return the site of the next event, which is a new connection."""
+    """Wait for the next event, which must be a new connection, and return its site."""
     news = peers.next(PATIENCE)
     assert news is not None and news.message is None
     return news.site
@@ -88,7 +88,7 @@ def test_what_was_sent_before_the_end_still_arrives() -> None:
 
 
 def test_closing_says_whether_all_was_read() -> None:
-    """The other site is too slow at first."""
+    """The other site is too slow in the beginning."""
     with _sites(2) as sites:
         _open(sites)
         slow, free = sites[0]._peers[1].opener, threading.Event()
@@ -140,7 +140,7 @@ def test_it_is_known_why_a_site_is_missing() -> None:
 
 
 def test_a_link_that_is_too_slow_fills_no_memory() -> None:
-    """The connection is cut, and both ends learn of it; what waited is lost."""
+    """The connection is cut, both ends notice, and queued messages are lost."""
     with _sites(2) as sites:
         sites[0]._most_waiting = 64 * PIECE_BYTES
         _open(sites)
@@ -152,7 +152,7 @@ def test_a_link_that_is_too_slow_fills_no_memory() -> None:
 
 
 def _break_after(peers: Peers, site: int, frames: int) -> None:
-    """Break the connection to a site once so many more frames have been sent."""
+    """Break the connection to a site once this many more frames have been sent."""
     there, left = peers._peers[site], [frames]
     seal = there.sealer.seal
 
@@ -171,7 +171,7 @@ MIDDLE = {"the same message": (0, 3), "another one": (1, 0), "another one of the
 @pytest.mark.parametrize("sender", [0, 1])
 @pytest.mark.parametrize("what", MIDDLE)
 def test_a_message_that_was_cut_goes_on_where_it_was(what: str, sender: int) -> None:
-    """No byte that has arrived is sent again, if it is the beginning of what is sent next."""
+    """Received bytes are not sent again if they are the beginning of the next message."""
     differs, arrived = MIDDLE[what]
     message = bytearray(bytes(range(256)) * (10 * PIECE_BYTES // 256))
     with _sites(2) as sites:
@@ -196,7 +196,7 @@ def test_a_message_that_was_cut_goes_on_where_it_was(what: str, sender: int) -> 
 
 
 def test_a_cut_message_is_resumed_behind_a_longer_one() -> None:
-    """The fragments of a model are sent anew after a cut, in an order of their own."""
+    """After a cut the fragments of a model are sent anew, in another order."""
     cut, longer = bytes(10 * PIECE_BYTES), b"x" * (20 * PIECE_BYTES)
     with _sites(2) as sites:
         one, other = sites
@@ -215,7 +215,7 @@ def test_a_cut_message_is_resumed_behind_a_longer_one() -> None:
 
 
 def test_what_has_left_waits_no_longer() -> None:
-    """A site gets all weights, as long as a link takes more than comes new: half a message counts as half."""
+    """A site gets all weights if the link is faster than new messages come. Half a message counts as half."""
     with _sites(2) as sites:
         sites[0]._most_waiting = 80 * PIECE_BYTES
         _open(sites)
@@ -248,7 +248,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("what", STRANGERS)
 def test_strangers_do_not_keep_sites_apart(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are places, before any site comes, and while sites are connected."""
+    """Strangers connect in greater number than there are places, before any site connects and while sites are connected."""
     monkeypatch.setattr(transport, "PROOF_SECONDS", 1.0)
     crowd = list[socket.socket]()
 
@@ -274,7 +274,7 @@ def test_strangers_do_not_keep_sites_apart(what: str, monkeypatch: pytest.Monkey
 
 
 def test_an_altered_frame_ends_the_connection() -> None:
-    """An attacker on the path can only cut it."""
+    """An attacker on the path can only cut the connection."""
     with _sites(2) as sites:
         _open(sites)
         assert _greeted(sites[0]) == 1
@@ -283,7 +283,7 @@ def test_an_altered_frame_ends_the_connection() -> None:
 
 
 def test_who_proves_itself_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte comes in time, and the whole greeting would not: meanwhile nobody would try again."""
+    """Each byte arrives in time, but the whole greeting would not, and meanwhile the site would not try again."""
     monkeypatch.setattr(transport, "PROOF_SECONDS", 1.0)
     given = 0
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,5 @@
-"""Folders that only this user can access, in a place that all users can. Another effective user id stands in for another user."""
+"""Folders that only this user can access, in a place that all users can access. Another effective user id plays the other
+user."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The store of a run through its port: strangers who send anything, nothing, too much, or what they recorded."""
+"""A run's store, attacked through its port: strangers send garbage, nothing, too much, or recorded messages."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def store() -> Iterator[Callable[..., Store]]:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """True if the store ends a connection; reads its output before."""
+    """True if the store closes a connection. Reads its output first."""
     try:
         while connection.recv(4096):
             pass
@@ -77,7 +77,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _proved(connection: socket.socket) -> ClientHandshake:
-    """Exchange the proofs by hand."""
+    """Exchange the proofs step by step."""
     handshake = ClientHandshake(KEY, _exactly(connection, GREETING_BYTES))
     connection.sendall(handshake.proof)
     return handshake
@@ -138,7 +138,7 @@ def test_who_has_another_key_is_refused_on_both_sides(store: Callable[..., Store
 
 
 def test_a_stranger_who_plays_the_store_is_not_believed() -> None:
-    """It knows the form of the greeting, and answers the proof with what it recorded elsewhere."""
+    """The stranger knows the form of the greeting, and replies to the challenge with a recorded proof."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -204,7 +204,7 @@ def test_garbage_ends_its_own_connection_and_nothing_else(store: Callable[..., S
 
 
 def test_idle_connections_get_neither_time_nor_places(store: Callable[..., Store]) -> None:
-    """The newest connection takes the place of the oldest, so honest processes come in between; each has a deadline."""
+    """The newest connection replaces the oldest, so honest processes get through, and each connection has a deadline."""
     run = store(Limits(unproved=8, seconds=3600.0))
     client = run.client()
     before = run.resident_pages()
@@ -223,7 +223,7 @@ def test_idle_connections_get_neither_time_nor_places(store: Callable[..., Store
 
 
 def test_what_was_recorded_says_nothing_a_second_time(store: Callable[..., Store]) -> None:
-    """Neither in its own connection, nor in another one, nor sent back to who said it."""
+    """A recorded message is not accepted in its own connection, in another one, or sent back to its sender."""
     run = store()
     connection = run.stranger()
     handshake = _proved(connection)
@@ -237,7 +237,7 @@ def test_what_was_recorded_says_nothing_a_second_time(store: Callable[..., Store
     connection.sendall(sealer.seal(messages.pack(Operation.GET, b"n")))
     assert _reply(connection, opener) == (Operation.DONE, [b"1"])
 
-    other = run.stranger()  # the whole conversation again: the server's nonce is another one
+    other = run.stranger()  # the whole conversation again, but the server's nonce is a new one
     _exactly(other, GREETING_BYTES)
     other.sendall(handshake.proof + add)
     assert _is_closed(other)
@@ -268,7 +268,7 @@ def test_injected_and_altered_messages_are_dropped_and_the_connection_goes_on(st
 
 
 def test_a_reply_that_was_altered_or_came_before_is_not_taken(store: Callable[..., Store]) -> None:
-    """Somebody in the middle, who passes everything on, repeats replies and alters some."""
+    """A man in the middle who forwards everything, repeats replies and alters some."""
     run = store()
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -21,7 +21,7 @@ from tests.patience import PATIENCE
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Tables `sites.tls` by name: of both sites, of one that another authority signed, and of one at another address."""
+    """Make tables `sites.tls` by name: for both sites, for one signed by another authority, and for one at another address."""
     folder = tmp_path_factory.mktemp("certificates")
     certificates.authority(folder)
     certificates.authority(folder, "other")
@@ -41,7 +41,7 @@ def _tls(table: Mapping[str, str]) -> Tls:
 def _two(
     first: Tls | None, second: Tls | None, *, key: Key = KEY, path: Callable[[Address], Address] = lambda address: address
 ) -> Iterator[tuple[Peers, Peers]]:
-    """Two sites that connect. `key`: the second one's. `path`: where the second finds the first."""
+    """Make two sites that connect. `key`: the second site's key. `path`: the address at which the second finds the first."""
     one = Peers(0, 2, KEY, address_of=lambda _: None, tls=first)
     other = Peers(1, 2, key, address_of=lambda _: path(one.address), tls=second)
     one.open()
@@ -76,7 +76,7 @@ def test_both_send_at_once(files: dict[str, dict[str, str]]) -> None:
 
 
 class _Tap:
-    """An attacker on the path, who forwards and keeps all bytes."""
+    """An attacker on the path who forwards and records all bytes."""
 
     def __init__(self) -> None:
         self.seen = bytearray()
@@ -89,7 +89,7 @@ class _Tap:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End all threads and close all sockets, which another test's process would inherit."""
+        """End all threads and close all sockets, since processes of other tests would inherit them."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -149,7 +149,7 @@ def test_nobody_on_the_path_can_read(encrypted: bool, files: dict[str, dict[str,
 def test_others_are_refused(
     first: str, second: str, trouble: str, files: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another authority's certificate, one of another address, and none at all."""
+    """The certificate is another authority's, or names another address, or is missing."""
     monkeypatch.setattr("megalith.fleet.secure.peers.PROOF_SECONDS", 1.0)
     ends = [_tls(files[name]) if name else None for name in (first, second)]
     with _two(*ends) as sites:

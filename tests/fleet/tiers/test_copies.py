@@ -1,4 +1,4 @@
-"""Copies of the state as files: half-written or altered files do not count, and pieces make up a whole copy."""
+"""Copies of the state as files. Half-written or altered files do not count, and pieces add up to a whole copy."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LAYOUT = Layout.of([("weights.a", "F32", (5, 3), 60), ("moments.first.a", "F32",
 
 
 def write(root: Path, node: str, rank: int, step: int, *, whose: Whose = "own", world: int = WORLD, buffer: int = 0) -> Buffer:
-    """Write a rank's copy in the way of a rank."""
+    """Write a rank's copy as the rank itself would."""
     text = LAYOUT.dump()
     file = Buffer.create(node_folder(root, node) / copies.file_name(whose, rank, buffer), len(text) + LAYOUT.payload, key=KEY)
     file.strike_out()
@@ -57,7 +57,7 @@ def test_a_step_is_whole_when_every_rank_has_its_piece(tmp_path: Path) -> None:
     for rank in range(WORLD):
         write(tmp_path, node_of(rank), rank, 5)
     assert survey(tmp_path) == (Copy(Tier.MEMORY, 5),)
-    write(tmp_path, "n0", 0, 6, buffer=1)  # the others have not come so far
+    write(tmp_path, "n0", 0, 6, buffer=1)  # the other ranks have not reached that step
     write(tmp_path, "n0", 1, 6, buffer=1)
     assert survey(tmp_path) == (Copy(Tier.MEMORY, 6, frozenset({1})), Copy(Tier.MEMORY, 5))
     assert newest(survey(tmp_path)) == newest((Copy(Tier.MEMORY, 5),))
@@ -105,7 +105,7 @@ def test_what_a_node_kept_for_others_in_another_slot_does_not_count(tmp_path: Pa
     for rank in range(WORLD):
         write(
             tmp_path, node_of(rank), rank, 5, whose="buddy"
-        )  # each node has its own ranks', as none of the placement's buddies would
+        )  # each node keeps its own ranks' copies as a buddy's, which no placement does
     kept = copies.survey(tmp_path, placement=("n0", "n1"), world=WORLD, key=KEY, distance=1)
     assert kept == ()
     assert copies.survey(tmp_path, placement=("n1", "n0"), world=WORLD, key=KEY, distance=1) == (Copy(Tier.BUDDY, 5),)

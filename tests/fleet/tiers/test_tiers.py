@@ -1,4 +1,4 @@
-"""The newest whole state among copies that have lost pieces."""
+"""The newest complete state among copies that have lost pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
