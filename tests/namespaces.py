@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces of Linux, joined by a switch. What is lost here is really unreachable."""
+"""Machines for tests: Linux network namespaces, joined by a switch. A lost machine is really unreachable."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from megalith.machine.networks import Network
 
 @dataclass(frozen=True)
 class Machine:
-    """One namespace. `name` is also what its processes call their machine."""
+    """One namespace. `name` is also the host name that its processes see."""
 
     name: str
     network: Network
@@ -27,14 +27,14 @@ class Machine:
         return self.network.namespace(self.name)
 
     def start(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a process here, which writes to `log`."""
+        """Start a process in the namespace, which writes to `log`."""
         with log.open("ab") as out:
             words = ["ip", "netns", "exec", self.namespace, *command]
             self.started.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment))
         return self.started[-1]
 
     def processes(self) -> dict[int, str]:
-        """Command lines of all that run here, by process id."""
+        """Return the command lines of all processes in the namespace, by process id."""
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
         lines = {}
         for process in map(int, found.stdout.split()):
@@ -43,7 +43,7 @@ class Machine:
         return lines
 
     def kill(self) -> None:
-        """Power off: nothing that runs here can do anything more."""
+        """Power the machine off: kill all of its processes."""
         while processes := self.processes():
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -59,7 +59,7 @@ class Machine:
 
 @contextlib.contextmanager
 def machines(names: Sequence[str]) -> Iterator[tuple[Machine, ...]]:
-    """Machines at one switch; everything that runs on them is killed at the end."""
+    """Yield machines at one switch. All of their processes are killed at the end."""
     with networks.joined(names) as network:
         made = tuple(Machine(name, network, network.address(number)) for number, name in enumerate(names))
         try:

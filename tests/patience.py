@@ -1,3 +1,3 @@
-"""How long tests wait."""
+"""The time for which tests wait."""
 
-PATIENCE = 600.0  # seconds before a test is taken to hang: no test is about how fast a machine is
+PATIENCE = 600.0  # seconds after which a test counts as hanging: no test depends on a machine's speed

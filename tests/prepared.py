@@ -1,4 +1,4 @@
-"""Prepared data as far as what needs no text to be read: manifest, tokenizer, and shards of holes."""
+"""Prepared data without text: manifest, tokenizer, and sparse shards."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from megalith.data.manifest import Domain, Manifest, Options, Shard, Split, Toke
 
 
 def hollow_data(folder: Path, *domains: str, train: int = 2_000_000, validation: int = 1000, vocab: int = 1000) -> Manifest:
-    """Write a prepared folder of these domains, with so many tokens each."""
+    """Write a prepared folder with these domains, each with this number of tokens."""
     folder.mkdir(parents=True)
 
     def split(name: str, tokens: int) -> Split:

@@ -1,4 +1,4 @@
-"""Laws about time, asked where the processes had a processor when they needed one, as the kernel's schedstat tells."""
+"""Laws about time, tested only if the processes had a CPU when they needed one, according to the kernel's schedstat."""
 
 import os
 import time
@@ -10,25 +10,25 @@ from megalith.fleet import evidence
 from tests.patience import PATIENCE
 
 ENOUGH = 0.02
-"""Share of a time that may be spent waiting for a processor where a law about that time is asked."""
+"""The largest share of a time that may be spent waiting for a CPU if a law about that time is tested."""
 
 
 def waited() -> float:
-    """Seconds for which this process's threads were ready to run and had no processor, so far."""
+    """Return the seconds so far for which this process's threads were runnable without a CPU."""
     return evidence.queued(os.getpid())
 
 
 def excuse(share: float, *, most: float = ENOUGH) -> None:
-    """Skip a law that did not hold, if the processes that were measured waited for this `share` of the time, more than `most`: then it
-    says nothing."""
-    if share > most:  # the product is not to blame for what its neighbours use
+    """Skip a law that did not hold if the measured processes waited for a `share` of the time above `most`: then the failure proves
+    nothing."""
+    if share > most:  # other programs, not the product, used the CPUs
         pytest.skip(
             f"the processes waited {share:.0%} of the time for a processor: the law is about a machine that has some to spare"
         )
 
 
 def rest(seconds: float) -> None:
-    """Wait until this process's other threads have had `seconds` to run in."""
+    """Wait until this process's other threads could have run for `seconds`."""
     end, left = time.monotonic() + PATIENCE, seconds
     while left > 0 and time.monotonic() < end:
         before = waited()
@@ -37,7 +37,8 @@ def rest(seconds: float) -> None:
 
 
 def cost(function: Callable[[], object], *, than: Callable[[], object], tries: int = 3) -> float:
-    """Processor time of a function over that of another, on whatever machine this is: the least of some tries."""
+    """Return the processor time of a function over that of another, the least of several tries, which does not depend
+    on the machine."""
 
     def seconds(one: Callable[[], object]) -> float:
         before = time.process_time()

@@ -1,4 +1,4 @@
-"""Small DeepSeeks for tests, and transformers' V2 and V3 with their weights."""
+"""Small DeepSeek models for tests, and transformers' V2 and V3 with the same weights."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ YARN = YarnScaling(factor=4.0, original_context=16, mscale=0.707, mscale_all_dim
 
 
 def deepseek(**sizes: Any) -> DeepSeek:
-    """A tiny DeepSeek-V3 without queries' latent, with other `sizes`."""
+    """Return a tiny DeepSeek-V3 without latent queries, with other `sizes`."""
     return DeepSeek.model_validate(SIZES | sizes)
 
 
 def config_of(spec: DeepSeek) -> Any:
-    """transformers' configuration of it; skips where transformers is not installed."""
+    """Return transformers' configuration of the model. Skips the test if transformers is not installed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if (scaling := spec.rope_scaling) is not None:
@@ -76,7 +76,8 @@ def config_of(spec: DeepSeek) -> Any:
 
 
 def paired(rows: Tensor, channels: int) -> Tensor:
-    """Rows whose last `channels` turn in halves (i with i + channels / 2), in the order in which neighbours turn together."""
+    """Reorder rows whose last `channels` are rotated in halves (i with i + channels / 2), so that neighbours are rotated
+    together."""
     kept, turned = rows[: len(rows) - channels], rows[len(rows) - channels :]
     return torch.cat((kept, turned.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)))
 
@@ -103,7 +104,7 @@ NAMES = {
 
 
 def in_pairs(name: str, weight: Tensor, spec: DeepSeek) -> Tensor:
-    """One of our weights, with transformers' order of rotary channels."""
+    """Return one of our weights with transformers' order of rotary channels."""
     if name.endswith(("attention.q.weight", "attention.q_up.weight")):
         heads = weight.unflatten(0, (spec.heads, -1))
         return torch.cat([paired(head, spec.rope_dim) for head in heads])
@@ -111,7 +112,7 @@ def in_pairs(name: str, weight: Tensor, spec: DeepSeek) -> Tensor:
 
 
 def block_weights(prefix: str, weights: dict[str, Tensor], spec: DeepSeek) -> dict[str, Tensor]:
-    """A block's weights under transformers' names, experts stacked as it holds them."""
+    """Return a block's weights under transformers' names, with experts stacked as in transformers."""
     found: dict[str, Tensor] = {}
     inside = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
     for name, weight in inside.items():
@@ -127,12 +128,12 @@ def block_weights(prefix: str, weights: dict[str, Tensor], spec: DeepSeek) -> di
 
 
 def weights_of(model: Stage) -> dict[str, Tensor]:
-    """All weights and buffers by our names."""
+    """Return all weights and buffers by our names."""
     return {name: tensor.detach() for name, tensor in (model.parameters_by_name() | dict(model.named_buffers())).items()}
 
 
 def twin(spec: DeepSeek, ours: Stage) -> Any:
-    """transformers' model with our weights (multi-token prediction is not a part of it)."""
+    """Return transformers' model with our weights. It has no multi-token prediction."""
     import transformers  # slow to import, and only these tests need it
 
     kind = transformers.DeepseekV2ForCausalLM if spec.scores == "softmax" else transformers.DeepseekV3ForCausalLM
@@ -149,7 +150,8 @@ def twin(spec: DeepSeek, ours: Stage) -> Any:
 
 
 def drafting(spec: DeepSeek, ours: Stage, theirs: Any) -> Any:
-    """transformers' module that predicts the further tokens, with our weights; skips where transformers is not installed."""
+    """Return transformers' module for multi-token prediction, with our weights. Skips the test if transformers is not
+    installed."""
     layers = pytest.importorskip("transformers.modeling_layers", reason="transformers is not installed")
     made, weights = layers.MtpModel(theirs, spec.ahead).eval(), weights_of(ours)
     for number, layer in enumerate(made.layers):

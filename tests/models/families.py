@@ -1,4 +1,4 @@
-"""A small model of every dense family, with everything that makes the family another one."""
+"""A small model of every dense family, with everything that distinguishes the family."""
 
 from megalith.spec.families import Model
 from megalith.spec.families.gemma2 import Gemma2
@@ -11,7 +11,7 @@ from megalith.spec.families.qwen3 import Qwen3
 from megalith.spec.model import LinearScaling, YarnScaling
 
 SIZES = {"layers": 3, "dim": 32, "heads": 4, "vocab": 96, "context": 64}
-# what transformers spells out is spelled out, so that a model read back is the same
+# values that transformers writes explicitly are explicit here, so that an imported model is the same
 EXPORTED: dict[str, Model] = {
     "llama": Llama(**SIZES, kv_heads=2, head_dim=8, ffn=48),
     "llama with biases": Llama(

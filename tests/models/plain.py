@@ -14,12 +14,12 @@ from tests.specs import TINY
 
 
 def llama(**sizes: Any) -> Llama:
-    """The tests' tiny Llama with other `sizes`."""
+    """Return the tests' tiny Llama with other `sizes`."""
     return Llama.model_validate(TINY | sizes)
 
 
 def stage(spec: Model, first: int = 0, last: int | None = None, *, seed: int = 0) -> Stage:
-    """Parts of the model, initialised."""
+    """Return initialised parts of the model."""
     made = Stage(spec.build(), first, last)
     for name, part in made.parts():
         initialise(part, name=name, spec=made.spec, seed=seed)
@@ -27,7 +27,7 @@ def stage(spec: Model, first: int = 0, last: int | None = None, *, seed: int = 0
 
 
 def lively(spec: Model, *, seed: int = 0, spread: float = 0.15) -> Stage:
-    """A whole model whose weights are large enough for its logits to differ clearly."""
+    """Return a whole model whose weights are so large that logits differ clearly."""
     made = stage(spec, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,12 +37,12 @@ def lively(spec: Model, *, seed: int = 0, spread: float = 0.15) -> Stage:
 
 
 def tokens_of(spec: Model, batch: int = 2, seq: int = 24, *, seed: int = 0) -> Tensor:
-    """Random tokens [batch, seq]."""
+    """Return random tokens [batch, seq]."""
     return torch.randint(spec.vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: Stage, tokens: Tensor, **more: Any) -> Tensor:
-    """Logits [batch, seq, vocab]."""
+    """Return logits [batch, seq, vocab]."""
     out = model(tokens, Batch(tokens, **more))
     assert isinstance(out, Tensor)
     return out

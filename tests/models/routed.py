@@ -1,4 +1,4 @@
-"""Small mixtures of experts: a model of every family that transformers has, and one layer."""
+"""Small mixtures of experts: a model of every family in transformers, and a single layer."""
 
 import torch
 
@@ -23,7 +23,7 @@ ROUTED: dict[str, Model] = {
 
 
 def mixture(dim: int, spec: MoeSpec) -> Moe:
-    """A layer with weights, and a bias if it has one, far from 0."""
+    """Return a layer whose weights, and bias if it has one, are far from 0."""
     torch.manual_seed(1)
     moe = Moe(dim, spec)
     with torch.no_grad():

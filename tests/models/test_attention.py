@@ -1,4 +1,4 @@
-"""Attention as part of a model. Its core has tests of its own."""
+"""Attention as part of a model. test_core.py tests its core."""
 
 import torch
 
@@ -15,4 +15,4 @@ def test_a_whole_training_step_holds_no_matrix_of_all_pairs_of_tokens():
     assert largest.most <= 32 * seq  # the residual stream: dim x seq
     with Largest() as seen:
         torch.nn.functional.scaled_dot_product_attention(*(torch.randn(1, 1, 64, 8),) * 3, attn_mask=torch.zeros(64, 64))
-    assert (1, 1, 64, 64) in seen.shapes or seen.most >= 64 * 64  # the measurement would see one
+    assert (1, 1, 64, 64) in seen.shapes or seen.most >= 64 * 64  # the measurement would find one

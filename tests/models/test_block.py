@@ -1,4 +1,4 @@
-"""Blocks of every family, by transformers where it has the family, else by their formula."""
+"""Blocks of every family equal transformers' or, if it lacks the family, their formula."""
 
 import math
 
@@ -22,7 +22,7 @@ every_family = pytest.mark.parametrize("spec", DENSE.values(), ids=DENSE.keys())
 
 
 def stirred(spec: Model, *, spread: float = 0.3) -> Stage:
-    """A model with every parameter, biases and norms too, away from its neutral value."""
+    """Return a model in which every parameter, including biases and norms, differs from its neutral value."""
     made, generator = stage(spec), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters_by_name().values():
@@ -31,7 +31,7 @@ def stirred(spec: Model, *, spread: float = 0.3) -> Stage:
 
 
 def objective(model: Stage, tokens: Tensor) -> Tensor:
-    """Mean next-token loss."""
+    """Return the mean next-token loss."""
     targets = torch.cat((tokens[:, 1:], torch.full((len(tokens), 1), -100)), dim=1)
     loss = model(tokens, Batch(tokens, targets=targets, loss_scale=1 / int((targets >= 0).sum())))
     assert isinstance(loss, Loss)
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_transformers(spec: Model):
 
 
 def test_a_parallel_block_adds_both_halves_of_one_norm():
-    """PaLM (arXiv:2204.02311, section 2), written out: one LayerNorm without bias, one key-value head, swish gate."""
+    """PaLM's block (arXiv:2204.02311, section 2) written out: one LayerNorm without bias, one key-value head, swish gate."""
     spec = DENSE["palm"]
     model = stirred(spec)
     block = model.blocks["0"]
@@ -126,7 +126,7 @@ def test_packed_documents_give_what_each_gives_alone(spec: Model):
 
 
 def test_only_the_first_of_two_gemma_layers_forgets_what_lies_beyond_its_window():
-    """A change 7 tokens back is out of a window of 7 for a lone windowed layer; the layer without one sees it."""
+    """A change 7 tokens back is outside the window of 7 of a windowed layer, but a layer without a window sees it."""
     spec = DENSE["gemma2"]
     model, tokens = stirred(spec), tokens_of(spec)
     x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The core of attention is the textbook's, without its matrix."""
+"""The core of attention equals the textbook formula, without its matrix of scores."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from tests.kernels.largest import Largest
 def textbook(
     q: Tensor, k: Tensor, v: Tensor, cuts: tuple[int, ...], *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """softmax(scale q kᵀ) v with a dense mask; [seq, heads, channels], each key head serving a run of q's."""
+    """Return softmax(scale q kᵀ) v with a dense mask; [seq, heads, channels], each key head for several consecutive
+    query heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     document = torch.repeat_interleave(torch.arange(len(cuts)), torch.tensor(cuts))
     allowed = (document[:, None] == document[None]) & torch.ones(len(q), len(q)).tril().bool()

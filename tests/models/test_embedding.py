@@ -1,4 +1,4 @@
-"""The embedding by its formula, and the sum that vocabulary parallelism makes of it."""
+"""The embedding equals its formula, also as a sum under vocabulary parallelism."""
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def test_learned_positions_are_those_of_the_batch():
 
 
 class Share(nn.Module):
-    """Rows of a part of a table, zero for the others."""
+    """Look up rows in a part of a table; other rows are zero."""
 
     def __init__(self, first: int) -> None:
         super().__init__()

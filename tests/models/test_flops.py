@@ -1,4 +1,4 @@
-"""Operations counted from the modules are those of the published formula."""
+"""FLOPs counted from the modules equal the published formula."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_a_token_costs_six_operations_a_weight_and_the_attention(layers, heads, 
     """6 N + 12 · layers · heads · head_dim · seq (Chowdhery et al. 2022, appendix B); N: weights in matrix products."""
     spec = llama(layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tied=tied)
     weights = {name: p for name, p in stage(spec.model_copy(update={"tied": False})).parameters_by_name().items() if p.dim() == 2}
-    count = sum(p.numel() for name, p in weights.items() if name != "embedding.weight")  # looking up is no product
+    count = sum(p.numel() for name, p in weights.items() if name != "embedding.weight")  # an embedding look-up is no product
     assert flops_per_token(spec.build(), seq) == 6 * count + 12 * layers * heads * head_dim * seq
 
 
@@ -32,7 +32,8 @@ def test_a_405b_model_is_counted_without_memory_and_at_once():
 
 
 def test_mamba_costs_its_weights_and_the_products_of_its_chunks():
-    """A token, forward: 2 chunk·state a group for scores; 2 chunk + 4 state a channel, for what they give, states, and what is read."""
+    """Forward takes for each token 2 chunk·state a group for scores, and 2 chunk + 4 state a channel for their outputs and for writing
+    and reading states."""
     spec = presets()["nemotron-h-tiny"].build().model_copy(update={"pattern": "M", "layers": 1})
     mamba = spec.build().blocks[0].mamba
     weights = {name: p for name, p in stage(spec).parameters_by_name().items() if p.dim() == 2 and "conv" not in name}

@@ -1,4 +1,4 @@
-"""Text from a cache is text computed from scratch, and choices obey their limits."""
+"""Text generated with a cache equals text computed from scratch, and sampling obeys its limits."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.models.plain import lively, llama, logits
 def choose(
     chances: list[float], *, times: int = 2000, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ):
-    """How often each token is chosen, as a share."""
+    """Return the share of draws in which each token is chosen."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.tensor(chances).log()
     chosen = [module._choose(scores, temperature, top_k, top_p, generator) for _ in range(times)]
@@ -32,7 +32,7 @@ def test_greedy_text_is_that_of_reading_everything_again_for_each_token(prompt, 
             line.append(int(logits(model, torch.tensor([line]))[0, -1].argmax()))
     found = list(generate(model, prompt, tokens=20, temperature=0))
     assert found == line[len(prompt) :]
-    assert len(set(found)) > 3  # not one token for ever, which any cache could give
+    assert len(set(found)) > 3  # not always the same token, which any cache would give
 
 
 def test_a_hybrid_reads_everything_again_for_each_token():

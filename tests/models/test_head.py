@@ -1,4 +1,4 @@
-"""Logits without targets, the loss with them, and the losses of tokens further on."""
+"""The head gives logits without targets, the loss with targets, and the losses of multi-token prediction."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ WEIGHT, SCALE, Z_LOSS = 0.3, 1 / 37, 0.01
 
 
 class Further:
-    """A tiny Llama that predicts further tokens."""
+    """A tiny Llama with multi-token prediction."""
 
     def __init__(self, depth: int = 1, **sizes: Any) -> None:
         self.llama, self.depth = llama(**{"layers": 2} | sizes), depth
@@ -35,7 +35,7 @@ class Further:
 
 
 def batch_of(spec: Further, *, seq: int = 12, ahead: bool = True) -> Batch:
-    """A text's tokens and those that follow; of the last documents' ends some have no target."""
+    """Return a text's tokens and their successors. Some of the last documents' ends have no target."""
     line = torch.randint(spec.vocab, (2, seq + 1 + spec.depth), generator=torch.Generator().manual_seed(7))
     following = [line[:, k : k + seq].contiguous() for k in range(spec.depth + 2)]
     targets = [one.clone() for one in following[1:]]
@@ -58,7 +58,7 @@ def normal(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """x [batch, heads, seq, channels] as complex numbers turned by position * theta^(-2i/channels)."""
+    """Rotate x [batch, heads, seq, channels], as complex numbers, by position * theta^(-2i/channels)."""
     half = x.shape[-1] // 2
     turn = 10_000.0 ** (-torch.arange(half) / half)
     angles = torch.arange(x.shape[-2])[:, None] * turn
@@ -81,7 +81,7 @@ def block(w: dict[str, Tensor], prefix: str, x: Tensor, attention: AttentionSpec
 
 
 def by_hand(spec: ModelSpec, w: dict[str, Tensor], batch: Batch) -> Tensor:
-    """The objective, from definitions: DeepSeek-V3 (arXiv:2412.19437), equations 21 to 25."""
+    """Compute the objective from its definition: DeepSeek-V3 (arXiv:2412.19437), equations 21 to 25."""
     assert batch.ahead is not None and batch.ahead_targets is not None and batch.targets is not None
     attention = spec.blocks[0].attention
     assert isinstance(attention, AttentionSpec)
@@ -174,7 +174,7 @@ def test_the_nll_is_the_next_tokens_alone():
 def test_logits_and_validation_cost_nothing_further(monkeypatch):
     spec = Further()
     model, batch = lively(spec), batch_of(spec, ahead=False)
-    monkeypatch.delattr(type(model.head.ahead[0]), "forward")  # whoever calls it fails
+    monkeypatch.delattr(type(model.head.ahead[0]), "forward")  # fails when called
     model(batch.tokens, batch)
     assert logits(model, batch.tokens).shape == (2, 12, spec.vocab)
 

@@ -94,7 +94,7 @@ def test_biases_start_at_zero_and_norms_multiply_by_one():
 
 
 def test_palm_starts_with_embeddings_of_unit_variance():
-    """Section 5: no norm follows them, and the logits are scaled for it."""
+    """In section 5 no norm follows these parameters, and the logits are scaled instead."""
     weights = stage(DENSE["palm"]).parameters_by_name()
     assert abs(float(weights["embedding.weight"].detach().std()) - 1) < 0.05
     assert float(weights["blocks.0.mlp.up.weight"].detach().std()) < 0.03

@@ -1,4 +1,4 @@
-"""Models with latent attention are transformers' DeepSeeks, and a share of the heads runs the same lines."""
+"""Models with latent attention equal transformers' DeepSeek, and a share of the heads runs the same code."""
 
 import pytest
 import torch
@@ -37,10 +37,10 @@ def test_logits_are_those_of_transformers(spec):
     ours, tokens = lively(spec), tokens_of(spec, seq=48)
     for name, bias in ours.named_buffers():
         if name.endswith("router.bias"):
-            nn.init.normal_(bias, std=0.3, generator=torch.Generator().manual_seed(1))  # it changes who is chosen
+            nn.init.normal_(bias, std=0.3, generator=torch.Generator().manual_seed(1))  # the bias changes the choice of experts
     with torch.no_grad():
         expected, found = twin(spec, ours)(tokens).logits, logits(ours, tokens)
-    assert expected.std() > 0.1  # logits that differ, or equality would say little
+    assert expected.std() > 0.1  # logits must differ, or equality would prove little
     assert (found - expected).abs().max() <= 1e-4
 
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_transformers(name):
     "spec", [deepseek(q_rank=12, ahead=1), deepseek(ahead=1, tied=True, rope_scaling=YARN)], ids=["v3", "yarn"]
 )
 def test_the_further_token_is_predicted_as_transformers_does(spec):
-    """Its module drafts the token after the next from the model's last hidden states and the next tokens."""
+    """transformers' module drafts the token after the next from the model's last hidden states and the next tokens."""
     ours, tokens = lively(spec), tokens_of(spec, seq=20)
     theirs = twin(spec, ours)
     drafts = drafting(spec, ours, theirs)
@@ -110,7 +110,7 @@ def test_greedy_text_is_that_of_reading_everything_again_for_each_token(prompt):
             line.append(int(logits(model, torch.tensor([line]))[0, -1].argmax()))
     found = list(generate(model, prompt, tokens=20, temperature=0))
     assert found == line[len(prompt) :]
-    assert len(set(found)) > 3  # not one token for ever, which any cache could give
+    assert len(set(found)) > 3  # not always the same token, which any cache would give
 
 
 SPEC = LatentAttentionSpec(heads=4, q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6, rope=RopeSpec(scaling=YARN))
@@ -128,7 +128,7 @@ def batch_of(seq: int) -> Batch:
 
 
 def share_of(attention: LatentAttention, heads: slice) -> LatentAttention:
-    """A copy that holds some heads."""
+    """Return a copy with a share of the heads."""
     some = filled(attention.spec.q_rank)
 
     def cut(weight: Tensor, dim: int) -> nn.Parameter:
@@ -158,7 +158,7 @@ def test_shares_of_the_heads_add_up_and_so_do_the_gradients_of_what_each_holds_w
 
 
 def test_no_tensor_is_as_large_as_all_scores():
-    """Values of fewer channels than the keys' do not lose the fused kernel."""
+    """Values with fewer channels than keys still use the fused kernel."""
     attention, seq = filled(12), 256
     x = torch.randn(2, seq, 32)
     with Largest() as seen:

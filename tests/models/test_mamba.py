@@ -1,4 +1,4 @@
-"""Mamba-2 in chunks is the plain recurrence, and transformers' layer; documents of one row know nothing of each other."""
+"""Mamba-2 in chunks equals the plain recurrence and transformers' layer, and documents of one row do not influence each other."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ PIECES = ((7, 1, 11), (19,))
 
 
 def draws(seq: int = 19, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, decay, b and c of two rows, four heads in two groups, in fp64."""
+    """Return x, decay, b and c of two rows, four heads in two groups, in fp64."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((2, seq, 4, 3), (2, seq, 4), (2, seq, 2, 5), (2, seq, 2, 5))
     x, decay, b, c = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -26,7 +26,7 @@ def draws(seq: int = 19, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def recurrence(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, documents: Tensor | None = None) -> Tensor:
-    """The definition, a token after the other."""
+    """Compute the definition, one token after the other."""
     b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (b, c))
     h, out = x.new_zeros(*x[:, 0].shape, b.shape[-1]), []
     for t in range(x.shape[1]):
@@ -126,7 +126,7 @@ def test_the_layer_is_that_of_transformers(groups: int, chunk: int) -> None:
 
 
 def test_the_norm_is_of_each_group_alone() -> None:
-    """So that tensor ranks with some of the groups compute what one rank does."""
+    """So tensor ranks with some of the groups compute the same as one rank."""
     whole, (x, tokens) = mamba(), inputs()
     half = SPEC.model_copy(update={"heads": 2, "groups": 1})
     halves = [mamba(spec=half), mamba(spec=half)]

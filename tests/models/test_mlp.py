@@ -1,4 +1,4 @@
-"""The MLP by its formulas."""
+"""The MLP equals its formulas."""
 
 import pytest
 import torch

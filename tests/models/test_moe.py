@@ -1,4 +1,4 @@
-"""The mixture of experts against slow definitions, and what keeps loads even."""
+"""The mixture of experts equals slow definitions, and its loads stay balanced."""
 
 import math
 from functools import partial
@@ -52,7 +52,7 @@ def tokens() -> Tensor:
 
 
 def definition(moe: Moe, spec: MoeSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Token by token: the output, and the auxiliary objective of these rows as the whole global batch."""
+    """Compute token by token the output, and the auxiliary objective with these rows as the whole global batch."""
     router, experts = spec.router, moe.experts
     logits = x @ moe.router.weight.T
     scores = logits.softmax(-1) if router.scores == "softmax" else logits.sigmoid()
@@ -177,7 +177,7 @@ def test_the_bias_rises_where_loads_are_below_the_mean_and_only_chooses() -> Non
     steps = (moe.router.bias - before) / V3.router.bias_rate
     torch.testing.assert_close(steps, torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]), rtol=0, atol=1e-3)
     with torch.no_grad():
-        moe.router.bias += 3.0  # for all alike: no choice changes, and neither do weights
+        moe.router.bias += 3.0  # equal for all experts: neither choices nor weights change
     after = moe.route(x, batch())
     with torch.no_grad():
         moe.router.bias -= 3.0
@@ -185,7 +185,7 @@ def test_the_bias_rises_where_loads_are_below_the_mean_and_only_chooses() -> Non
 
 
 def test_uneven_loads_become_even_under_the_bias_alone() -> None:
-    """Scores that favour two experts; the bias spreads the tokens without touching a weight."""
+    """Scores favour two experts; the bias spreads the tokens without changing a routing weight."""
     spec = RouterSpec(active=1, scores="sigmoid", bias_rate=0.02)
     moe = build(MoeSpec(experts=4, hidden=4, router=spec))
     torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_dealt_choices_are_even_and_their_counts_known(experts: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_without_data_tokens_are_dealt_and_nothing_is_asked(name: str) -> None:
-    """On fake tensors any question about a value raises: none may be asked, forward or backward."""
+    """Reading a value of a fake tensor raises, so neither forward nor backward may read one."""
     with FakeTensorMode():
         moe = Moe(DIM, ALL[name])
         x = torch.randn(ROWS, SEQ, DIM, requires_grad=True)
@@ -303,7 +303,7 @@ def test_without_data_tokens_are_dealt_and_nothing_is_asked(name: str) -> None:
 
 
 def test_steps_run_as_graphs_of_their_own_give_the_same_gradients() -> None:
-    """An executor runs them like this: tensors cut at each step, gradients carried by hand."""
+    """An executor runs the steps in this way: tensors are detached at each step, and gradients passed by hand."""
     moe, plain, x = build(V3), build(V3), tokens()
     grad = torch.randn(ROWS, SEQ, DIM)
     plain(x, batch()).backward(grad)

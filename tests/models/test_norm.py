@@ -1,4 +1,4 @@
-"""Norms by their formulas."""
+"""Norms equal their formulas."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_it_divides_by_the_root_of_the_mean_square(eps):
 
 
 def test_the_mean_is_taken_in_fp32():
-    """300² is beyond what bf16 can add up exactly, and small next to 65,536 of them summed in it."""
+    """bf16 cannot represent 300² exactly, and would lose it in a sum of 65,536 such squares."""
     x = torch.full((4096,), 3.0, dtype=torch.bfloat16)
     x[0] = 100.0
     made = RMSNorm(4096, 1e-5).bfloat16()
@@ -35,7 +35,7 @@ def test_a_weight_with_an_offset_is_stored_less_one():
 
 
 def test_an_offset_weight_is_not_rounded_to_bf16_once_one_is_added():
-    """1 + 2^-10 is 1 in bf16: added there, the weight would be lost."""
+    """1 + 2^-10 is 1 in bf16, so the weight would be lost if it were added in bf16."""
     made = RMSNorm(8, 1e-6, offset=True).bfloat16()
     torch.nn.init.constant_(made.weight, 2**-10)
     many = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,4 +1,4 @@
-"""Frequencies are the published ones, and tables follow positions."""
+"""Frequencies equal the published ones, and tables follow positions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The whole model is Hugging Face's Llama; stages are slices of it."""
+"""The whole model equals Hugging Face's Llama, and stages are slices of the model."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers(spec):
     tokens = tokens_of(spec, seq=48)
     with torch.no_grad():
         expected, found = twin(spec, ours)(tokens).logits, logits(ours, tokens)
-    assert expected.std() > 0.1  # logits that differ, or equality would say little
+    assert expected.std() > 0.1  # logits must differ, or equality would prove little
     assert (found - expected).abs().max() <= 1e-4
 
 
@@ -66,7 +66,7 @@ def test_packed_documents_give_what_each_gives_alone():
         for row, lengths in enumerate(pieces):
             alone = [logits(model, piece[None])[0] for piece in tokens[row].split(lengths)]
             torch.testing.assert_close(packed[row], torch.cat(alone), rtol=1e-4, atol=1e-5)
-        assert (packed[0] - logits(model, tokens)[0]).abs().max() > 1e-2  # without the cuts it is another text
+        assert (packed[0] - logits(model, tokens)[0]).abs().max() > 1e-2  # without document borders this is another text
 
 
 def test_packed_documents_give_the_gradients_of_each_alone():
@@ -118,7 +118,7 @@ def test_parameters_have_their_names_of_the_whole_model_on_any_stage(bounds, tie
     assert {name for part in found for name in part} == set(whole)
     assert all(torch.equal(p, whole[name]) for part in found for name, p in part.items())
     times = [sum(name in part for part in found) for name in whole]
-    assert times == [2 if tied and name == "embedding.weight" else 1 for name in whole]  # both ends hold a tied table
+    assert times == [2 if tied and name == "embedding.weight" else 1 for name in whole]  # both end stages hold the tied table
 
 
 def test_a_tied_table_is_counted_once():

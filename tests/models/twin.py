@@ -1,4 +1,4 @@
-"""transformers' models for tests, by the names of either of its major versions."""
+"""transformers' models for tests, under the names of either of its major versions."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from megalith.spec.families import Model
 
 
 def config_of(spec: Model) -> Any:
-    """Its configuration; skips where transformers is not installed."""
+    """Return transformers' configuration. Skips the test if transformers is not installed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
     settings = configuration(spec)
     return transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
 def twin(spec: Model, ours: Stage) -> Any:
-    """Its model with our weights."""
+    """Return transformers' model with our weights."""
     import transformers  # slow to import, and only these tests need it
 
-    # eager: the only one of its attentions that caps scores
+    # eager: transformers' only attention that caps scores
     theirs = transformers.AutoModelForCausalLM.from_config(config_of(spec), attn_implementation="eager")
     weights = to_theirs(spec, {name: parameter.detach() for name, parameter in ours.parameters_by_name().items()})
     missing = theirs.load_state_dict(weights, strict=False).missing_keys
@@ -33,7 +33,7 @@ def twin(spec: Model, ours: Stage) -> Any:
 
 
 def same_loss(ours: Stage, theirs: Any, tokens: Tensor) -> None:
-    """The loss of both on the same tokens [2, seq] is the same; both have their gradients then."""
+    """Assert that both models have the same loss on the same tokens [2, seq], and compute both models' gradients."""
     expected = theirs(tokens, labels=tokens).loss
     expected.backward()
     targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)

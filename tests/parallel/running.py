@@ -1,4 +1,4 @@
-"""Trainers on the ranks of a test."""
+"""Trainers for the ranks of a test."""
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,14 @@ CPU = torch.device("cpu")
 
 
 def trainer_of(spec: RunSpec) -> Trainer:
-    """This rank's part of the run on the CPU."""
+    """Return a trainer with this rank's part of the run, on the CPU."""
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
-    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    dist.barrier()  # a rank that ended now would break another rank's connection to it
     return trainer
 
 
 def microbatches(trainer: Trainer, step: int = 0) -> list[Samples]:
-    """This rank's random samples of one step."""
+    """Return this rank's random samples of one step."""
     spec, text = trainer.spec, RandomText(trainer.spec)
     first = step * spec.train.global_batch
     return [text.batch(part) for part in indices(spec, first=first, data_rank=trainer.groups.coordinates["data"])]

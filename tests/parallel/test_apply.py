@@ -1,4 +1,4 @@
-"""A laid out stage is the plain stage by its names, global shapes and first values."""
+"""A sharded stage has the names, global shapes and first values of the plain stage."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def _whole(rank: int, plan: dict[str, Any], tied: bool) -> dict[str, Tensor]:
     first, last = spec.plan.bounds(4)[groups.coordinates["pipeline"]]
     builder = Builder(spec.model.build(), plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=5)
     builder.build(first, last)
-    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    dist.barrier()  # a rank that ended now would break another rank's connection to it
     return {name: w.kept.full_tensor().detach() for name, w in builder.by_name.items() if isinstance(w.kept, DTensor)}
 
 
@@ -55,7 +55,7 @@ MIXTURE = {"family": "mixtral", "experts": 8, "active": 2, "ffn": 64}
 
 
 def _drawn(rank: int) -> list[tuple[dict[str, Tensor], int, int]]:
-    """For each plan, the whole weights; the most elements that building held; those of this rank's share."""
+    """Return for each plan the whole weights, the most elements held while building, and the elements of this rank's share."""
     found = []
     for plan in EXPERTS:
         spec = tiny_run(plan=plan, model=MIXTURE)
@@ -79,11 +79,12 @@ def test_experts_start_as_in_the_plain_model_and_no_rank_draws_those_of_others()
     for plans in run_ranks(_drawn, 2):
         for whole, most, share in plans:
             assert all(torch.equal(weight, expected[name]) for name, weight in whole.items()) and whole
-            assert most < 1.6 * share  # all else is small; the experts of the other rank would be as much again
+            assert most < 1.6 * share  # the rest is small; the other rank's experts would be as large again
 
 
 def _most_held(rank: int) -> tuple[int, int, int]:
-    """The most elements of weights on this rank while its stage was built; those of the whole model; those of its largest part."""
+    """Return the most weight elements on this rank while its stage was built, those of the whole model, and those of its largest
+    part."""
     spec = tiny_run(plan={"data": 2, "zero": 3}, model={"layers": 12})
     groups, held, sizes = mesh_groups(spec, CPU), list[int](), list[int]()
     builder = Builder(spec.model.build(), plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=None)

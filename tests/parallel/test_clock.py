@@ -1,4 +1,4 @@
-"""Moments on a CPU are the host's."""
+"""Times on a CPU are those of the host's clock."""
 
 import time
 

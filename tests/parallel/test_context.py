@@ -1,4 +1,4 @@
-"""Attention whose sequences are spread over ranks is attention."""
+"""Attention over sequences that are spread over ranks equals attention in one process."""
 
 import weakref
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ PIECES: dict[str, Pieces | None] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One attention; heads, kv_heads, channels, channels of v."""
+    """One case of attention: heads, kv_heads, channels, channels of v."""
 
     seq: int = 4096
     shape: tuple[int, int, int, int] = (4, 2, 4, 4)
@@ -54,7 +54,7 @@ class Case:
         return CausalCore(window=self.window, softcap=self.softcap)
 
     def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """q, k, v and the gradient of the output, of whole sequences."""
+        """Return q, k, v and the gradient of the output, for whole sequences."""
         heads, kv_heads, channels, of_v = self.shape
         generator = torch.Generator().manual_seed(0)
         sizes = ((heads, channels), (kv_heads, channels), (kv_heads, of_v), (heads, of_v))
@@ -63,7 +63,7 @@ class Case:
         ]
 
     def whole(self) -> list[Tensor]:
-        """Output and gradients of one process, in fp64."""
+        """Return output and gradients of one process, in fp64."""
         *inputs, grad = self.tensors(torch.float64)
         batch = Batch(torch.zeros(self.rows, self.seq), pieces=self.pieces)
         return output_and_gradients(self.core, inputs, grad, batch)
@@ -76,15 +76,16 @@ def output_and_gradients(core: nn.Module, inputs: list[Tensor], grad: Tensor, ba
 
 
 def groups_of(method: str, rank: int, ranks: int) -> ContextGroups:
-    """All ranks as the context ranks of one sequence. Products have two neighbours inside."""
+    """Return groups with all ranks as the context ranks of one sequence. Products of methods have two neighbours inside."""
     ulysses = 2 if " x " in method else ranks if method == "ulysses" else 1
     plan = Plan(context=ranks, context_method="gather" if "gather" in method else "ring", ulysses=ulysses)
     return ContextGroups.build(plan, SimpleNamespace(world=dist.group.WORLD, context=dist.group.WORLD, rank=rank))  # pyright: ignore[reportArgumentType]
 
 
 def errors(rank: int, ranks: int, method: str, cases: list[Case], wholes: list[list[Tensor]]) -> list[float]:
-    """The largest error of outputs and gradients relative to the tensor's largest, for each case. A token that attends to
-    itself alone gives its query and key no gradient but rounding's: there the error is relative to the largest of all tensors."""
+    """Return for each case the largest error of outputs and gradients, relative to the tensor's largest number. If a token
+    attends to itself alone, the gradients of its query and key are rounding errors; then the error is relative to the largest
+    number of all tensors."""
     found = []
     groups = groups_of(method, rank, ranks)
     for case, whole in zip(cases, wholes, strict=True):
@@ -106,7 +107,7 @@ def wholes(cases: tuple[Case, ...]) -> list[list[Tensor]]:
 
 @cache
 def measured(ranks: int, method: str, cases: tuple[Case, ...]) -> dict[Case, float]:
-    """The largest error on any rank; forked once for all cases."""
+    """Return the largest errors on any rank. Ranks are forked once for all cases."""
     found = run_ranks(errors, ranks, ranks, method, list(cases), wholes(cases))
     return {case: max(each) for case, each in zip(cases, zip(*found, strict=True), strict=True)}
 
@@ -146,7 +147,7 @@ SHORT = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", SHORT.values(), ids=SHORT.keys())
 def test_any_method_equals_one_process_on_any_kind_of_attention(case, method):
-    bound = 2e-2 if case.dtype == torch.bfloat16 else 1e-5  # some 3 units in the last of bf16's 8 bits
+    bound = 2e-2 if case.dtype == torch.bfloat16 else 1e-5  # about 3 units in the last of bf16's 8 bits
     assert measured(4, method, tuple(SHORT.values()))[case] < bound
 
 
@@ -184,7 +185,7 @@ def test_all_ranks_score_equally_many_pairs(ranks):
     ring = [sum(_scored(runs, keys) for keys in whole) for runs in whole]
     assert ring == gathered
     assert sum(ring) == seq * (seq + 1) // 2
-    assert max(ring) == min(ring)  # early and late chunk of a rank together see the same whatever the rank
+    assert max(ring) == min(ring)  # the early and the late chunk of a rank together see equally much on every rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
@@ -214,7 +215,7 @@ def sent_by_ranks(ranks: int) -> list[dict[tuple[str, torch.dtype], dict[str, in
 
 
 def sent(rank: int, ranks: int, method: str, case: Case) -> dict[str, int]:
-    """Bytes this rank sends in forward and backward; of a collective over n ranks, 1/n stays at home."""
+    """Return the bytes that this rank sends in forward and backward. In a collective over n ranks, 1/n stays on the rank."""
     groups = groups_of(method, rank, ranks)
     *inputs, grad = (take(x, 1, rank=rank, ranks=ranks) for x in case.tensors())
     leaves = [x.requires_grad_() for x in inputs]
@@ -238,11 +239,11 @@ def test_bytes_sent_are_those_of_theory(method, dtype):
     queries = tokens * heads * (channels + of_v)
     forward = backward = 0.0
     inner = 2 if " x " in method else ranks if method == "ulysses" else 1
-    if inner > 1:  # queries, keys and values to heads, outputs back: of each, all but what stays at home
+    if inner > 1:  # queries, keys and values to heads, outputs back: of each, all but the rank's own part
         copies = max(1, inner // kv_heads)
         forward += (1 - 1 / inner) * (queries + copies * keys) * size
         backward += (1 - 1 / inner) * (queries + copies * keys) * size
-        keys *= copies  # on each rank: inner times the tokens, 1 / inner of the heads
+        keys *= copies  # each rank has inner times the tokens and 1 / inner of the heads
     outer = ranks // inner
     forward += (outer - 1) * keys * size
     backward += (outer - 1) * keys * (size + 4)  # keys and values again, and their gradients in fp32
@@ -253,7 +254,7 @@ def test_bytes_sent_are_those_of_theory(method, dtype):
 
 
 class Memory(TorchDispatchMode):
-    """Bytes that operations allocated and that still live, and the most there were at once."""
+    """Counts the live bytes that operations allocated, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,13 +279,13 @@ class Memory(TorchDispatchMode):
 
 
 def memory(rank: int, ranks: int, method: str, case: Case) -> tuple[int, int]:
-    """Bytes kept from forward to backward beyond the inputs, and the most allocated at any time."""
+    """Return the bytes kept from forward to backward in addition to the inputs, and the peak of allocated bytes."""
     groups = groups_of(method, rank, ranks)
     *inputs, grad = (take(x, 1, rank=rank, ranks=ranks) for x in case.tensors())
     leaves = [x.requires_grad_() for x in inputs]
     with Memory() as seen:
         out = ContextCore(case.core, groups)(*leaves, Batch(torch.zeros(case.rows, 1)))
-        rest(0.1)  # gloo's threads let go of what they sent a moment after it arrived
+        rest(0.1)  # gloo's threads release sent tensors shortly after arrival
         kept = seen.living
         out.backward(grad)
     return kept, seen.most
@@ -300,7 +301,7 @@ def test_memory_of_a_rank_falls_as_one_over_ranks(method):
     tensors = {"ring": 1.25, "ulysses": 5.25}[method]  # output and log-sum-exp; q, k, v and the output in both layouts
     assert kept == {ranks: tensors * one / ranks for ranks in kept}
     assert most[8] == pytest.approx(most[4] / 2, rel=0.15)
-    assert most[4] < most[2]  # a ring of two has fewer blocks on their way
+    assert most[4] < most[2]  # a ring of two has fewer blocks in flight
 
 
 def test_gathering_keeps_no_more_than_a_ring_though_it_needs_more_for_a_moment():
@@ -339,7 +340,7 @@ def test_the_next_block_is_on_its_way_before_this_one_is_used():
 
 
 class Odd(nn.Module):
-    """Attention of a kind nobody has seen."""
+    """Attention of an unknown kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +363,7 @@ def test_every_core_is_swapped_once_whatever_holds_it():
 
 
 def recomputed(rank: int) -> list[float]:
-    """For each method, how far results with recomputation are from those without."""
+    """Return for each method the difference between results with and without recomputation."""
     found = []
     for method in METHODS:
         case = Case(64)

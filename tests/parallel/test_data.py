@@ -1,4 +1,4 @@
-"""Data parallelism sends what the Program says, as often; a promise counts the bytes."""
+"""Data parallelism runs the collectives of the Program, equally often. A test in tests/promises counts the bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
 LAYERS = 3
-GROUPS = LAYERS + 2  # the embedding, each block and the head are gathered and reduced as a whole each
+GROUPS = LAYERS + 2  # the embedding, each block and the head are each gathered and reduced as a whole
 RUNS: dict[str, dict[str, Any]] = {
     f"zero {zero}, {m} microbatches": {"plan": {"data": 2, "zero": zero}, "train": {"global_batch": 2 * m}}
     for zero in (0, 1, 2, 3)
@@ -35,7 +35,7 @@ RUNS["tied"] = {"plan": {"data": 2, "zero": 3}, "train": {"global_batch": 2}, "m
 
 @dataclass(frozen=True)
 class Sent:
-    """One rank's second step: calls by name, what the Program says, and parameters of the model."""
+    """One rank's second step: calls by name, calls according to the Program, and parameters of the model."""
 
     calls: Mapping[str, list[Call]]
     said: Mapping[str, int]
@@ -47,7 +47,8 @@ def spec_of(**run: Any) -> RunSpec:
 
 
 def second_step(spec: RunSpec) -> Sent:
-    """The first may prepare what later ones reuse; and a gather that the first step leaves behind shows in the second."""
+    """The second step is recorded: the first may prepare what later ones reuse, and a gather that it leaves undone shows
+    in the second."""
     trainer = trainer_of(spec)
     update(trainer, compute(trainer, microbatches(trainer), step=0), step=0)
     with Traffic() as traffic:
@@ -67,7 +68,7 @@ def _all_runs(rank: int) -> dict[str, Sent]:
 
 @pytest.fixture(scope="module")
 def sent() -> dict[str, Sent]:
-    """Every run on two data ranks, as the second rank saw it."""
+    """Return the recordings of every run on two data ranks, from the second rank."""
     first, second = run_ranks(_all_runs, 2)
     assert first == second
     return second
@@ -122,14 +123,14 @@ def _replicas(rank: int) -> tuple[Sent, int, int]:
 
 
 def test_replicas_of_shards_reduce_inside_a_group_and_then_between_groups():
-    """HSDP: every rank holds half; half of each gradient is then summed over the two groups."""
+    """Under HSDP every rank holds half of the state, and half of each gradient is then summed over the two groups."""
     for found, whole, share in run_ranks(_replicas, 4):
         assert share == whole // 2
         assert len(found.calls["reduce_scatter"]) == len(found.calls["all_reduce"]) == GROUPS
 
 
 def _held(rank: int) -> dict[int, tuple[int, int, int]]:
-    """By ZeRO stage: elements of weights, gradients and moments between steps."""
+    """Return for each ZeRO stage the elements of weights, gradients and moments between steps."""
     found = {}
     for zero in (0, 1, 2, 3):
         trainer = trainer_of(spec_of(plan={"data": 2, "zero": zero}, train={"global_batch": 2}))
@@ -148,7 +149,7 @@ def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_moments()
 
 
 def _alone(rank: int) -> list[tuple[int, bool]]:
-    """One data rank: calls of a step, and whether what is kept is also what computes."""
+    """Return, for one data rank, the calls of a step, and whether master weights and compute weights are the same tensors."""
     found = []
     for precision in ("fp32", "bf16"):
         trainer = trainer_of(spec_of(train={"precision": precision, "global_batch": 2}))
@@ -166,7 +167,7 @@ def test_one_data_rank_sends_nothing_and_in_fp32_holds_its_weights_once():
 
 
 def _uneven(rank: int) -> bool:
-    """7 rows over 2 tensor x 3 data ranks and the like: shares of different lengths, one of them empty."""
+    """Sizes such as 7 rows over 2 tensor x 3 data ranks give shares of different lengths, one of them empty."""
     mesh = DeviceMesh("cpu", torch.arange(6).view(1, 3, 2), mesh_dim_names=("copies", "shards", "tensor"))
     group = mesh.get_group("tensor")
     part = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + 1000 * group.rank()
@@ -195,7 +196,7 @@ def test_shares_of_any_lengths_come_back_whole_and_their_gradients_add_up():
 
 
 class Operations(TorchDispatchMode):
-    """How many ran."""
+    """Counts operations."""
 
     count = 0
 
@@ -205,11 +206,12 @@ class Operations(TorchDispatchMode):
 
 
 def _dealt(rows: int, ranks: int) -> int:
-    """Operations to deal rows to ranks and to collect them; the shares are those of torch.chunk, and zeros."""
+    """Return the operations that distribute rows to ranks and collect them. Shares equal those of torch.chunk, padded
+    with zeros."""
     x = torch.arange(1.0, rows * 3 + 1).view(rows, 3)
     chunk = -(-rows // ranks)
     bucket, back = torch.full((ranks, 5 + chunk * 3), torch.nan), torch.full_like(x, torch.nan)
-    flat = bucket[:, 5:]  # other weights lie beside it
+    flat = bucket[:, 5:]  # other weights are stored beside it
     with Operations() as operations:
         _put(flat, x, chunk)
         _get(back, flat, chunk)
@@ -227,7 +229,7 @@ def test_dealing_rows_to_many_ranks_takes_no_more_operations_than_to_few() -> No
 
 
 def _gathered_anew(rank: int) -> bool:
-    """Weights are gathered, not yet used, dropped, changed, and gathered again: are those that compute the changed ones?"""
+    """Gather weights, drop them unused, change them and gather again. True if the compute weights are then the changed ones."""
     trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 1}))
     (runner,) = trainer.runners.values()
     runner.gather(all_parts=True)

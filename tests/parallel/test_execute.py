@@ -1,4 +1,4 @@
-"""The interpreter does what the program's row says, in its order."""
+"""The interpreter runs the actions of the program's row in order."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def batches(trainer: Trainer, step: int = 0) -> list[Batch]:
 
 
 def _order(rank: int, plan: dict[str, Any]) -> tuple[str, str, int, int]:
-    """Actions marked, actions of the row, and messages counted and said."""
+    """Return the actions that were marked, the actions of the row, and the numbers of messages counted and expected."""
     trainer = trainer_of(tiny_run(plan=plan))
     with Traffic() as traffic:
         marks = trainer.executor.run(batches(trainer)).marks
@@ -105,7 +105,7 @@ def _freed(trainer: Trainer) -> bool:
 
 
 def _sharded(rank: int) -> dict[str, list[bool]]:
-    """Are weights back to shares after a step, and after forwards alone?"""
+    """Return for each ZeRO stage whether weights are sharded again after a step, and after forwards alone."""
     found = {}
     for zero in (1, 2, 3):
         trainer = trainer_of(tiny_run(plan={"data": 2, "zero": zero}))

@@ -1,4 +1,4 @@
-"""Experts shared out among ranks compute what one process with all of them does."""
+"""Experts that are distributed over ranks compute the same as one process with all experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -84,7 +84,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 class Share:
-    """The tokens of the whole batch that a rank works on."""
+    """Return a rank's tokens of the whole batch."""
 
     def __init__(self, groups: Groups, plan: Plan) -> None:
         here = groups.coordinates
@@ -170,7 +170,7 @@ def test_any_layout_of_experts_equals_one_process(plan: Plan) -> None:
 
 
 def travelled(spec: MoeSpec, plan: Plan, dtype: torch.dtype) -> list[tuple[str, int]]:
-    """Type and bytes to other ranks of every all-to-all of one forward and backward of this rank."""
+    """Return dtype and bytes to other ranks for every all-to-all in one forward and backward of this rank."""
     groups = Groups.build(Mesh.of(plan), device="cpu")
     moe = build(spec).to(dtype)
     split_experts(moe, groups, plan)
@@ -191,7 +191,7 @@ def travelled(spec: MoeSpec, plan: Plan, dtype: torch.dtype) -> list[tuple[str, 
         moe(x, share.batch()).sum().backward()
     dist.all_to_all_single = original
     others = {call.name for call in traffic.calls} - {"all_to_all"}
-    assert others <= {"all_reduce"}, others  # of the counts of sets
+    assert others <= {"all_reduce"}, others  # counts of the sets of experts
     return found
 
 
@@ -202,7 +202,8 @@ def dealt_bytes(rank: int, plan: Plan, dtype: torch.dtype) -> list[tuple[str, in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", [Plan(data=2, expert=2), Plan(data=2, context=2, expert=4)], ids=["2", "4"])
 def test_each_way_moves_the_rows_whose_experts_are_elsewhere_and_nothing_more(plan: Plan, dtype: torch.dtype) -> None:
-    """tokens * active * dim * width * (1 - 1 / e), out and home, forward and backward; dealt tokens need no counts."""
+    """Dispatch and combine each send tokens * active * dim * width * (1 - 1 / e) in forward and in backward. Balanced
+    routing needs no counts."""
     here = ROWS * SEQ // plan.ranks
     theory = here * 2 * DIM * dtype.itemsize * (plan.expert - 1) // plan.expert
     for found in run_ranks(dealt_bytes, plan.ranks, plan, dtype):
@@ -218,17 +219,17 @@ def test_routed_tokens_send_their_counts_first() -> None:
     found = run_ranks(routed_bytes, 2, plan)
     for mine in found:
         counts, *rows = mine
-        assert counts == ("torch.int64", 4 * 8)  # of the four experts that live elsewhere
+        assert counts == ("torch.int64", 4 * 8)  # the four experts of the other rank
         assert [kind for kind, _ in rows] == ["torch.float32"] * 4
     for step in range(1, 5):
         pairs = ROWS * SEQ * 3
         assert 0 < sum(mine[step][1] for mine in found) < pairs * DIM * 4
     for mine, other in (found, found[::-1]):
-        assert mine[1] == mine[3] == other[2] == other[4]  # dispatch and combine's gradients; what the other sends back
+        assert mine[1] == mine[3] == other[2] == other[4]  # dispatch and the gradients of combine; then the other rank's replies
 
 
 def steps_by_hand(rank: int, plan: Plan) -> None:
-    """Two microbatches whose rows travel at the same time; each step an autograd graph of its own."""
+    """Rows of two microbatches are in flight at the same time; each step has an autograd graph of its own."""
     groups = Groups.build(Mesh.of(plan), device="cpu")
     share = Share(groups, plan)
     moe, plain = build(SPECS["v3"]), build(SPECS["v3"])
@@ -311,7 +312,7 @@ def test_spans_of_all_ranks_are_each_position_once(contexts: int, shares: int) -
 
 
 def dry(rank: int) -> tuple[list[int], list[int]]:
-    """Rank 37 of 64, none of which runs: expert weights of this rank, and rows that travel."""
+    """Return the expert weights of rank 37 of 64, and the rows that it sends, without running any of them."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=37, world_size=64, store=FakeStore())
     plan = Plan(data=8, context=2, tensor=4, expert=16, expert_tensor=2)

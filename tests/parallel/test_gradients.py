@@ -1,4 +1,4 @@
-"""The global norm counts each element once; clipping obeys it; what is not finite is named on every rank."""
+"""The global norm counts each element once, clipping uses it, and every rank names parameters that are not finite."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 def _counted(rank: int, plans: list[dict[str, Any]], tied: bool) -> list[int]:
-    """Elements this rank counts under each plan."""
+    """Return the number of elements that this rank counts under each plan."""
     found = []
     for plan in plans:
         trainer = trainer_of(tiny_run(plan=plan, model={"layers": 2, "tied": tied}))
@@ -51,7 +51,7 @@ def test_every_element_of_the_model_is_counted_by_exactly_one_rank(ranks, tied):
 
 
 def _ones(rank: int, plans: list[dict[str, Any]]) -> list[float]:
-    """The global norm under each plan when every element of every gradient is 1."""
+    """Return the global norm under each plan if every element of every gradient is 1."""
     found = []
     for plan in plans:
         trainer = trainer_of(tiny_run(plan=plan))
@@ -82,7 +82,7 @@ def test_squares_are_summed_across_tensors_in_fp64():
 
 
 def test_squares_of_a_large_tensor_are_summed_as_exactly_as_those_of_a_small_one():
-    """A CPU loses 1e-4 of four million squares that it adds up in fp32."""
+    """A CPU's fp32 sum of four million squares is off by 1e-4."""
     random = torch.Generator().manual_seed(0)
     for sizes in ([4 << 20], [4 << 20, 3, 0, LARGE, LARGE + 1, LARGE + ROW], [LARGE - 1]):
         grads = [torch.randn(size, generator=random) for size in sizes]
@@ -98,7 +98,7 @@ def test_all_gradients_are_multiplied_by_the_factor(factor):
 
 
 def _clipped(rank: int) -> tuple[float, float, bool]:
-    """Norms before and after clipping a real step's gradients, and whether these are shares."""
+    """Return the norms before and after clipping a real step's gradients, and whether the gradients are shares."""
     trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 3}))
     before = compute(trainer, microbatches(trainer), step=0).grad_norm
     grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
@@ -114,7 +114,7 @@ def test_shares_are_clipped_to_the_limit_of_the_whole():
 
 
 def _poison(rank: int, plan: dict[str, Any], name: str, where: str) -> tuple[str, bool]:
-    """The error of a step in which the last rank's weight or gradient holds a NaN, and whether weights stayed as they were."""
+    """Return the error of a step in which the last rank's weight or gradient has a NaN, and whether the weights are unchanged."""
     trainer = trainer_of(tiny_run(plan=plan))
     if rank == torch.distributed.get_world_size() - 1:
         if where == "weight":
@@ -125,7 +125,7 @@ def _poison(rank: int, plan: dict[str, Any], name: str, where: str) -> tuple[str
 
 
 def stage_of(trainer: Trainer, name: str) -> Stage:
-    """The stage that computes with a parameter."""
+    """Return the stage that computes with a parameter."""
     return next(stage for stage in trainer.stages.values() if name in stage.parameters_by_name())
 
 

@@ -1,4 +1,4 @@
-"""The mesh as process groups: every rank finds the ranks it works with."""
+"""The mesh as process groups: every rank finds the members of its groups."""
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from tests.ranks import everyone, run_ranks
 
 def _members(rank: int, mesh: Mesh) -> dict[str, list[int]]:
     groups = Groups.build(mesh, device="cpu")
-    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    dist.barrier()  # a rank that ended now would break another rank's connection to it
     assert groups.rank == rank
     found = {"data": groups.data, "tensor": groups.tensor, "ends": groups.ends}
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()} | {"line": list(groups.line)}
@@ -55,7 +55,7 @@ def test_a_group_is_made_by_its_members_alone():
 
 
 def _all_of(rank: int, mesh: Mesh, first: int) -> dict[str, list[int]]:
-    """The members of each of this rank's groups, as the ranks from `first` on count them."""
+    """Return the members of each of this rank's groups, numbered from rank `first`."""
     if rank < first:
         return {}
     world = everyone() if not first else dist.new_group(list(range(first, first + mesh.ranks)), use_local_synchronization=True)
@@ -83,5 +83,5 @@ def _made(rank: int, mesh: Mesh) -> int:
 
 
 def test_an_axis_of_all_ranks_is_the_group_they_met_in():
-    """Two of seven axes have all ranks and need no group of their own; there are six groups beside those of axes."""
+    """Two of seven axes contain all ranks and need no group of their own. There are six groups in addition to those of axes."""
     assert run_ranks(_made, 2, Mesh(data=2)) == [11, 11]

@@ -1,5 +1,5 @@
-"""A latent-attention model that predicts two further tokens: the head looks them up in the embedding's table, which tensor ranks split
-and which the head's output may be, too."""
+"""A model with latent attention and two tokens of multi-token prediction. The head looks tokens up in the embedding's table, which
+tensor ranks split and which may also be the head's output matrix."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The table splits what it knows, and refuses what it does not."""
+"""The table splits known modules and refuses unknown ones."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Unheard(nn.Module):
 
 
 class Silent(nn.Module):
-    """Without parameters of its own there is nothing to split."""
+    """A module without parameters of its own has nothing to split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Silent(nn.Module):
 
 def _split(ranks: int) -> Split:
     groups = Groups.build(Mesh(tensor=ranks), device="cpu")
-    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    dist.barrier()  # a rank that ended now would break another rank's connection to it
     return Split(groups.tensor, sequence=True)
 
 

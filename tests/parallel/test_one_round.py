@@ -1,4 +1,4 @@
-"""Collectives in one round of messages give what gloo's own give, to whoever calls them."""
+"""Collectives in one round of messages give the same results as gloo's, through every function that calls them."""
 
 import gc
 from typing import Any
@@ -16,13 +16,13 @@ OPERATORS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.Reduc
 
 
 def _values(rank: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers, which every type adds up exactly in any order."""
+    """Return small integers, whose sums are exact in every dtype and order."""
     made = torch.randint(1, 4, (numbers,), generator=torch.Generator().manual_seed(rank))
     return made.to(dtype)
 
 
 def _both(rank: int, ranks: int) -> None:
-    """Every operation by gloo's own ring and in one round: equal."""
+    """Assert that every operation gives the same result by gloo's ring and in one round."""
     for dtype in TYPES:
         for each in (1, 5, 3000):
             own, all_ = _values(rank, each, dtype), _values(rank, each * ranks, dtype)
@@ -63,7 +63,7 @@ def test_all_ranks_have_the_same_bits_added_in_their_order() -> None:
 
 
 def _several(rank: int, ranks: int) -> None:
-    """Begun in turn, waited for in another order, while nobody else keeps them."""
+    """Begin operations, and wait for them in another order, while nothing else references their tensors."""
     whole = torch.arange(4.0 * ranks) + rank
     parts, gathered, total = torch.empty(4), torch.empty(ranks * 2), torch.ones(8)
     works = [

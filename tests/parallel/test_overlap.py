@@ -1,4 +1,4 @@
-"""Activations in pieces: what the boundary gives at once, and each piece on its way while another is multiplied."""
+"""Activations in pieces give the same results as whole ones, and each piece is sent while another is multiplied."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.models.families import DENSE
 from tests.models.plain import llama, stage
 from tests.ranks import run_ranks
 
-SEQ = 12  # of a rank's share 6: in four pieces, some longer than others
+SEQ = 12  # a rank's share is 6: in four pieces, some longer than others
 MODELS: dict[str, Model] = {
     "heads of keys for half of the ranks": llama(layers=1, kv_heads=1),
     "biases": DENSE["gpt"],
@@ -32,7 +32,7 @@ MODELS: dict[str, Model] = {
     "latent": deepseek(layers=2, dense_layers=2),
     "latent queries": deepseek(layers=2, dense_layers=2, q_rank=12),
 }
-DELAY = 0.03  # seconds that a piece is on its way
+DELAY = 0.03  # seconds that a piece is in flight
 COMPUTES = 0.01  # that a product takes
 
 
@@ -47,7 +47,7 @@ def _block(model: Model, split: Split) -> tuple[torch.nn.Module, Batch]:
 
 
 def _run(model: Model, split: Split, *, later: bool) -> dict[str, Tensor]:
-    """The block's output and all gradients; those of weights put off, if `later`."""
+    """Return the block's output and all gradients. `later`: weight gradients are deferred."""
     block, batch = _block(model, split)
     x, grad = torch.randn(2, 2, SEQ, model.dim, generator=torch.Generator().manual_seed(1))
     if split.sequence:
@@ -85,7 +85,7 @@ def test_pieces_give_what_the_boundary_gives_at_once() -> None:
 
 @dataclass
 class Journey:
-    """A piece that arrives DELAY after it set out."""
+    """A piece that arrives DELAY seconds after it was sent."""
 
     pending: Moving
     started: float = field(default_factory=time.perf_counter)
@@ -97,13 +97,13 @@ class Journey:
         return self.pending.wait()
 
     def hidden(self, products: list[tuple[float, float]]) -> bool:
-        """Was there a product between its start and the moment it was asked for?"""
+        """True if a product ran between the start of the transfer and the wait for it."""
         return any(self.started <= start and end <= self.asked for start, end in products)
 
 
 @dataclass
 class Watched:
-    """One pass through a block: journeys in the order in which they set out, and when products were computed."""
+    """One pass through a block: transfers in the order of their starts, and the times of products."""
 
     journeys: list[Journey] = field(default_factory=list)
     products: list[tuple[float, float]] = field(default_factory=list)
@@ -147,7 +147,7 @@ def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[boo
 
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_every_piece_but_the_first_in_and_the_last_out_travels_while_another_is_multiplied(pieces: int) -> None:
-    """Attention, then the MLP; and in backward the last one's way is hidden, too: behind the gradients of the weights."""
+    """Attention comes first, then the MLP. In backward the last transfer is hidden too, behind the weight gradients."""
     comes, leaves = [False, *[True] * (pieces - 1)], [*[True] * (pieces - 1), False]
     for forward, backward in run_ranks(_watch, 2, pieces, True):
         assert forward == (comes + leaves) * 2

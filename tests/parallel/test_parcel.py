@@ -1,4 +1,4 @@
-"""Shares of weights in one message: what all ranks' messages put together is the whole weight, rounded where it travels in 8 bits."""
+"""Shares of weights in one message: all ranks' messages together are the whole weight, rounded if it is sent in 8 bits."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ TILES = Scaling(E4M3, (4, 4))
 
 
 class Given(NamedTuple):
-    """A weight: its shape, the dim that shards cut, its format on the way."""
+    """A weight: its shape, the dim that shards cut, and its format in the message."""
 
     shape: tuple[int, ...]
     dim: int = 0

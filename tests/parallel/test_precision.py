@@ -1,4 +1,4 @@
-"""Recipes for products, put into the modules of a part."""
+"""Recipes for products, assigned to the modules of a part."""
 
 from collections import defaultdict
 from typing import Any
@@ -34,7 +34,7 @@ class Other(Multiply):
 
 
 def _recipes(model: nn.Module) -> set[type[Any]]:
-    """The recipes of all that multiplies by a weight."""
+    """Return the recipes of all modules that multiply by a weight."""
     return {type(module.multiply) for module in model.modules() if isinstance(module, Linear | Experts | Output)}
 
 
@@ -58,7 +58,7 @@ def test_an_unknown_recipe_is_refused_by_name() -> None:
 
 
 def shares_of(rank: int, spec: RunSpec) -> dict[str, dict[str, float]]:
-    """The largest rank with which this one shares a maximum, by layer and dim."""
+    """Return, by layer and dim, the largest rank with which this one shares a maximum."""
     trainer = trainer_of(spec)
     modules = [module for runner in trainer.stages.values() for module in runner.modules()]
     recipes = [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
@@ -81,11 +81,11 @@ def test_exactly_the_ranks_that_cut_a_tensor_share_its_maximum() -> None:
 
 
 Drawn = dict[int, set[tuple[int, int]]]
-"""For each key, the tokens and outputs that were drawn for."""
+"""Return for each key the tokens and outputs for which numbers were drawn."""
 
 
 def drawn(rank: int, spec: RunSpec) -> Drawn:
-    """Everything that this rank draws for in one step."""
+    """Return everything for which this rank draws numbers in one step."""
     trainer, found, uniform = trainer_of(spec), defaultdict[int, set[tuple[int, int]]](set), narrow.uniform
 
     def noted(key: int, rows: torch.Tensor, columns: range) -> torch.Tensor:
@@ -107,7 +107,7 @@ def drawn(rank: int, spec: RunSpec) -> Drawn:
     ids=str,
 )
 def test_ranks_draw_together_for_exactly_the_numbers_of_one_process(preset: str, plan: dict[str, Any]) -> None:
-    """The same keys, tokens of the same samples, the same outputs: also where tokens went to the experts of other ranks."""
+    """Keys, tokens by sample, and outputs are equal, even if tokens were sent to experts on other ranks."""
     run = tiny_run(plan=plan, model={"preset": preset}, train={"global_batch": 4, "precision": "nvfp4"})
     spec = shrink(run, steps=1)
     alone = spec.model_copy(update={"plan": spec.plan.model_copy(update=dict.fromkeys(plan, 1) | {"sequence": True})})
@@ -124,7 +124,7 @@ def recorded(rank: int, spec: RunSpec) -> Recording:
 
 
 def test_where_no_sum_is_reordered_draws_are_the_same_bits() -> None:
-    """In a pipeline whose blocks run again before their backward, whose weight gradients are put off, and whose weights are sharded."""
+    """The pipeline recomputes blocks before their backward, defers weight gradients and shards weights."""
     plan = {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"}
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 4, "precision": "nvfp4"}), steps=1)
     found, alone = run_ranks(recorded, 2, spec)[0], reference(spec, device=CPU)
@@ -135,7 +135,7 @@ def test_where_no_sum_is_reordered_draws_are_the_same_bits() -> None:
 
 @pytest.mark.parametrize(("schedule", "alike"), [("wsd", True), ("constant", False)])
 def test_products_are_wide_while_the_rate_decays_if_a_run_chooses_so(schedule: str, alike: bool) -> None:
-    """Every update of this one is in the decay: it is a run in bf16."""
+    """Every update of this run is in the decay, so it equals a run in bf16."""
     tables = {"optimizer": {"schedule": schedule, "decay": 1.0}, "plan": {}}
     narrow, wide = (
         tiny_run(train={"global_batch": 4, "precision": name, "steps": 2}, precision={"wide_decay": name != "bf16"}, **tables)
@@ -177,7 +177,7 @@ def test_tokens_sent_in_8_bits_are_those_that_are_rounded_on_arrival(expert: int
 
 
 def test_experts_compute_the_same_whether_tokens_are_sent_wide_or_in_8_bits() -> None:
-    """Weight gradients of experts alone are wide products, and see rounded tokens."""
+    """Only the experts' weight gradients are wide products, and these see rounded tokens."""
     wide, found = (run_ranks(recorded, 2, sends(dispatch, data=2, expert=2))[0] for dispatch in ("wide", "fp8"))
     assert found.losses == wide.losses
     moved = {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
@@ -194,7 +194,8 @@ GATHERS: dict[str, dict[str, Any]] = {
 
 
 def gathers(gather: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
-    """The first and the last block stay wide. Three ranks have 12, 12 and 10 of 34 rows. Of 32 they have 11, which are gathered wide."""
+    """The first and the last block stay wide. Three ranks have 12, 12 and 10 of 34 rows. Of 32 rows they have 11, which are gathered
+    wide."""
     train = {"global_batch": 12, "precision": "fp8", "steps": 2, "seq_len": 16}
     model = TINY_EXPERTS | ({"dim": 34} if plan["data"] == 3 else {})
     return tiny_run(model=model, plan=plan, precision={"tile": 4, "gather": gather} | precision, train=train)
@@ -202,7 +203,7 @@ def gathers(gather: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
 
 @pytest.mark.parametrize("plan", GATHERS.values(), ids=GATHERS)
 def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(plan: dict[str, Any]) -> None:
-    """To the bit, in losses, gradients and weights: a product rounds a gathered weight to the numbers that it has already."""
+    """Losses, gradients and weights are bitwise equal, since a product rounds a gathered weight to the numbers it already has."""
     ranks = gathers("fp8", plan).plan.ranks
     wide, found = (run_ranks(recorded, ranks, gathers(gather, plan))[0] for gather in ("wide", "fp8"))
     assert found.losses == wide.losses
@@ -212,8 +213,8 @@ def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(plan: 
 
 
 def rounded_weights(rank: int, spec: RunSpec) -> tuple[int, bool]:
-    """Count the weights that a step of several microbatches rounds for its gathers; and see if a gather for wide products brings rounded
-    ones."""
+    """Count the weights that a step of several microbatches rounds for its gathers, and whether a gather for wide products returns
+    rounded ones."""
     trainer = trainer_of(spec)
     with mock.patch.object(parcel, "pack_tiles", wraps=parcel.pack_tiles) as rounds:
         accumulate(trainer, microbatches(trainer))
@@ -238,7 +239,7 @@ def keeps(kept: str, model: dict[str, Any], **precision: Any) -> RunSpec:
 
 
 def moved_by_keeping(model: dict[str, Any], **precision: Any) -> set[str]:
-    """The parameters whose gradients inputs kept in 8 bits move, in the first step."""
+    """Return the parameters whose gradients change in the first step if inputs are kept in 8 bits."""
     wide, found = (run_ranks(recorded, 1, keeps(kept, model, **precision))[0] for kept in ("wide", "fp8"))
     assert found.losses == wide.losses
     return {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
@@ -247,11 +248,12 @@ def moved_by_keeping(model: dict[str, Any], **precision: Any) -> set[str]:
 def test_inputs_kept_in_8_bits_move_weight_gradients_alone_and_none_where_the_recipe_rounds_them_alike() -> None:
     assert not moved_by_keeping({}, granularity="tensor")
     layers = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
-    moved = moved_by_keeping({}, scale="ocp")  # which cuts off the largest number of a tile, in both directions
+    moved = moved_by_keeping({}, scale="ocp")  # this scale saturates the largest number of a tile, in both directions
     assert moved and moved <= {f"blocks.{block}.{layer}.weight" for block in (1, 2) for layer in layers}
 
 
 def test_experts_keep_what_was_sent_to_them_in_8_bits() -> None:
-    """So the weight gradients of their first products are the same bits; those of their second product see rounded inputs."""
+    """Tokens arrive rounded, so the weight gradients of the first products have the same bits. Those of the second product
+    see rounded inputs."""
     moved = moved_by_keeping(TINY_EXPERTS, dispatch="fp8", wide=("*.attention.*",))
     assert moved == {f"blocks.{block}.mlp.experts.down" for block in (1, 2)}

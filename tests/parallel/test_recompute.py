@@ -1,4 +1,4 @@
-"""Recomputation: the blocks the policy names, the same bits, fewer bytes."""
+"""Recomputation runs the policy's blocks again, changes no bit, and saves bytes."""
 
 from itertools import pairwise
 
@@ -55,7 +55,7 @@ def test_losses_and_gradients_are_the_same_bits(name, packed):
 
 
 def saved_bytes(plan: Plan) -> int:
-    """Bytes that forward leaves for backward, each piece of memory once, without weights."""
+    """Return the bytes that forward keeps for backward, each piece of memory once, without weights."""
     model, given = under(plan), batch()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -65,7 +65,7 @@ def saved_bytes(plan: Plan) -> int:
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in weights:
             kept[memory.data_ptr()] = memory.nbytes()
-            alive.append(tensor)  # or the same address could be another tensor's later
+            alive.append(tensor)  # otherwise another tensor could later have the same address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -79,7 +79,7 @@ def test_the_more_is_recomputed_the_fewer_bytes_wait_for_backward():
     assert all(found[less] < found[more] for less, more in pairwise(order)), found
     assert found["full"] < found["selective mlp"] < found["selective"] < found["none"], found
     inputs = LAYERS * 2 * 32 * SPEC.dim * 4
-    assert found["full"] < 3 * inputs  # inputs of the blocks, and what embedding and head keep
+    assert found["full"] < 3 * inputs  # inputs of the blocks, and the tensors kept by embedding and head
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -1,4 +1,4 @@
-"""Segments: blocks that keep one input together train to the same bits, and hold what the formula says."""
+"""Segments: blocks that keep one input together train to the same bits, and use the memory given by the formula."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def _trained(rank: int, plan: dict[str, Any], model: dict[str, Any], policies: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    """This rank's weights and moments after two steps, for each policy."""
+    """Return this rank's weights and moments after two steps, for each policy."""
     found = []
     for policy in policies:
         trainer = trainer_of(brief_run(plan=plan | {"recompute": policy}, model=model))
@@ -46,7 +46,7 @@ def test_segments_change_no_bit(name: str) -> None:
 
 
 def _course(layers: int, policy: str) -> tuple[int, float]:
-    """The most bytes of activations at any moment of a step, and the FLOPs of its products."""
+    """Return the peak bytes of activations in a step, and the FLOPs of its products."""
     spec = tiny_run(
         model={"layers": layers}, plan={"recompute": policy}, train={"global_batch": 1, "seq_len": 256}, optimizer={"kind": "sgd"}
     )
@@ -56,7 +56,8 @@ def _course(layers: int, policy: str) -> tuple[int, float]:
 
 @pytest.mark.slow
 def test_a_segment_holds_its_blocks_while_they_run_again_and_inputs_otherwise() -> None:
-    """Chen et al. 2016, section 4.3: the inputs of all segments, and all of one segment. What does not depend on the depth cancels out."""
+    """Chen et al. 2016, section 4.3: memory holds the inputs of all segments, and one whole segment. Terms that do not depend on the depth
+    cancel."""
     few, many, x = 4, 16, 256 * 32 * 4
     policies = ("none", "full", "segments:2", "segments:4", "sqrt")
     held, work = ({}, {}), ({}, {})

@@ -1,4 +1,4 @@
-"""A gather in forward is a sum and scatter in backward: each function's backward is its adjoint."""
+"""A gather in forward is a reduce-scatter in backward: each function's backward is its adjoint."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _apply(rank: int, function: Any, inner: tuple[int, ...], outer: tuple[int, ...], alike: str) -> tuple[Tensor, ...]:
-    """(input, output, gradient given, gradient got) of one rank; what is `alike` on all ranks has one seed."""
+    """Return (input, output, gradient of the output, gradient of the input) of one rank. `alike`: equal on all ranks,
+    from one seed."""
     group = torch.distributed.group.WORLD
     x = _normal(inner, 1 if alike == "in" else 10 + rank).requires_grad_()
     out = function(x, group)
@@ -32,7 +33,7 @@ def _apply(rank: int, function: Any, inner: tuple[int, ...], outer: tuple[int, .
 
 
 def apply(function: Any, inner: tuple[int, ...], outer: tuple[int, ...], alike: str = "") -> list[list[Tensor]]:
-    """Inputs, outputs, gradients given and gradients got of all ranks."""
+    """Return inputs, outputs, and the gradients of outputs and inputs, of all ranks."""
     return [list(column) for column in zip(*run_ranks(_apply, RANKS, function, inner, outer, alike), strict=True)]
 
 
@@ -85,7 +86,7 @@ def test_logits_asked_for_are_whole_on_every_rank(sequence):
     expected = logits(stage(llama()), tokens_of(llama())).detach()
     for found, kind in run_ranks(_logits, 2, sequence):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert kind == "Output"  # a split module is still named as the model's own
+        assert kind == "Output"  # a split module keeps the name of the model's own class
 
 
 def _packed(rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A block whose tokens travel: the same bits as one graph, whatever runs again, and few rows kept."""
+"""A block with token dispatch has the same bits as one graph, whatever is recomputed, and keeps few rows."""
 
 from dataclasses import dataclass
 
@@ -37,19 +37,19 @@ PARTS = {
 POLICIES = {name: Plan(recompute="selective", recompute_parts=parts) for name, parts in PARTS.items()} | {
     "full": Plan(recompute="full")
 }
-AGAIN = ("full", "mixture", "mixture and attention")  # under these, rows travel again
+AGAIN = ("full", "mixture", "mixture and attention")  # under these, rows are sent again
 PLANS = [Plan(data=2, expert=2), Plan(data=2, expert_tensor=2), Plan(tensor=2, expert=2, sequence=False)]
 
 
 @dataclass(frozen=True)
 class Found:
-    """One forward and backward of a block."""
+    """Result of one forward and backward of a block."""
 
     out: Tensor
-    grads: dict[str, Tensor]  # of the input, the weights, and what the router counted
-    kept: int  # bytes between forward and backward
-    rows: int  # of these, rows that arrived are so many bytes
-    sent: int  # calls by which rows, or their weights, travelled in backward
+    grads: dict[str, Tensor]  # gradients of the input and the weights, and the router's counts
+    kept: int  # bytes kept between forward and backward
+    rows: int  # the part of these bytes that are received rows
+    sent: int  # calls that sent rows, or their weights, in backward
 
 
 def _block(groups: Groups, plan: Plan) -> Block:
@@ -87,7 +87,7 @@ def _travelled(groups: Groups, plan: Plan, policy: Plan) -> Found:
         x = x.clone()
         out, graph = finish(forward(block, x, batch))
         del x
-        rest(0.05)  # gloo's own thread lets go of what it sent a moment after it has arrived
+        rest(0.05)  # gloo's thread releases sent tensors shortly after arrival
     assert isinstance(graph, Journey) and isinstance(graph.lines.deal.traffic, Travel)
     with Meter() as back:
         of_x = finish(graph.backward(grad, None))
@@ -107,7 +107,7 @@ def _all(rank: int) -> list[tuple[Found, dict[str, Found]]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[Found, dict[str, Found]]]:
-    """For each plan, the block as one graph, and with journeys under each policy; on both ranks."""
+    """Return for each plan, on both ranks, the block as one graph, and with token dispatch under each policy."""
     return [each for mine in run_ranks(_all, 2) for each in mine]
 
 
@@ -121,17 +121,18 @@ def test_pieces_give_the_bits_of_one_graph_whatever_runs_again(found: list[tuple
 
 
 def test_what_a_microbatch_in_flight_keeps(found: list[tuple[Found, dict[str, Found]]]) -> None:
-    """If all runs again, the block's input; if rows do not travel again, those that arrived, once."""
+    """If everything is recomputed, the block's input is kept. If rows are not sent again, received rows are kept once."""
     for _, policies in found:
         kept = {name: each.kept for name, each in policies.items()}
         assert kept["full"] < kept["parts"] < kept["norms"] < kept["none"]
         assert kept["parts"] - kept["full"] == policies["full"].rows > 0
         assert kept["full"] < kept["mixture and attention"] < kept["mixture"] < kept["none"]
         activation = BATCH * SEQ * SPEC.dim * 4
-        assert kept["full"] < 3 * activation  # x, the block's output, and less than another for who goes where
+        assert kept["full"] < 3 * activation  # x, the block's output, and less than as much again for the routing
 
 
 def test_only_where_the_mixture_runs_again_do_its_rows_travel_again(found: list[tuple[Found, dict[str, Found]]]) -> None:
-    """Gradients out and home, weights beside them, and rows a second time if they were not kept; more where experts are split."""
+    """Gradients are sent in both directions, with weights beside them, and rows a second time if they were not kept. Split
+    experts send more."""
     for _, policies in found[::3] + found[2::3]:
         assert {name: each.sent for name, each in policies.items()} == dict.fromkeys(POLICIES, 4) | dict.fromkeys(AGAIN, 5)

@@ -1,4 +1,4 @@
-"""Messages between ranks, call by call."""
+"""Records messages between ranks, call by call."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ NAMES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
-LEAVES: Mapping[str, Callable[[int], Fraction]] = {  # of the largest tensor, what each of n ranks sends at least
+LEAVES: Mapping[str, Callable[[int], Fraction]] = {  # the least share of the largest tensor that each of n ranks sends
     "gather": lambda n: 1 - Fraction(1, n),
     "reduce_scatter": lambda n: 1 - Fraction(1, n),
     "all_reduce": lambda n: 2 - Fraction(2, n),  # a reduce-scatter and a gather
@@ -34,8 +34,8 @@ LEAVES: Mapping[str, Callable[[int], Fraction]] = {  # of the largest tensor, wh
 
 @dataclass(frozen=True)
 class Call:
-    """One collective or message among `ranks`; `elements` of its largest tensor, which is the whole one of a gather or reduce-scatter;
-    `sent` bytes leave this rank."""
+    """One collective or message among `ranks`. `elements`: size of the largest tensor, for a gather or reduce-scatter the whole one.
+    `sent`: bytes that leave this rank."""
 
     name: str
     elements: int
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(eq=False)
 class Traffic(TorchDispatchMode):
-    """Records the calls of this rank, whoever makes them."""
+    """Records all calls of this rank."""
 
     calls: list[Call] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str, *dtypes: torch.dtype) -> list[Call]:
-        """Calls of one name, of floats as weights and gradients are (step totals travel in fp64 and int64)."""
+        """Return the calls of one name with dtypes of weights and gradients (step totals are sent in fp64 and int64)."""
         return [call for call in self.calls if call.name == name and call.dtype in (dtypes or (torch.float32, torch.bfloat16))]
 
 
@@ -76,7 +76,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Call:
 
 
 def _rows_for_others(given: Mapping[str, Any], ranks: tuple[int, ...]) -> int:
-    """Elements of an all-to-all's input that do not stay on this rank."""
+    """Return the number of elements of an all-to-all's input that leave this rank."""
     rows = given["input"]
     sizes = given["input_split_sizes"] or [rows.shape[0] // len(ranks)] * len(ranks)
     staying = sizes[ranks.index(dist.get_rank())]
@@ -84,8 +84,8 @@ def _rows_for_others(given: Mapping[str, Any], ranks: tuple[int, ...]) -> int:
 
 
 def axis_of(ranks: tuple[int, ...], mesh: Mesh, rank: int) -> str:
-    """Return the axis along which the ranks of a group differ: an axis of work, or else of the dense state, or else of the experts'. If
-    they are only every n-th rank of an axis: "context by 2"."""
+    """Return the axis along which the ranks of a group differ: an axis of work, otherwise of the dense state, otherwise of the experts.
+    If they are only every n-th rank of an axis, add the step: "context by 2"."""
     views = (
         ("", WORK, mesh.coordinates),
         ("state ", STATE, mesh.state_coordinates),
@@ -105,7 +105,7 @@ def axis_of(ranks: tuple[int, ...], mesh: Mesh, rank: int) -> str:
 
 
 def bytes_by_axis(calls: list[Call], mesh: Mesh, rank: int) -> dict[tuple[str, str], Fraction]:
-    """(axis, name of the call) -> bytes this rank sends."""
+    """Return (axis, name of the call) -> bytes that this rank sends."""
     found: Counter[tuple[str, str]] = Counter()
     for call in calls:
         found[axis_of(call.ranks, mesh, rank), call.name] += call.sent  # pyright: ignore[reportArgumentType]  # fractions add up too

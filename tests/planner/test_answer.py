@@ -33,7 +33,7 @@ ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{ke
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Traces are kept for this file's tests, and for nobody else's."""
+    """Keep traces for the tests of this file only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("COLUMNS", "80")
@@ -131,7 +131,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def tight(cache) -> Answer:
-    """Answer for a model whose moments a device cannot hold, but its host can."""
+    """Return the answer for a model whose moments fit on the host but not on a device."""
     return answer(ask(Question(**TIGHT)), top=2, why=True)
 
 
@@ -223,7 +223,7 @@ def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):
 
 
 def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less():
-    """The model is larger than what communicators take."""
+    """The model needs more memory than the communicators."""
     answered = answer(ask(Question(**(WORDS | {"model": "llama3.2-1b", "cluster": "h100:8", "global_batch": 64}))), top=5)
     points = frontier(answered.asked, answered.found)
     best, price = answered.found.best, answered.asked.cluster.price_per_hour
@@ -351,7 +351,7 @@ def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
 
 
 def test_memory_of_merges_counts(tmp_path: Path) -> None:
-    """Anchors, velocities and feedback: 12 bytes for each weight that a rank updates."""
+    """Anchors, velocities and feedback take 12 bytes for each weight that a rank updates."""
     found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20")
     plain = replace(found.asked, sites=None)
     best = found.found.choices[0].plan

@@ -1,4 +1,4 @@
-"""Sites on clusters of their own: shares, plans, and the run file that is written."""
+"""Sites on different clusters: shares, plans, and the written run file."""
 
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def test_a_faster_site_reads_more_and_no_step_is_longer_than_with_even_shares(tm
 
 
 def _alone(path: Path, site: int):
-    """The best choice of a site that trains everything."""
+    """Return the best choice for a site that trains everything alone."""
     cluster = ("h100:8", "a100:2")[site]
     text = path.read_text()
     alone = path.with_name(f"alone-{site}.toml")
@@ -134,7 +134,7 @@ def test_devices_that_cannot_compute_in_the_run_s_format_are_named_by_site(tmp_p
 
 
 def test_a_ramp_of_the_batch_is_refused(tmp_path: Path) -> None:
-    """Shares would be chosen for the batch of one phase."""
+    """Otherwise shares would be chosen for the batch of one phase."""
     path = _file(tmp_path, "h100:4", "a100:2")
     path.write_text(
         path.read_text().replace("global_batch = 64", "global_batch = 64\nbatch_ramp = [{ begin = 640, global_batch = 128 }]")

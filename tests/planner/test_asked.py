@@ -133,7 +133,8 @@ def test_a_training_has_one_length():
 
 
 def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
-    """16 bytes a parameter, 20 tokens a parameter, 6 FLOP a parameter and token; at 40 % of an H100's peak, and $2.2 an hour."""
+    """The estimate takes 16 bytes and 20 tokens a parameter, 6 FLOPs for each parameter and token, 40 % of an H100's peak, and
+    $2.2 an hour."""
     monkeypatch.setenv("MEGALITH_CACHE", "")
     asked = ask(Question(model="dense-2t", cluster="h100:16384", seq_len=8192, global_batch=2048, compute_optimal=True))
     assert asked.tokens is not None

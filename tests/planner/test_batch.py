@@ -56,7 +56,7 @@ def test_the_rate_grows_as_asked():
 
 
 def _losses(penalties: dict[float, float], spread: float, replicas: int = 4) -> dict[float, list[float]]:
-    """Losses of branches: what all of a replica share, what a batch costs, and noise."""
+    """Draw losses of branches: a term for each replica, the cost of the batch, and noise."""
     draw = random.Random(1)
     shared = [4.0 + draw.gauss(0, 0.2) for _ in range(replicas)]
     return {factor: [each + cost + draw.gauss(0, spread) for each in shared] for factor, cost in penalties.items()}

@@ -1,4 +1,4 @@
-"""The bundled calibration is what the documented command finds."""
+"""The bundled calibration equals the result of the documented command."""
 
 from importlib.resources import files
 

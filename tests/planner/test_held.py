@@ -1,4 +1,4 @@
-"""The memory that a plan gives for a rank is what a dry run of the written file counts."""
+"""The memory that a plan states for a rank equals the count in a dry run of the written file."""
 
 import os
 import random
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.slow
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
 SMALL = [("llama-1b", "h100:4", 4096, 8), ("llama-1b", "2xa100-40gb", 2048, 8)]
-"""Models whose blocks hold most: where the head does, plans are off by up to a fifth (docs/planner.md)."""
+"""Models with most of their memory in blocks. If most is in the head, plans are off by up to a fifth (docs/planner.md)."""
 
 MODELS = ("llama-1b", "llama3.2-1b", "llama3.2-3b", "llama2-7b", "qwen3-1.7b", "olmoe-1b-7b")
 CLUSTERS = ("h100:8", "a100-40gb:8", "rtx-4090:8", "l40s:8", "mi300x:8")
 
 
 def questions() -> list[tuple[str, str, int, int]]:
-    """Two small ones; with MEGALITH_FULL=1 ten drawn ones beside them."""
+    """Return two small models, and with MEGALITH_FULL=1 also ten drawn ones."""
     from megalith.spec.presets import presets
 
     draw, known = random.Random(23), [name for name in MODELS if name in presets()]
@@ -50,7 +50,7 @@ def test_a_plan_and_the_dry_run_of_its_file_agree(
 
 
 def test_what_stays_free_covers_context_communicators_and_fragments():
-    """4 GiB of 80, and in proportion."""
+    """Return the reserved memory: 4 GiB of 80, and in proportion."""
     for cluster in ("h100:8", "l4:8"):
         asked = ask(Question(model="llama3-8b", cluster=cluster, seq_len=2048, global_batch=64))
         limit = asked.cluster.accelerator.memory

@@ -1,4 +1,4 @@
-"""Intervals, few rows and choices are judged as their names say, on rows that were made so."""
+"""The judgements of intervals, of few known rows and of choices are correct on constructed rows."""
 
 import random
 from math import exp
@@ -53,7 +53,7 @@ def test_three_rows_of_a_stack_make_the_rest_better_and_a_wrong_one_is_named():
 
 
 class _Row:
-    """Enough of a row to be grouped."""
+    """Make a row with the fields that grouping needs."""
 
     def __init__(self, layout: str) -> None:
         self.layout = layout

@@ -1,4 +1,4 @@
-"""Own measurements move what is predicted, as far as they can be trusted."""
+"""A user's own measurements change predictions according to their reliability."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def _no_disk(monkeypatch: pytest.MonkeyPatch):
 
 
 def run_folder(path: Path, ratio: float, cluster: str = "h100:2") -> Path:
-    """A finished run whose steps took so much of what is predicted of them, but for its first ones."""
+    """Write a finished run whose steps, except the first ones, took this share of their prediction."""
     spec = tiny_run(plan={"data": 2}).model_copy(update={"cluster": cluster})
     path.mkdir()
     (path / SPEC_FILE).write_text(spec.model_dump_json())
@@ -42,7 +42,7 @@ def run_folder(path: Path, ratio: float, cluster: str = "h100:2") -> Path:
 
 
 def table(path: Path, ratios: list[float]) -> Path:
-    """Rows of a user's, as the bundled file has them."""
+    """Return a user's rows in the format of the bundled file."""
     row = next(row for row in read() if row.name == "torchtitan-a100-0004")
     seconds = row.number("step_time_s") or 0.0
     with path.open("w", newline="") as file:
@@ -132,7 +132,7 @@ def test_the_order_of_rows_does_not_matter(tmp_path: Path):
 
 
 def test_runs_as_long_as_predicted_leave_times_nearly_alone(tmp_path: Path):
-    """The more of them, the nearer to their prediction, whatever the bias of all stacks is."""
+    """With more rows predictions come nearer to them, whatever the common bias of all stacks."""
     rows = measured([run_folder(tmp_path / str(n), 1.0) for n in range(6)], "megalith")
     question = ask(Question(**WORDS))
     off = [abs(sure(question, rows[:number]).factor - 1) for number in (1, 3, 6)]

@@ -1,4 +1,5 @@
-"""Trainings published by name: their layouts can be said, `check` accepts them, and they take about as long as published."""
+"""Published training runs: their layouts can be expressed, `check` accepts them, and they are predicted to take about as
+long as published."""
 
 import pytest
 
@@ -16,7 +17,8 @@ WITHIN = {
     "tokens/s": 0.15,
     "% MFU": 0.15,
 }
-"""How far off each may be. The first three are promised; the others' software and devices are older than what is planned for."""
+"""The allowed error of each. The first three are promised; the others used older software and devices than the planner
+assumes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +47,7 @@ def test_check_accepts_a_published_layout(named: Named):
 
 
 def test_the_layouts_are_those_of_the_fields_large_trainings():
-    """Tensor, pipeline, data and expert ranks, and ZeRO's stage, as their papers give them."""
+    """Tensor, pipeline, data and expert ranks, and the ZeRO stage, from the papers."""
     said = {(one.preset, one.seq_len): one.plans[0] for one in NAMED if not one.forward_only}
     sizes = {key: (plan.tensor, plan.pipeline, plan.data, plan.expert, plan.zero) for key, plan in said.items()}
     assert sizes == {

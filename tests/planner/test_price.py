@@ -66,7 +66,7 @@ def test_experts_over_the_network_are_put_beside_experts_inside_a_node(cache):
     asked = ask(Question(model="switch-base-16", cluster="h100:16", seq_len=512, global_batch=64))
     found = price_of(asked, Plan(data=16, expert=16), "plan.expert")
     assert found.instead == Plan(data=16, expert=8)
-    assert found.memory < 0  # fewer ranks hold more experts each
+    assert found.memory < 0  # with fewer ranks, each holds more experts
 
 
 def test_a_plan_that_keeps_the_rules_has_nothing_to_pay(asked: Asked):

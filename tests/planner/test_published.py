@@ -64,7 +64,7 @@ def test_rows_have_their_sources_and_groups_their_software():
 
 
 def test_what_is_published_to_have_run_out_of_memory_does_not_fit():
-    """And the same model with more recomputed, which ran, does: within a tenth of the memory that was measured."""
+    """The same model with more recomputation was run; its predicted memory fits, and is within a tenth of the measured one."""
     checked = 0
     for item in SAID:
         if item.row.ran_out or (item.choices and not item.transformer and item.row.memory):
@@ -77,8 +77,8 @@ def test_what_is_published_to_have_run_out_of_memory_does_not_fit():
 
 
 def test_megatron_bridge_s_gb_are_decimal():
-    """By its own figures: recomputing the activations of 23 layers of experts spared 4.194 of what it prints as GB, and their size is
-    known: 6 of 128 experts a token, 8,192 tokens, 1,856 wide, 16 bits."""
+    """The figures themselves show it: recomputing the activations of 23 expert layers saved 4.194 of the printed "GB", and their size
+    is known: 6 of 128 experts a token, 8,192 tokens, width 1,856, 16 bits."""
     rows = {row.name: row for row in ROWS}
     spared = rows["mbridge-skills-0007"].memory - rows["mbridge-skills-0008"].memory
     assert spared == pytest.approx(23 * 8192 * 6 * 1856 * 2, rel=0.01)
@@ -86,7 +86,8 @@ def test_megatron_bridge_s_gb_are_decimal():
 
 @pytest.mark.parametrize("group", ["mosaic", "nemo2407", "mbridge"])
 def test_a_source_s_tflops_by_its_own_convention_are_its_seconds(group):
-    """Rows that print both: the conventions are read right, so rows that print TFLOP/s alone are too."""
+    """Some rows print both figures. They show that the conventions are understood, so rows that print TFLOP/s alone are
+    read correctly too."""
     gaps = []
     for item in SAID:
         row = item.row
@@ -99,8 +100,8 @@ def test_a_source_s_tflops_by_its_own_convention_are_its_seconds(group):
 
 
 def test_what_offloading_the_optimizer_costs_is_near_what_was_published():
-    """Megatron-Bridge's card of Qwen3-30B: the same run with none to all of its moments in host memory. Its batch is not printed, so
-    what a step takes longer is compared, which does not depend on it."""
+    """Megatron-Bridge's card of Qwen3-30B has the same run with none to all of its moments in host memory. The batch is not printed,
+    so the test compares the extra time of a step, which does not depend on the batch."""
     rows = {row.name: row.number("step_time_s") for row in ROWS}
     plan = Plan(data=4, tensor=2, pipeline=2, expert=4)
     load = Workload(presets()["qwen3-30b-a3b"].build().build(), plan, clusters.load("h100:16"), 4096, 64)

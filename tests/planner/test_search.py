@@ -41,7 +41,7 @@ def test_every_candidate_uses_all_devices_and_deals_the_batch_out_evenly(model):
 
 @pytest.mark.parametrize("model", [dense(), mixture(), mixture(hidden=DIM)], ids=["dense", "mixture", "wide experts"])
 def test_every_candidate_computes_the_same_model(model):
-    """FLOPs are conserved: a layout says where they happen."""
+    """FLOPs are conserved: a layout only decides where they are computed."""
     cluster, scorer = clusters.load("h100:8"), Scorer(calibration())
     space = Space(microbatches=(1, 2), policies=(("none", ()),))
     flops = [
@@ -54,7 +54,7 @@ def test_every_candidate_computes_the_same_model(model):
 
 @pytest.mark.parametrize("named", [one for one in NAMED if not one.forward_only], ids=lambda named: named.name)
 def test_the_space_has_the_published_layouts(named):
-    """But for what the planner decides by itself: what is recomputed, and how keys and values travel."""
+    """Except for settings that the planner always chooses itself: recomputation, and the method that sends keys and values."""
     work = named.workloads()[0]
     space = Space(policies=(("full", ("attention.core",)),))
     found = candidates(work.model, work.cluster, seq_len=named.seq_len, global_batch=named.global_batch, space=space)
@@ -99,7 +99,7 @@ def test_bounds_are_bounds(model):
 
 @pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
 def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
-    """Plans are dropped for it without being looked at."""
+    """Plans are dropped by this bound without being evaluated."""
     whole, space, scorer = clusters.load("h100:8"), Space(again=(), offload=()), Scorer(calibration())
     plans = list(candidates(model, whole, seq_len=2048, global_batch=32, space=space))
     works = [Workload(model, plan, whole, 2048, 32, practice=assumed(plan)) for plan in plans]
@@ -160,7 +160,7 @@ SLACK = calibration().generations["fused"].slack
 
 
 def _tight(model=None, host=None, **space):
-    """The best plan, and what is found on devices that lack three fifths of what its optimizer needs."""
+    """Return the best plan, and the result on devices with three fifths less memory than its optimizer needs."""
     cluster, ask = clusters.load("h100:8"), partial(search, model or dense(), seq_len=4096, global_batch=16)
     best = ask(cluster, space=SPACE).best
     assert best is not None
@@ -193,7 +193,7 @@ def test_without_offloading_the_rest_is_found_as_it_was():
 
 
 def test_a_host_that_is_full_leaves_the_state_to_its_disk():
-    """It has room for the buffers that state on disk passes through, and for nothing more."""
+    """The device has room only for the buffers through which state on disk passes."""
     model, devices, room = dense(16), 8, 5e6
     small = HostSpec(memory=int(devices * room / USABLE))
     found = _tight(model, host=small)[1]
@@ -206,7 +206,7 @@ def test_a_host_that_is_full_leaves_the_state_to_its_disk():
 
 
 def test_gradients_are_released_where_state_on_disk_is_not_enough():
-    """One device and one microbatch a step; it lacks half of what the gradients take. With two microbatches nothing can be released."""
+    """One device, with one microbatch a step, lacks half of the memory for gradients. With two microbatches nothing can be released."""
     model, scorer, share = dense(16), Scorer(calibration()), Space().offload[-1:]
     plan = Plan(zero=0, recompute="full", state=StateSpec(optimizer="disk"))
     full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
@@ -237,7 +237,8 @@ def test_the_search_releases_what_check_allows(format: str, optimizer: str, mast
 
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
 def test_what_does_not_fit_with_single_blocks_recomputed_may_in_segments(share, policy):
-    """64 blocks on one device that lacks some of what full recomputation keeps: the size of segments is the one that needs least."""
+    """64 blocks are on one device that lacks some of the memory for full recomputation. The chosen length of segments needs the
+    least memory."""
     model, scorer = dense(64), Scorer(calibration())
     space, ask = replace(SPACE, microbatches=(1,), offload=()), partial(search, model, seq_len=4096, global_batch=1)
     full = Workload(model, Plan(zero=0, recompute="full"), clusters.load("h100:1"), 4096, 1, practice=assumed(Plan()))

@@ -1,4 +1,4 @@
-"""A run's step beside its prediction, by term."""
+"""A run's step compared with its prediction, term by term."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def _no_disk(monkeypatch: pytest.MonkeyPatch):
 
 
 def folder(path: Path, **factors: float) -> Path:
-    """A run whose steps took what is predicted, but for some terms."""
+    """Write a run whose steps took the predicted time, except for some terms."""
     path.mkdir()
     (path / SPEC_FILE).write_text(RUN.model_dump_json())
     here = {name: value * factors.get(name, 1.0) for name, value in by_term(estimate(of_run(RUN)).time).items()}

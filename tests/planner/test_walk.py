@@ -1,4 +1,4 @@
-"""A walk from what one has to a plan: each row allows one technique more, and its numbers are the planner's."""
+"""A walk from a starting point to a plan: each row allows one more technique, and has the planner's numbers."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_a_walk_leads_to_no_prefill():
 
 
 def test_the_rule_of_thumb_in_the_guide_is_the_planners():
-    """The smallest model's row, which is quick; all of them behind MEGALITH_FULL=1."""
+    """The smallest model's row is quick. With MEGALITH_FULL=1 all rows are tested."""
     shown = PAGE.read_text(encoding="utf-8")
     if os.environ.get("MEGALITH_FULL"):
         assert table() in shown

@@ -1,4 +1,4 @@
-"""Own parts of a model for tests: an attention with a gate, one without a core, a norm, and parts with a fault each."""
+"""Custom model parts for tests: an attention with a gate, one without a core, a norm, and several parts with one fault each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ HERE = __name__
 
 
 class Gated(Attention):
-    """Attention whose output each head gates (Qiu et al. 2025, arXiv:2505.06708)."""
+    """Attention with an output gate for each head (Qiu et al. 2025, arXiv:2505.06708)."""
 
     def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
         super().__init__(dim, spec, rope_slot)
@@ -52,7 +52,7 @@ WHOLE = ModelPart(
 
 
 class Power(nn.Module):
-    """A norm by the mean of the absolute values."""
+    """A norm that divides by the mean of the absolute values."""
 
     def __init__(self, dim: int, spec: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ POWER = ModelPart("norm", f"{HERE}:Power", lambda dim, spec: [Tensor("scale", (d
 
 
 class Mean(nn.Module):
-    """An attention without a core: a token takes the mean of itself and all earlier ones, in any document."""
+    """An attention without a core: each token becomes the mean of itself and all earlier tokens, across documents."""
 
     def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ MEAN = ModelPart("attention", f"{HERE}:Mean", lambda dim, spec: [Tensor("value.w
 
 
 class Shifted(Attention):
-    """An attention with Megalith's core, whose tokens see the one before them outside of it too."""
+    """An attention with Megalith's core in which each token also sees the previous one outside of the core."""
 
     def forward(self, x: Values, batch: Batch) -> Values:
         return super().forward(x + torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1), batch)
@@ -91,7 +91,7 @@ SHIFTED = ModelPart("attention", f"{HERE}:Shifted", lambda dim, spec: list(of_ga
 
 
 class Counted(Attention):
-    """An attention that counts positions from x."""
+    """An attention that derives positions from the length of x."""
 
     def forward(self, x: Values, batch: Batch) -> Values:
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -122,7 +122,7 @@ HALVED = SHIFTED._replace(module=f"{HERE}:Halved", core=True)
 
 
 class Named(nn.Module):
-    """An attention without a core, with a matrix of this name."""
+    """An attention without a core whose matrix is named `core`."""
 
     def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ NAMED = ModelPart("attention", f"{HERE}:Named", lambda dim, spec: [Tensor("core.
 
 
 class Odd(nn.Module):
-    """An MLP of one matrix pair, with a fault that `spec.hidden` does not show: `Odd.fault` names it."""
+    """An MLP of two matrices, with a fault that `Odd.fault` names."""
 
     fault = ""
 

@@ -1,4 +1,4 @@
-"""Acts of a careless user and a neighbour on a run, and the required outcome of each: the table is KINDS, at the end."""
+"""Acts of a careless user or a neighbour on a run, and the required outcome of each. The table KINDS is at the end."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ from tests.promises.careless.scene import BrokenError, Scene
 
 Must = Literal["goes on", "may stop"]
 STRANGER = 65534
-"""The number of another user, to whom root can give a folder."""
+"""The id of another user, to whom root can give a folder."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Something that was done, in words. A run that stops for it says one of `names`; `back` puts back what was altered."""
+    """An act that was done, in words. A run that stops because of it names one of `names`; `back` undoes the change."""
 
     what: str
     names: tuple[str, ...] = ()
@@ -29,12 +29,12 @@ class Done:
 
 
 Do = Callable[[Scene, Random], Done | None]
-"""Does something to a run; None if there is nothing to do it to. Raises BrokenError if what it asked was answered wrongly."""
+"""Does something to a run. Returns None if the run has nothing to do it to. Raises BrokenError if a command answers wrongly."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of act, and what a run must do that it befalls. `only`: the kind of run there is such a thing in."""
+    """A kind of act, and the required reaction of the run. `only`: the kind of run to which it applies."""
 
     must: Must
     do: Do
@@ -53,7 +53,7 @@ def _truncate(path: Path, random: Random) -> None:
 
 
 def _garble(path: Path, random: Random) -> None:
-    """Other bytes in place: whoever has it mapped or open has them too."""
+    """Change bytes in place, so that processes which have the file mapped or open see the change."""
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(random.randrange(max(1, size)))
@@ -61,7 +61,7 @@ def _garble(path: Path, random: Random) -> None:
 
 
 def _replace(path: Path, random: Random) -> None:
-    """Another file under the same name."""
+    """Put another file under the same name."""
     part = path.with_name(path.name + ".other")
     part.write_bytes(random.choice((b"", b"[1, 2]", b'{"no": "such thing"}', random.randbytes(100))))
     part.replace(path)
@@ -84,7 +84,7 @@ def _alter(
 
     def back() -> None:
         now = path.read_bytes() if path.is_file() else None
-        if path.parent.is_dir() and now == after:  # else somebody has made it anew
+        if path.parent.is_dir() and now == after:  # otherwise somebody has created it anew
             if path.is_dir():
                 path.rmdir()
             path.write_bytes(before)
@@ -126,7 +126,7 @@ def _log(scene: Scene, random: Random) -> Done | None:
 
 def _data(scene: Scene, random: Random) -> Done:
     path = random.choice(sorted(one for one in scene.data.iterdir() if "validation" not in one.name))
-    return _alter(path, random, names=(f"{path.stem}.bin",))  # an index is part of its shard
+    return _alter(path, random, names=(f"{path.stem}.bin",))  # an index belongs to its shard
 
 
 def _checkpoints(scene: Scene) -> list[Path]:
@@ -196,7 +196,7 @@ def _copies(scene: Scene, random: Random) -> Done | None:
 
 
 def _foreign(scene: Scene, random: Random) -> Done | None:
-    """Somebody else's folder where the run's is, or one that all may write to."""
+    """Put another user's folder, or one that all may write to, in the place of the run's."""
     memories = scene.memories()
     if not memories:
         return None
@@ -207,7 +207,7 @@ def _foreign(scene: Scene, random: Random) -> Done | None:
                 path.chmod(0o777)
         return Done("copies in memory open to all")
     shutil.rmtree(memory, ignore_errors=True)
-    with contextlib.suppress(FileExistsError):  # the run was faster: then it is its own
+    with contextlib.suppress(FileExistsError):  # the run was faster, so the folder is its own
         memory.mkdir(mode=0o755)
         os.chown(memory, STRANGER, STRANGER)
         return Done("another user's folder where copies were", back=lambda: shutil.rmtree(memory, ignore_errors=True))
@@ -224,12 +224,12 @@ def _connected(address: tuple[str, int]) -> Iterator[socket.socket | None]:
     try:
         with socket.create_connection(address, timeout=5) as stranger:
             yield stranger
-    except OSError:  # nobody listens any more, or turned it away
+    except OSError:  # nobody listens any more, or the connection was refused
         yield None
 
 
 def _garbage(scene: Scene, random: Random) -> Done | None:
-    """Garbage at every port of the run; at some, connections that stay for a while."""
+    """Send garbage to every port of the run. At some ports keep connections open for a while."""
     ports = scene.ports()
     with contextlib.ExitStack() as stack:
         for address in ports:
@@ -246,7 +246,7 @@ def _garbage(scene: Scene, random: Random) -> Done | None:
 
 _TO_RANKS = ("KILL", "TERM", "INT", "HUP", "USR1", "USR2", "QUIT", "SEGV", "BUS", "ABRT", "ALRM", "STOP")
 _TO_COMMANDS = {"TERM": "SIGTERM", "INT": "Ctrl-C", "HUP": "SIGHUP", "USR1": "SIGUSR1", "KILL": "", "QUIT": ""}
-"""Answer of a command that is told to stop; signals that no process receives have none."""
+"""Wait for the reply of a command that is told to stop. A signal that no process receives has no reply."""
 
 
 def _to_a_rank(scene: Scene, random: Random) -> Done | None:
@@ -260,7 +260,7 @@ def _to_a_rank(scene: Scene, random: Random) -> Done | None:
 
 
 def _to_the_command(scene: Scene, random: Random) -> Done:
-    """Ctrl-C, Ctrl-\\ and a terminal that closes reach its whole process group."""
+    """Ctrl-C, Ctrl-\\ and a closing terminal reach the whole process group."""
     name = random.choice(sorted(_TO_COMMANDS))
     number = signal.Signals[f"SIG{name}"]
     with contextlib.suppress(ProcessLookupError):
@@ -279,7 +279,7 @@ def _stopped(scene: Scene, random: Random) -> Done:
 
 
 def _to_an_agent(scene: Scene, random: Random) -> Done:
-    """A machine that is lost, or whose scheduler tells it to go and takes it soon after; its engine starts the agent again."""
+    """Lose a machine, at once or shortly after its scheduler has sent a notice. Its engine then starts the agent again."""
     rank, told = random.choice((1, 2)), random.random() < 0.5
     agent = scene.processes[rank]
     if told:
@@ -308,7 +308,7 @@ def _second(scene: Scene, random: Random) -> Done:
 
 
 def _others(scene: Scene, random: Random) -> Done:
-    """Commands that look at a run, or tidy up behind it."""
+    """Commands that inspect a run, or clean up after it."""
     words = random.choice((["report", str(scene.run)], ["clean", str(scene.run), "--yes"], ["check", str(scene.file), "--here"]))
     status, said = scene.ask(*words)
     if "Traceback" in said or (words[0] != "report" and status):
@@ -349,6 +349,6 @@ KINDS: dict[str, Kind] = {
     "last checkpoint": Kind("may stop", _last_checkpoint),
     "signal to the command": Kind("may stop", _to_the_command),
 }
-"""The table. A run goes on whatever is done to what only shows, by a second command, at a port, in a folder of copies, to one rank, or
-to a store that comes back in time. It may stop, with a cause that names it, for what it is computed from or goes on from, and when it is
-told to."""
+"""The table. A run continues after damage to displays, a second command, traffic at a port, changes in a folder of copies, the loss of
+one rank, and a store that comes back in time. It may stop, with a cause that names the object, after damage to its inputs or to the
+state from which it resumes, and when it is told to."""

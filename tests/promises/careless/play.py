@@ -1,7 +1,8 @@
-"""Acts drawn from a seed, done to a run one after the other; whether the law holds; which of the acts suffice to break it.
+"""Acts are drawn from a seed and done to a run one after the other. The module tests whether the law holds, and which acts
+suffice to break it.
 
-The law: a run ends in the bits of one that nobody hurt, or stops with a cause that names the file, port or command concerned, and then the
-same command, with what was altered put back, ends in those bits. Never another result, a traceback, or a wait without a word.
+The law: a run ends with the bits of an undisturbed run, or stops with a cause that names the file, port or command concerned. In the
+second case the same command ends with these bits once the change is undone. There is never another result, a traceback, or a silent wait.
 """
 
 import shutil
@@ -20,12 +21,12 @@ from tests.promises.careless.scene import RUN, BrokenError, Scene
 from tests.runs import assert_same_bits, final_state, position, train
 
 LAST = 3
-"""Steps that a run does beyond those that it was hurt in, undisturbed, to its end."""
+"""The number of undisturbed steps that a run does after the last act, up to its end."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """An act of a kind, which comes after so many steps; its own choices follow from `seed`."""
+    """An act of a kind, done after this many steps. Its random choices follow from `seed`."""
 
     kind: str
     after: int
@@ -36,13 +37,13 @@ class Act:
 
     @classmethod
     def parse(cls, text: str) -> "Act":
-        """The act that was written as `str`."""
+        """Parse an act from its string form."""
         kind, after, seed = text.rsplit(":", 2)
         return cls(kind.strip(), int(after), int(seed))
 
 
 def draw(seed: int, runs: Sequence[bool], *, acts: int) -> list[list[Act]]:
-    """Acts for some runs, of agents or not. Every kind comes once before any comes twice, as far as the runs have such a thing."""
+    """Draw acts for several runs, with or without agents. Every kind that applies comes once before any comes twice."""
     random, dealt = Random(seed), Counter[str]()
     drawn = []
     for agents in runs:
@@ -58,7 +59,7 @@ def draw(seed: int, runs: Sequence[bool], *, acts: int) -> list[list[Act]]:
 
 @dataclass
 class Hurt:
-    """An act that was done, and whether the run went on then."""
+    """An act that was done, and whether the run then continued."""
 
     act: Act
     done: Done
@@ -66,12 +67,12 @@ class Hurt:
 
     @property
     def may_stop(self) -> bool:
-        """True if the run may stop for it."""
+        """True if the run may stop because of it."""
         return KINDS[self.act.kind].must == "may stop"
 
 
 class Reference:
-    """The same run, hurt by nobody, at any number of steps."""
+    """The same run without disturbance, at any number of steps."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self._folder, self._data = folder, data
@@ -79,8 +80,8 @@ class Reference:
         folder.mkdir()
 
     def at(self, steps: int) -> Path:
-        """A run folder whose newest checkpoint is that after `steps`."""
-        if steps < self._at:  # it cannot go back
+        """Return a run folder whose newest checkpoint is that after `steps` steps."""
+        if steps < self._at:  # the run cannot go back
             self._at, self._begun = 0, self._begun + 1
         run, file = self._folder / f"run-{self._begun}", self._folder / "run.toml"
         if steps > self._at:
@@ -91,16 +92,16 @@ class Reference:
 
 
 class Play:
-    """Acts on one run."""
+    """Does acts to one run."""
 
     def __init__(self, scene: Scene, reference: Reference) -> None:
         self._scene, self._reference = scene, reference
         self.hurts: list[Hurt] = []
-        self._pending: list[Hurt] = []  # since the command was typed
+        self._pending: list[Hurt] = []  # acts since the last command was typed
         self._back: list[Done] = []
 
     def play(self, acts: Iterable[Act]) -> None:
-        """Do the acts, stop the run in order, let it end. Raises BrokenError if the law does not hold."""
+        """Do the acts, stop the run gracefully and let it end. Raises BrokenError if the law does not hold."""
         scene = self._scene
         scene.type()
         for act in acts:
@@ -115,7 +116,8 @@ class Play:
         self._finish()
 
     def _await(self, steps: int) -> None:
-        """Wait for steps. Where the command ends before, it may, or the law is broken; then it is typed again."""
+        """Wait for steps. If the command ends before, either an act allows this or the law is broken; then the command
+        is typed again."""
         while not self._scene.goes_on(steps):
             self._judge()
             self._scene.type()
@@ -158,7 +160,7 @@ class Play:
         self._compare(last)
 
     def _compare(self, last: int) -> None:
-        """The end, and each step that was ever in the log, to the last bit."""
+        """Compare the final state, and each step that was ever in the log, bit by bit."""
         scene, unhurt = self._scene, self._reference.at(last)
         known = {event.step: (event.loss, event.grad_norm, event.tokens) for event in of_kind(read(unhurt), Step)}
         other = {step: seen for step, seen in scene.steps.items() if step in known and seen != {known[step]}}
@@ -173,12 +175,12 @@ class Play:
 
 
 def _has(said: str, name: str) -> bool:
-    """True if a name was printed; lines may be broken anywhere."""
+    """True if a name was printed. Lines may be broken anywhere."""
     return "".join(name.split()) in "".join(said.split())
 
 
 def play(acts: Sequence[Act], folder: Path, data: Path, reference: Reference, *, agents: bool) -> tuple[list[Hurt], str]:
-    """Do acts to a run in `folder`: those that were done, and how the law was broken; empty if it holds."""
+    """Do acts to a run in `folder`. Return those that were done, and how the law was broken, or "" if it holds."""
     shutil.rmtree(folder, ignore_errors=True)
     with Scene(folder, data, agents=agents) as scene:
         one = Play(scene, reference)
@@ -191,8 +193,8 @@ def play(acts: Sequence[Act], folder: Path, data: Path, reference: Reference, *,
 
 
 def shrink(acts: Sequence[Act], breaks: Callable[[Sequence[Act]], bool]) -> list[Act]:
-    """Fewer acts that break the law as well (Zeller and Hildebrandt 2002, delta debugging): the halves are tried first, then smaller
-    parts, then each act alone is left out. What breaks it by chance may be lost: then more acts are left than are needed, never fewer."""
+    """Find fewer acts that also break the law (Zeller and Hildebrandt 2002, delta debugging): halves are tried first, then smaller parts,
+    then each act is left out alone. If the law breaks only by chance, more acts than necessary may remain, never fewer."""
     left, parts = list(acts), 2
     while len(left) > 1:
         size = -(-len(left) // parts)
@@ -210,7 +212,7 @@ def shrink(acts: Sequence[Act], breaks: Callable[[Sequence[Act]], bool]) -> list
 
 
 def shares(hurts: Iterable[Hurt]) -> Iterator[str]:
-    """For each kind of act, how many there were, and after which share of them the run went on."""
+    """Return for each kind of act their number, and the share after which the run continued."""
     hurts = list(hurts)
     for name, kind in KINDS.items():
         mine = [hurt.went_on for hurt in hurts if hurt.act.kind == name]

@@ -1,4 +1,4 @@
-"""A run that is trained by the commands a user types, while others hurt it: its files, processes, ports and words."""
+"""A run that is trained by commands as a user types them, while others disturb it: its files, processes, ports and output."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from megalith.rehearse.crew import HOST, free_port
 from tests.patience import PATIENCE
 
 MANY = 100_000
-"""Steps that no run of these tests reaches: it is stopped once all has been done to it."""
+"""More steps than any run of these tests reaches. It is stopped after the last act."""
 
 QUIET = PATIENCE
-"""Seconds without a step or a word after which a wait is one without a word: longer than `fleet.wait_limit`, whose beginning is told, and
-than a start on a machine that is too busy."""
+"""Seconds without a step or output after which a wait counts as silent. This is longer than `fleet.wait_limit`, whose beginning is
+logged, and longer than a start on an overloaded machine."""
 
 LEAVE = 5.0
-"""Seconds that agents have to end once their run has, before their engine ends them."""
+"""Seconds for agents to end after their run has ended. Then their engine ends them."""
 
 RUN = """
 name = "careless"
@@ -40,10 +40,10 @@ checkpoint = {{ every = 20, keep = 3 }}
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
 fleet = {{ nodes = 2, spares = 1, hang_floor = 3.0, check = "return", wait_limit = 90.0, burn_in = 0.0 }}
 """
-"""Four ranks on two nodes, beside which a third one waits."""
+"""Four ranks on two nodes, and a third node as a spare."""
 
 Step = tuple[float, float, int]
-"""Loss, gradient norm and tokens of a step, as the log has them."""
+"""Loss, gradient norm and tokens of a step, from the log."""
 
 
 class BrokenError(AssertionError):
@@ -51,7 +51,7 @@ class BrokenError(AssertionError):
 
 
 class Scene:
-    """One run in `folder`. `agents`: each node is an agent of its own; otherwise one command rehearses them."""
+    """One run in `folder`. `agents`: each node has an agent of its own; otherwise one command rehearses the nodes."""
 
     def __init__(self, folder: Path, data: Path, *, agents: bool) -> None:
         folder.mkdir(parents=True)
@@ -61,7 +61,7 @@ class Scene:
         self.said = folder / "said-0"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.steps: dict[int, set[Step]] = {}
-        self._times: set[float] = set()  # of steps in the log
+        self._times: set[float] = set()  # the number of steps in the log
         self._sizes: tuple[int, int] = (0, 0)
         self._moved = time.monotonic()
         self._starts = self._port = 0
@@ -70,11 +70,11 @@ class Scene:
 
     @property
     def command(self) -> "subprocess.Popen[bytes]":
-        """The process whose exit status is the run's."""
+        """Return the process whose exit status is the run's."""
         return self.processes[0]
 
     def type(self, *, steps: int = MANY) -> None:
-        """Type the command, or the three of the agents."""
+        """Start the command, or the three commands of the agents."""
         self._starts += 1
         self.said, self._port = self.folder / f"said-{self._starts}", free_port()
         more = ["--set", f"train.steps={steps}"]
@@ -93,7 +93,7 @@ class Scene:
         self.processes[rank] = self.begin("agent", "--machine", f"m{rank}", "--set", f"train.steps={MANY}", env=joins)
 
     def begin(self, *words: str, env: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
-        """Start a command about this run; what it prints goes to `said`."""
+        """Start a command about this run. Its output goes to `said`."""
         command = [sys.executable, "-m", "megalith.cli", words[0], str(self.file), "--run-dir", str(self.run), *words[1:]]
         with self.said.open("ab") as out:
             return subprocess.Popen(
@@ -101,7 +101,7 @@ class Scene:
             )
 
     def ask(self, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-        """The exit status and all words of another command."""
+        """Return the exit status and the output of another command."""
         command = [sys.executable, "-m", "megalith.cli", *words]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment(env or {}),
@@ -110,13 +110,13 @@ class Scene:
         return done.returncode, done.stdout.decode(errors="replace")
 
     def output(self) -> str:
-        """Output of the command so far."""
+        """Return the command's output so far."""
         return self.said.read_text(encoding="utf-8", errors="replace")
 
     # Waiting
 
     def goes_on(self, steps: int) -> bool:
-        """Wait until the log has this many more steps; False if the command ends before. Raises BrokenError for a wait without a word."""
+        """Wait until the log has this many more steps; return False if the command ends before. Raises BrokenError for a silent wait."""
         since = time.time()
         while sum(at > since for at in self._times) < steps:
             if self.command.poll() is not None:
@@ -126,8 +126,8 @@ class Scene:
         return True
 
     def end(self) -> int:
-        """Wait for the command to end, and return its exit status. Agents that are still there are ended, as by their engine. Raises as
-        `goes_on` does."""
+        """Wait for the command to end, and return its exit status. Remaining agents are then ended, as by their engine. Raises the same
+        errors as `goes_on`."""
         while self.command.poll() is None:
             self._look()
             time.sleep(0.05)
@@ -139,7 +139,7 @@ class Scene:
         return self.command.returncode
 
     def _look(self) -> None:
-        """Remember the steps that the log shows. Raises BrokenError if nothing has moved for too long."""
+        """Record the steps in the log. Raises BrokenError if there was no progress for too long."""
         found = _tail(epochs.newest(self.run, FILE))
         for one in found:
             self.steps.setdefault(one["step"], set()).add((one["loss"], one["grad_norm"], one["tokens"]))
@@ -150,10 +150,10 @@ class Scene:
         if time.monotonic() - self._moved > QUIET:
             raise BrokenError(f"neither a step nor a word for {QUIET:.0f} s")
 
-    # What can be hurt
+    # Targets of acts
 
     def below(self) -> list[psutil.Process]:
-        """All processes of the run but those that were typed."""
+        """Return all processes of the run except the typed commands."""
         found: dict[int, psutil.Process] = {}
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,7 +161,7 @@ class Scene:
         return [found[pid] for pid in sorted(found)]
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train: the youngest ones, below a fork server."""
+        """Return the processes that train: the youngest ones, below a fork server."""
         below = self.below()
         typed, parents = {process.pid for process in self.processes}, set[int]()
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -169,13 +169,13 @@ class Scene:
         return [one for one in below if one.pid not in parents and one.is_running() and one.ppid() not in typed]
 
     def servers(self) -> list[psutil.Process]:
-        """The fork servers of the ranks."""
+        """Return the fork servers of the ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return list({parent.pid: parent for rank in self.ranks() if (parent := rank.parent()) is not None}.values())
         return []
 
     def ports(self) -> list[tuple[str, int]]:
-        """Addresses at which the run's processes listen."""
+        """Return the addresses at which the run's processes listen."""
         found = set[tuple[str, int]]()
         for process in (*(psutil.Process(one.pid) for one in self.processes if one.poll() is None), *self.below()):
             with contextlib.suppress(psutil.Error):
@@ -184,13 +184,13 @@ class Scene:
         return sorted(found)
 
     def memories(self) -> list[Path]:
-        """The folders in shared memory that say that they are this run's."""
+        """Return the folders in shared memory that are labelled as this run's."""
         return list(_memories(self.run))
 
     # The end
 
     def kill(self) -> None:
-        """Kill whatever still runs."""
+        """Kill all processes that still run."""
         for one in self.below():
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -220,7 +220,7 @@ def _memories(run: Path) -> Iterator[Path]:
 
 
 def _tail(log: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """The steps among the last lines of a log that others may have hurt."""
+    """Return the steps among the last lines of a log that may be damaged."""
     found = []
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))

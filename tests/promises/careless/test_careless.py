@@ -1,4 +1,5 @@
-"""Whatever a careless user or a neighbour does, a run ends as if they had not, or says what stopped it and then does.
+"""Whatever a careless user or a neighbour does, a run ends as if undisturbed, or names the cause that stopped it and
+ends so once it is removed.
 
 make test-full                                       an hour of it, with seeds that are printed
 MEGALITH_SEED=7 pytest tests/promises/careless       three runs of another seed
@@ -20,13 +21,13 @@ from tests.runs import prepare_text
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 SECONDS = 3000.0 if FULL else 0.0
-"""After so long no further runs are begun."""
+"""Seconds after which no further run is begun."""
 
 RUNS = (False, True, False)
-"""True for a run with agents."""
+"""True if the run has agents."""
 
 SHRINKING = 900.0
-"""Seconds for which a failure is made smaller."""
+"""Seconds spent on minimising a failure."""
 
 
 def _agents(agents: bool) -> str:
@@ -34,7 +35,7 @@ def _agents(agents: bool) -> str:
 
 
 def _asked() -> tuple[bool, list[Act]] | None:
-    """The run that MEGALITH_ACTS describes."""
+    """Return the run described by MEGALITH_ACTS."""
     text = os.environ.get("MEGALITH_ACTS", "")
     if not text:
         return None
@@ -78,7 +79,7 @@ def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
 
 
 def _smallest(acts: Sequence[Act], agents: bool, broken: str, done: Callable[..., str]) -> str:
-    """A failure, with the acts that suffice for it."""
+    """Describe a failure, with the acts that suffice to cause it."""
     last, until = broken, time.monotonic() + SHRINKING
 
     def breaks(some: Sequence[Act]) -> bool:
