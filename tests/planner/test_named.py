@@ -43,7 +43,7 @@ def test_check_accepts_a_published_layout(named: Named):
     for plan in named.plans:
         found = check(RunSpec.model_validate(run | {"plan": plan}), files=False)
         denied = {one.key for one in found if one.severity == "error"}
-        assert denied == ({"plan.recompute_parts"} if UP_PROJECTION in plan.recompute_parts else set())  # not run, predicted only
+        assert denied == ({"plan.recompute_parts"} if UP_PROJECTION in plan.recompute_parts else set())  # only predicted
 
 
 def test_the_layouts_are_those_of_the_fields_large_trainings():

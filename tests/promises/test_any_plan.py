@@ -1,4 +1,4 @@
-"""A plan changes where the work happens, never the result."""
+"""A plan changes where work is done, never the result."""
 
 from itertools import product
 from typing import Any
@@ -49,7 +49,8 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def _check(plan: dict[str, Any], **parts: dict[str, Any]) -> None:
-    """No gradients of a Llama cancel out: each tensor is measured by its own largest, and Adam's epsilon is the usual one."""
+    """No gradients of a Llama cancel out. So each tensor is compared relative to its own largest number, with Adam's usual
+    epsilon."""
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 16}, **parts), steps=STEPS)
     spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"eps": OptimizerSpec().eps})})
     found = run_ranks(_record, spec.plan.ranks, spec)[0]
@@ -76,8 +77,8 @@ def test_without_document_masks_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 3}, {"tensor": 2}], ids=_name)
 def test_a_large_vocabulary_trains_like_one_process(plan: dict[str, Any]) -> None:
-    """Sums over millions of numbers are as exact as those over a few, whatever share of them a rank has. Such a z-loss gives all of the
-    output's numbers a gradient, where the loss of a few tokens gives one to their rows."""
+    """Sums over millions of numbers are as exact as sums over a few, whatever a rank's share. The z-loss gives every number of the
+    output matrix a gradient, while the loss of a few tokens reaches only their rows."""
     model, train = {"vocab": 131_072, "layers": 1}, {"global_batch": 2, "seq_len": 16, "steps": 1, "z_loss": 1e3}
     spec = tiny_run(plan=plan, model=model, train=train, optimizer=OPTIMIZER)
     rows = compare(reference(spec, device=CPU), run_ranks(_record, spec.plan.ranks, spec)[0], spec=spec)
@@ -93,9 +94,9 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # what torch 2.11 itself imports to compile
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # and does to see through a Function
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler inspects it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # torch 2.11 imports this to compile
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # and does this to trace through a Function
 @pytest.mark.parametrize(
     "plan",
     [{"data": 2, "zero": 3}, {"tensor": 2, "recompute": "full"}, {"pipeline": 2, "data": 2, "zero": 1}, {"context": 2}],
@@ -103,13 +104,13 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
 )
 def test_compiled_blocks_train_like_one_process(plan: dict[str, Any]) -> None:
     if {"tensor", "context"} & plan.keys() and torch.__version__ < "2.15":
-        # torch 2.11's compiler loses these sums, and our check refuses such runs there: nothing is left to compare
+        # torch 2.11's compiler loses these sums, and our check refuses such runs there, so nothing can be compared
         pytest.skip("this torch leaves out of backward what ranks add up there: `megalith check` refuses it")
     _check(plan | {"compile": True}, model={"layers": 2})
 
 
 def test_a_wrong_gradient_is_seen() -> None:
-    """The comparison itself: a gap the size of one lost sample, and a NaN, are both found."""
+    """The comparison itself finds both a gap as large as one lost sample, and a NaN."""
     spec = shrink(tiny_run(train={"global_batch": 4}), steps=2)
     right, wrong, broken = (reference(spec, device=CPU) for _ in range(3))
     wrong.gradients[1]["blocks.0.mlp.up.weight"] *= 1.001

@@ -1,4 +1,4 @@
-"""A checkpoint saved under one plan is, bit for bit, the state that any other plan loads: weights, moments, position."""
+"""Any plan loads a checkpoint of any other plan bit for bit: weights, moments and position."""
 
 from itertools import permutations
 from pathlib import Path
@@ -38,11 +38,11 @@ EXPERTS: list[dict[str, Any]] = [
     {"data": 4, "replicate": 2, "zero": 3, "expert": 2},
     {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "context": 2, "tensor": 2, "expert_tensor": 2},
 ]
-"""Plans of a model with experts, latent attention, a router's bias, and a block that predicts further tokens."""
+"""Plans of a model with experts, latent attention, a router bias and multi-token prediction."""
 
 
 def _spec(plan: dict[str, Any]) -> RunSpec:
-    """One model that every plan here can split, and no more microbatches than its pipelines need."""
+    """Return a model that every plan here can split, with no more microbatches than its pipelines need."""
     experts = any(plan is one for one in EXPERTS)
     plan = plan | {"microbatch": 8 // plan.get("data", 1) // (4 if "pipeline" in plan else 2)}
     if experts:
@@ -53,7 +53,7 @@ def _spec(plan: dict[str, Any]) -> RunSpec:
 
 
 def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, load_first: bool) -> list[float]:
-    """Train two steps, from the newest checkpoint if asked, and save; the losses."""
+    """Train two steps, from the newest checkpoint if asked, save, and return the losses."""
     spec = _spec(plan)
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
     checkpointer = Checkpointer(folder)
@@ -74,12 +74,12 @@ def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, lo
 
 @torch.no_grad()
 def _load_and_save(rank: int, plan: dict[str, Any], sources: list[Path], out: Path) -> None:
-    """Load each, and save what was loaded, under its own name."""
+    """Load each checkpoint, and save the loaded state under its own name."""
     spec = _spec(plan)
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
     for source in sources:
         for tensor in trainer.state.tensors().values():
-            local(tensor).zero_()  # nothing is left of the one before
+            local(tensor).zero_()  # clear the state that was loaded before
         loaded = Checkpointer(source).load(trainer.state.tensors())
         assert loaded is not None
         copier = Checkpointer(out / source.name)
@@ -116,14 +116,14 @@ def test_what_is_loaded_is_what_was_saved(second: int, saved: list[Path], tmp_pa
 
 @pytest.mark.parametrize("second", range(len(EXPERTS)))
 def test_experts_and_their_routers_too(second: int, experts_saved: list[Path], tmp_path: Path) -> None:
-    """From the three before: each saves for three others and loads from three."""
+    """Each plan loads from the three before it, so it saves for three others and loads from three."""
     for state in _loaded(EXPERTS[second], [experts_saved[second - before] for before in (1, 2, 3)], tmp_path):
         assert state["weights.blocks.2.mlp.router.load"].sum() > 0
         assert state["weights.blocks.2.mlp.router.bias"].any()
 
 
 def _loaded(plan: dict[str, Any], sources: list[Path], out: Path) -> list[dict[str, Tensor]]:
-    """Load each source under `plan` and return what was loaded."""
+    """Load each source under `plan` and return the loaded states."""
     run_ranks(_load_and_save, _ranks(plan), plan, sources, out)
     states = [read_full(source) for source in sources]
     for source, state in zip(sources, states, strict=True):

@@ -1,4 +1,4 @@
-"""A branch begins with another run's whole state and its next samples, and decays."""
+"""A branch begins with another run's whole state and next samples, and decays the learning rate."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ def _branched(spec: RunSpec, checkpoint: Path, folder: Path | None = None) -> Ru
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run of ten updates, which is not to decay before its eighth."""
+    """A run of ten updates whose learning rate must not decay before the eighth."""
     data, folder = small_data(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("parent")
     runs.train(run(data, steps=10), folder)
     return data, folder

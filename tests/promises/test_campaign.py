@@ -1,4 +1,4 @@
-"""A run that is hurt on purpose ends with the same bits as one that is not, kind of fault by kind; and would not without its guards."""
+"""A run with injected faults of each kind ends with the same bits as an undisturbed one, and would not without its guards."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(data: Path, tmp_path: Path) -> None:
-    """And every kind was seen as what it is, and recovered from. One test, since the campaign is run once."""
+    """Every kind of fault is also recognised, and the run recovers from it. This is one test because the campaign is run once."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     found = campaign(RunRequest(tmp_path / "run.toml"), Faultload(FAULTS, seed=1), out=tmp_path / "out")
     assert not found.problems
@@ -58,7 +58,7 @@ def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(dat
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apart(data: Path, tmp_path: Path) -> None:
-    """Two ranks, two other faults. What a real log and real checkpoints say is judged, too."""
+    """Two ranks have two other faults. The test also covers the judgement of a real log and real checkpoints."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     smaller = ("plan.data=2", "fleet.nodes=1", "fleet.spares=0")
     faultload = Faultload(2, seed=1, supervisor_kills=1)
@@ -79,8 +79,8 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
 @pytest.mark.engines
 @pytest.mark.timeout(2 * PATIENCE)
 def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tmp_path: Path) -> None:
-    """Two machines and a spare, each behind its own agent: two of these are killed, and once who directs
-    the run. Other faults besides."""
+    """Two machines and a spare have an agent each. Two agents are killed, and once the director, in addition to other
+    faults."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     faultload = Faultload(3, seed=2, supervisor_kills=1, agent_kills=3)
     found = campaign(RunRequest(tmp_path / "run.toml", ["plan.data=2"]), faultload, out=tmp_path / "out")
@@ -96,7 +96,8 @@ def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tm
 def test_a_state_that_is_altered_when_its_checkpoint_is_due_is_not_saved(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asynchronous: bool
 ) -> None:
-    """It would be whole by the checkpoint's own digests, newer than any good copy in memory, and so go on."""
+    """The checkpoint's own digests would be correct, and it would be newer than any good copy in memory, so the run
+    would use it."""
     spec = tiny_run(
         model={"vocab": 264},
         plan={"data": 2},
@@ -108,14 +109,15 @@ def test_a_state_that_is_altered_when_its_checkpoint_is_due_is_not_saved(
     injection.save(listed, [Injection(0, "weight", 1, KINDS["weight"].moment, (1,), place=0.5)])  # once two steps are done
     monkeypatch.setenv(injection.VARIABLE, str(listed))
     with pytest.raises(RuntimeError):
-        train(spec, folder)  # by itself, without a fleet that goes on
+        train(spec, folder)  # alone, without a fleet that recovers
     assert "the state after 2 steps had the digest" in capfd.readouterr().err
     assert injection.fired(listed)
     assert committed(folder / "checkpoints") == []
 
 
 def test_without_the_guards_the_same_faults_would_stay(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that equality is not vacuous: with digests off a flipped bit changes the end, with recomputation off a wrong gradient does."""
+    """This shows that equality is not vacuous: without digests a flipped bit changes the result, and without re-execution a wrong
+    gradient does."""
     spec = tiny_run(
         model={"vocab": 264},
         plan={"data": 2},

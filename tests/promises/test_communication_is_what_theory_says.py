@@ -1,7 +1,7 @@
-"""Communication is what theory says: bytes of every collective and message of a real step, by axis, for each technique.
+"""Communication equals theory: the bytes of every collective and message in a real step, by axis, for each technique.
 
 Φ is the model's number of parameters; a collective over n ranks sends (1 - 1/n) of its tensor from each of them, an all-reduce twice
-that. Nothing else travels, but counts and totals of a few bytes.
+that. Nothing else is sent except counts and totals of a few bytes.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from tests.parallel.traffic import Traffic, bytes_by_axis
 from tests.ranks import run_ranks
 from tests.specs import TINY, tiny_run
 
-Bytes = dict[tuple[str, str], Fraction]  # (axis, call) -> bytes a rank sends in a step
+Bytes = dict[tuple[str, str], Fraction]  # (axis, call) -> bytes that a rank sends in a step
 LAYERS, SEQ, DIM, VOCAB = 4, TINY["context"] // 2, TINY["dim"], TINY["vocab"]
 HEADS, KV_HEADS, CHANNELS = TINY["heads"], TINY["kv_heads"], TINY["head_dim"]
 ACTIVE = 2
 FLOATS = (torch.float32, torch.bfloat16)
 F32, BF16 = 4, 2
-NUMBERS = 1024  # bytes: the most that counts and totals take
+NUMBERS = 1024  # bytes: an upper limit for counts and totals
 
 CONTEXTS: dict[str, dict[str, Any]] = {
     "ring": {"context_method": "ring"},
@@ -36,7 +36,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "ulysses x ring": {"ulysses": 2, "context_method": "ring"},
     "ulysses x gather": {"ulysses": 2, "context_method": "gather"},
 }
-PIPELINES = {  # schedule -> stages a rank, borders between stages that a message crosses on 4 ranks
+PIPELINES = {  # schedule -> stages of a rank, borders between stages that messages cross on 4 ranks
     "gpipe": (1, 3),
     "1f1b": (1, 3),
     "zb-h1": (1, 3),
@@ -52,7 +52,7 @@ MIXTRAL = {"family": "mixtral", "experts": 8, "active": ACTIVE, "ffn": 16}
 
 
 def _run(*, m: int = 1, precision: str = "fp32", model: dict[str, Any] | None = None, **plan: Any) -> RunSpec:
-    """`m` microbatches of one sequence a data rank."""
+    """A run with `m` microbatches of one sequence on each data rank."""
     train = {"global_batch": m * plan.get("data", 1), "seq_len": SEQ, "precision": precision}
     return tiny_run(plan=plan, train=train, model=model or {})
 
@@ -78,12 +78,13 @@ RUNS: dict[str, RunSpec] = {
 class Sent:
     """Messages of one rank in one step."""
 
-    found: Bytes  # of floats as weights, gradients and activations are
-    rest: Fraction  # bytes of all else
+    found: Bytes  # bytes of floats: weights, gradients and activations
+    rest: Fraction  # bytes of everything else
 
 
 def _second_step(rank: int, spec: RunSpec) -> Sent:
-    """The first may prepare what later ones use again; and what it leaves to be done shows in the second."""
+    """The second step is recorded: the first may prepare what later steps reuse, and work that it leaves undone shows
+    in the second."""
     trainer = trainer_of(spec)
     for moe in trainer.routers().values():
         moe.router.spec = moe.router.spec.model_copy(update={"balanced": True})
@@ -101,7 +102,7 @@ def _world(name: str) -> list[Sent]:
 
 
 def sent(name: str) -> list[Bytes]:
-    """Return the messages of each rank in the second step of a run; all others are counts and totals."""
+    """Return the messages of each rank in the second step of a run, without counts and totals."""
     assert all(mine.rest < NUMBERS for mine in _world(name))
     return [mine.found for mine in _world(name)]
 
@@ -110,7 +111,7 @@ def sent(name: str) -> list[Bytes]:
 
 
 def parameters(spec: RunSpec, *, stages: Iterable[int] | None = None, experts: bool = False) -> int:
-    """Φ of some stages: of all but the experts, or of the experts alone."""
+    """Return Φ of some stages, for everything but the experts, or for the experts alone."""
     model = spec.model.build()
     bounds = spec.plan.bounds(len(model.blocks))
     with torch.device("meta"):
@@ -126,7 +127,8 @@ def others(n: int) -> Fraction:
 
 
 def zero_bytes(zero: int, m: int, phi: Fraction | int, *, n: int, axis: str, width: int = F32) -> Bytes:
-    """Rajbhandari et al. 2019 (arXiv:1910.02054), section 7, and what gradients of several microbatches add; they travel in fp32."""
+    """Return the bytes by Rajbhandari et al. 2019 (arXiv:1910.02054), section 7, plus those of several microbatches' gradients,
+    which are fp32."""
     if zero == 0:
         return {(axis, "all_reduce"): 2 * others(n) * phi * F32}
     gathers, reductions = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[zero]
@@ -142,7 +144,7 @@ def zero_bytes(zero: int, m: int, phi: Fraction | int, *, n: int, axis: str, wid
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_gathers_and_reduces_the_model_as_often_as_its_stage_says(zero, m):
-    """Gathers 0, 1, 1, 2 m; reductions 1 (of twice the bytes), 1, m, m."""
+    """ZeRO 0 to 3 have 0, 1, 1 and 2 m gathers, and 1 (of twice the bytes), 1, m and m reductions."""
     spec = RUNS[f"zero {zero}, {m}"]
     assert sent(f"zero {zero}, {m}") == [zero_bytes(zero, m, parameters(spec), n=2, axis="data")] * 2
 
@@ -161,7 +163,7 @@ def test_bf16_halves_what_is_gathered_and_not_what_is_added_up():
 
 @pytest.mark.parametrize("m", [1, 3])
 def test_replicas_of_shards_gather_and_scatter_inside_and_add_up_shares_between(m):
-    """HSDP: of the slow links between the groups, only 1 / shards of each gradient is asked."""
+    """HSDP sends only 1 / shards of each gradient over the slow links between the groups."""
     phi, shards, copies = parameters(RUNS[f"replicas, {m}"]), 2, 2
     inside = zero_bytes(3, m, phi, n=shards, axis="state shards")
     between = {("state copies", "all_reduce"): m * 2 * others(copies) * phi * F32 / shards}
@@ -172,24 +174,25 @@ def test_replicas_of_shards_gather_and_scatter_inside_and_add_up_shares_between(
 
 
 def _norms(layers: int, head: int) -> int:
-    """Elements of the norms' weights, which every tensor rank holds."""
+    """Return the number of elements of the norms' weights, which every tensor rank holds."""
     return (2 * layers + head) * DIM
 
 
 def statistics(m: int, t: int) -> Fraction:
-    """The loss over a split vocabulary: of each token its row's maximum, sum and target's logit."""
+    """Return the bytes of the loss over a split vocabulary: each token's maximum, sum and target logit."""
     return m * 2 * others(t) * 3 * SEQ * F32
 
 
 def test_tensor_ranks_add_up_two_activations_a_layer_in_forward_and_two_in_backward():
-    """Shoeybi et al. 2019 (arXiv:1909.08053), section 3; the embedding does once in forward, the output once in backward."""
+    """Shoeybi et al. 2019 (arXiv:1909.08053), section 3. The embedding adds one all-reduce in forward, the output one in
+    backward."""
     t, m, activation = 2, 3, SEQ * DIM * F32
     sums = m * (4 * LAYERS + 2) * 2 * others(t) * activation
     assert sent("tensor, whole") == [{("tensor", "all_reduce"): sums + statistics(m, t)}] * 2
 
 
 def test_sequence_parallelism_sends_the_same_as_gathers_and_scatters():
-    """Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2; and once a step the norms' gradients."""
+    """Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2, plus the norms' gradients once a step."""
     t, m, activation = 2, 3, SEQ * DIM * F32
     halves = m * (4 * LAYERS + 2) * others(t) * activation
     norms = 2 * others(t) * _norms(LAYERS, 1) * F32
@@ -206,8 +209,8 @@ def test_sequence_parallelism_sends_the_same_as_gathers_and_scatters():
 
 @pytest.mark.parametrize("method", CONTEXTS)
 def test_context_ranks_pass_on_keys_or_exchange_heads(method):
-    """Keys and values go round once in forward, once more in backward, and with them their gradients in fp32; with Ulysses, what is
-    at home of queries, keys, values and outputs stays, and all else is exchanged, in forward and in backward."""
+    """Keys and values go around the ring once in forward and once in backward, there with their gradients in fp32. Ulysses
+    exchanges queries, keys, values and outputs, except each rank's own part, in forward and in backward."""
     spec, n, m = RUNS[method], 4, 2
     inner = CONTEXTS[method].get("ulysses", 1)
     outer = n // inner
@@ -231,8 +234,8 @@ def test_context_ranks_pass_on_keys_or_exchange_heads(method):
 
 
 def rows(m: int, e: int) -> Fraction:
-    """A token's copies whose expert is elsewhere: out and home, in forward and in backward; in backward, a copy's weight goes with it and
-    its gradient comes home."""
+    """Copies of tokens whose expert is on another rank are sent there and back, in forward and in backward. In backward a copy's weight
+    is sent with it, and the weight's gradient comes back."""
     return LAYERS * m * SEQ * ACTIVE * (4 * DIM + 2) * F32 * others(e)
 
 
@@ -252,7 +255,7 @@ def test_experts_without_copies_exchange_tokens_but_no_weights():
 
 
 def test_ranks_that_split_an_expert_exchange_all_rows_that_arrived():
-    """To each of the other parts all rows and their partial sums, in forward and in backward."""
+    """Each rank exchanges all rows and their partial sums with each other part, in forward and in backward."""
     spec, m, e, parts = RUNS["split experts"], 2, 2, 2
     dense = zero_bytes(1, m, parameters(spec), n=4, axis="data")
     arrived = 4 * LAYERS * m * SEQ * ACTIVE * DIM * F32 * Fraction(parts - 1)
@@ -265,7 +268,7 @@ def test_ranks_that_split_an_expert_exchange_all_rows_that_arrived():
 
 @pytest.mark.parametrize("schedule", PIPELINES)
 def test_each_border_between_ranks_is_crossed_twice_by_each_microbatch(schedule):
-    """By its activations and by their gradients; where a V turns, there is no border."""
+    """Activations and their gradients cross each border once. The turn of a V is no border."""
     _, borders = PIPELINES[schedule]
     found = sent(schedule)
     assert sum(mine["pipeline", "send"] for mine in found) == 2 * borders * 5 * SEQ * DIM * F32
@@ -290,14 +293,14 @@ def test_a_tied_table_is_added_up_once_a_step_by_the_ends_of_the_pipeline():
 
 
 def test_axes_do_not_add_to_each_other_s_traffic():
-    """Pipeline 2 x data 2 x tensor 2 with ZeRO 3: each technique sends what it does alone, of its share."""
+    """In pipeline 2 x data 2 x tensor 2 with ZeRO 3 each technique sends the same as alone, for its share."""
     spec, m, t = RUNS["product"], 2, 2
     part = SEQ // t * DIM * F32
     for rank, found in enumerate(sent("product")):
         stage, layers = rank // 4, LAYERS // 2
         norms = _norms(layers, stage)
         phi = Fraction(parameters(spec, stages=[stage]) - norms, t) + norms
-        halves = m * (4 * layers + 1) * others(t) * SEQ * DIM * F32  # the embedding, or the output, once each way
+        halves = m * (4 * layers + 1) * others(t) * SEQ * DIM * F32  # the embedding, or the output, once in each direction
         sums = 2 * others(t) * norms * F32 / 2 + stage * statistics(m, t)
         assert found == zero_bytes(3, m, phi, n=2, axis="data") | {
             ("tensor", "gather"): halves,

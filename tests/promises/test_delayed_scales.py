@@ -1,4 +1,4 @@
-"""FP8 with delayed scaling: the largest numbers that scales follow are state, and every rank that holds a layer has the same ones."""
+"""FP8 with delayed scaling: the maxima behind the scales are state, and equal on every rank that holds the layer."""
 
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def test_a_history_is_state_of_the_run_and_not_of_its_plan(tmp_path: Path) -> No
 
 
 def left_as_it_is(rank: int, spec: RunSpec) -> None:
-    """Compute steps that leave no trace: one that is compared, and one whose update is left out."""
+    """Compute two steps that must not change the history: one for a comparison, and one whose update is skipped."""
     trainer = trainer_of(spec)
     train_step(trainer, microbatches(trainer), step=0)
     before = histories(state_of(trainer))

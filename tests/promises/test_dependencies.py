@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_NO_NAME = {"megalith", "pydantic_core"}
-"""The package itself, and the half of pydantic that pydantic installs."""
+"""The package itself, and pydantic_core, which pydantic installs."""
 
 
 def _imported() -> set[str]:
-    """The first word of all that a module of the package imports, at its top or in a function."""
+    """Return the top-level names of everything that a module of the package imports, at its top or in a function."""
     found: set[str] = set()
     for path in (ROOT / "megalith").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

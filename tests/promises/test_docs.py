@@ -1,8 +1,9 @@
-"""The pages speak the truth: commands parse and run, paths exist, the reference of keys and exit statuses is complete.
+"""The pages are correct: commands parse and run, paths exist, and the reference of keys and exit statuses is complete.
 
-In Markdown a comment before a fenced block says what is done with it: `<!-- file: NAME -->` writes it into a folder,
-`<!-- runs -->` runs its commands (or its Python) there, page by page in order; a ```text block right after it is what was printed.
-`<!-- runs, status 2 -->` expects that exit status, and the lines of the text block among the output.
+In Markdown a comment before a fenced block controls its test. `<!-- file: NAME -->` writes the block into a folder.
+`<!-- runs -->` runs its commands (or its Python) there, page by page in order; a
+```text block right after it must equal the output. `<!-- runs, status 2 -->` expects that exit status, and the lines of the text
+block among the output.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ def _name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what the comment before it says, its language, its text, and the ```text block that directly follows."""
+    """A fenced block: the comment before it, its language, its text, and the ```text block that directly follows."""
 
     mark: str
     language: str
@@ -58,7 +59,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its command lines, without the prompt and joined where they go on."""
+        """Return the block's command lines, without the prompt, with continuation lines joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -75,14 +76,14 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def _said(page: Path) -> Iterator[str]:
-    """Every command line a page shows: in blocks, and as the first cell of a table's row."""
+    """Yield every command line of a page, from blocks and from the first cells of tables."""
     for block in _blocks(page):
         yield from block.commands
     yield from re.findall(r"^\| `(megalith [^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def _ours(line: str) -> list[str] | None:
-    """The arguments of `megalith` in a command line, whoever starts it; None for other commands."""
+    """Return the arguments of `megalith` in a command line, also under a launcher, or None for other commands."""
     found = re.search(r"(?:^|\s)(?:megalith|-m megalith\.cli)\s+(.*)", line.partition("   #")[0])
     return shlex.split(found[1]) if found else None
 
@@ -97,7 +98,7 @@ SHOWN += [
 
 
 def _command(arguments: list[str]) -> tuple[Any, list[str]]:
-    """The command that arguments name, and what is left of them."""
+    """Return the command that arguments name, and the remaining arguments."""
     found: Any = typer.main.get_command(app)
     while hasattr(found, "commands"):
         assert arguments, "a command is missing"
@@ -117,7 +118,7 @@ def test_there_is_something_to_check() -> None:
 )
 def test_a_command_that_is_shown_parses(page: Path, arguments: list[str]) -> None:
     command, rest = _command(arguments)
-    assert command.make_context(command.name, rest).params  # raises for options and values that do not exist
+    assert command.make_context(command.name, rest).params  # raises for unknown options and values
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -139,13 +140,14 @@ def test_files_that_the_makefile_names_exist() -> None:
 
 
 def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every train, parity and check line about a file of this repository, whatever it sets, but for data that is not there."""
+    """Every train, parity and check line about a file of this repository has no problems, whatever it sets, except missing
+    data."""
     monkeypatch.chdir(ROOT)
     seen = 0
     for page, arguments in SHOWN:
         if arguments[0] not in ("train", "parity", "check") or not Path(arguments[1]).is_file():
             continue
-        if any("file:" in argument for argument in arguments):  # a file that the page shows, and that running it will find
+        if any("file:" in argument for argument in arguments):  # a file that the page shows; running the page creates it
             continue
         command, rest = _command(arguments)
         context = command.make_context(command.name, rest)
@@ -159,7 +161,7 @@ def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A reader's folder: recipes and clusters at hand, and a trained run."""
+    """A reader's folder, with recipes, clusters and a trained run."""
     for name in ("recipes", "clusters"):
         shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -237,7 +239,7 @@ def test_a_cluster_file_is_read(path: Path) -> None:
 
 
 def _rows(text: str, heading: str) -> dict[str, tuple[str, ...]]:
-    """The table under a heading: first cell without backticks -> the other cells."""
+    """Return the table under a heading: first cell without backticks -> the other cells."""
     section = re.split(r"^#+ ", text.partition(f"{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     cells = ([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
@@ -284,7 +286,7 @@ def test_the_table_of_exit_statuses_is_the_programs() -> None:
 
 
 def test_the_messages_that_are_explained_are_the_programs() -> None:
-    """A row that begins with a message quotes it; values are left out as `...`."""
+    """A row that begins with a message quotes it, with `...` in place of values."""
     text = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalith").rglob("*.py"))
     messages = [message for message in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) if message != "CUDA out of memory"]

@@ -1,4 +1,4 @@
-"""A dry run of one rank counts what that rank counts when all of them run: messages, state and order exactly, activations within 3 %."""
+"""A dry run of one rank gives the same counts as that rank in a real run: messages, state and order exactly, activations within 3 %."""
 
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,7 @@ from tests.specs import TINY_EXPERTS, brief_run
 
 MIXTRAL = TINY_EXPERTS | {"layers": 2}
 SHORT = {"layers": 2}
-LONG = {"layers": 8, "ffn": 512}  # large beside the messages between stages, as are wider experts
+LONG = {"layers": 8, "ffn": 512}  # large compared with the messages between stages, as are wider experts
 PLANS: dict[str, dict[str, Any]] = {
     "zero 0": {"plan": {"data": 4, "zero": 0}},
     "zero 1": {"plan": {"data": 4, "zero": 1}},
@@ -61,7 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=PLANS)
 def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, Counted]]]:
-    """The run, and of its first and last rank what was counted when all ranks ran, and without the others."""
+    """Return the run, and the counts of its first and last rank, both when all ranks ran and in dry runs."""
     spec = brief_run(**{"model": SHORT} | PLANS[request.param])
     together = real(spec)
     return spec, [(together[rank], dry(spec, rank)) for rank in (0, spec.plan.ranks - 1)]
@@ -78,7 +78,7 @@ def test_messages_are_the_same_calls_and_bytes(both: Both) -> None:
 
 def test_state_is_the_same_bytes(both: Both) -> None:
     spec, pairs = both
-    totals = 6 * 8 * (1 + spec.plan.ranks)  # of the step, gathered: gloo's own thread may let go of them a moment after it
+    totals = 6 * 8 * (1 + spec.plan.ranks)  # gathered weights of the step: gloo's thread may release them shortly after it
     for run, alone in pairs:
         assert (alone.parameters, alone.state, alone.parts) == (run.parameters, run.state, run.parts)
         for category in ("weights", "optimizer"):
@@ -90,7 +90,7 @@ def test_state_is_the_same_bytes(both: Both) -> None:
 
 
 def test_activations_differ_at_most_by_messages_under_way(both: Both) -> None:
-    """A message is held until it has left, which takes no time in a dry run."""
+    """A message is held until it is sent, which takes no time in a dry run."""
     spec, pairs = both
     for run, alone in pairs:
         ours, theirs = alone.memory.most["activations"], run.memory.most["activations"]
@@ -115,5 +115,5 @@ def test_actions_run_in_the_order_of_the_program(both: Both) -> None:
 
 
 def _once(actions: list[str]) -> list[str]:
-    """A computation that waits for what travels goes on later, under the same name."""
+    """A computation that waits for a transfer continues later, under the same name."""
     return [name for name, _ in groupby(actions)]

@@ -24,7 +24,7 @@ STILTED = re.compile(
 
 
 def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every string that stands alone: docstrings, and those below an attribute."""
+    """Yield the line and text of every string that is a statement: docstrings, also those below an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()
@@ -39,7 +39,7 @@ def _messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _help(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings that are the help of commands."""
+    """Yield the docstrings that are shown as help of commands."""
     if path.parent.name == "commands":
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
@@ -92,7 +92,7 @@ def test_sibling_modules_have_no_public_class_of_the_same_name() -> None:
 
 
 def test_the_examples_before_would_be_refused_and_those_after_not() -> None:
-    """The rules can fail: the table of docs/style.md has what they refuse on the left and nothing of it on the right."""
+    """The rules can fail: in the table of docs/style.md they refuse examples on the left and none on the right."""
     table = (ROOT / "docs" / "style.md").read_text(encoding="utf-8").partition("| before | after |")[2]
     pairs = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")]
     assert len(pairs) >= 20

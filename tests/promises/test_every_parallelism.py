@@ -1,4 +1,4 @@
-"""Any combination of parallelisms trains like one process: every pair of choices that can go together is in the sample."""
+"""Any combination of parallelisms trains like one process. Every pair of compatible choices is in the sample."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ DRAWS = draw(300, seed=1) if FULL else draw(115, seed=0, precisions=FAST)
 
 RELEASED = "bf16, gradients released"
 
-torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
+torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 REFERENCES: dict[Any, Recording] = {}
 
 
 @pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
 def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
-    """A tie proves nothing: then draw with another seed."""
+    """A tie proves nothing, so draw again with another seed."""
     proof = prove(one, references=REFERENCES)
     assert proof.outcome == "equal", proof.error or "\n".join(map(str, proof.rows))
 
@@ -39,7 +39,7 @@ def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
     ids=lambda value: str(value),
 )
 def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, plan: dict[str, Any]) -> None:
-    """The drawn combinations in bf16 deal tokens out; here routers choose."""
+    """The drawn combinations in bf16 use balanced routing; here routers choose."""
     exact = shrink(tiny_run(plan=plan, train={"global_batch": 8}, model={"preset": preset}), steps=3)
     one = Draw((), exact.model_copy(update={"train": exact.train.model_copy(update={"precision": "bf16"})}))
     proof = prove(one, references=REFERENCES)
@@ -48,8 +48,8 @@ def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, 
 
 
 def test_every_pair_of_choices_is_shown_or_refused() -> None:
-    """A pair that no draw shows cannot be drawn: `check` refuses it whatever else is chosen. `make test` draws none in 8 bits. Released
-    gradients go with so few values of other axes that no pair of theirs is promised; `test_release.py` goes through plans."""
+    """A pair that is in no draw cannot be drawn: `check` refuses it whatever else is chosen. `make test` draws none in 8 bits. Released
+    gradients are compatible with too few values of other axes to promise their pairs; `test_release.py` covers their plans."""
     shown = tuple(name for name in AXES["precision"] if name != RELEASED) if FULL else FAST
     wide = {*AXES["precision"]} - {*shown}
     drawn = [name for name in shown if PRECISIONS[AXES["precision"][name]["precision"]].draws]
@@ -64,7 +64,8 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
 
 
 def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
-    """Also those that only `make test-full` and `parity --random` draw: asked for alone, none is an error of the draw itself."""
+    """This includes values that only `make test-full` and `parity --random` draw: each can be requested alone without an
+    error."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     refused = {
         (axis, value)
@@ -111,7 +112,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron-h-tiny", {"tensor": 2, "expert": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
     ("nemotron-h-tiny", {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipev", "chunks": 2, "zero": 1}),
     ("nemotron3-nano-30b-a3b", {"tensor": 2, "sequence": False, "data": 2, "expert": 4}),
-    ("quickstart", {"tensor": 4, "data": 2, "zero": 3}),  # two ranks share a head of keys
+    ("quickstart", {"tensor": 4, "data": 2, "zero": 3}),  # two ranks share a key head
     ("quickstart", {"tensor": 4, "sequence": False, "context": 2, "ulysses": 2}),
     ("tiny", {"context": 4, "ulysses": 2, "pipeline": 2, "zero": 3}),
     ("tiny", {"pipeline": 4, "schedule": "dualpipe", "data": 2, "zero": 1}),
@@ -137,7 +138,8 @@ def test_every_family_trains_like_one_process(preset: str, plan: dict[str, Any])
     ],
 )
 def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: dict[str, Any]) -> None:
-    """Its multipliers, and the factors of each matrix's learning rate, decay and epsilon, are the same whoever holds a share of it."""
+    """The multipliers, and the factors of each matrix's learning rate, decay and epsilon, are equal on every rank that holds a
+    share."""
     scaled = {"preset": preset, "parametrization": "completep", "base_dim": 16, "base_layers": 1, "base_head_dim": 4}
     run = tiny_run(plan=plan, train={"global_batch": 8}, model=scaled, optimizer={"kind": kind})
     spec = shrink(run, steps=2)
@@ -190,7 +192,7 @@ rank 1: 2F0 3F0 2F1 3F1 2F2 3F2 2F3 3F3 3B3 2B3 3I2 2I2 3B1 2B1 3W2 2W2 3B0 2B0
 
 
 def test_a_schedule_from_a_file_trains_like_one_process(tmp_path: Path) -> None:
-    """It places stages and orders microbatches as none of the others does."""
+    """This schedule places stages and orders microbatches like no other."""
     (tmp_path / "own.schedule").write_text(OWN, encoding="utf-8")
     plan = {"pipeline": 2, "chunks": 2, "schedule": f"file:{tmp_path}/own.schedule", "data": 2, "zero": 3}
     proof = prove(Draw((), shrink(tiny_run(plan=plan, train={"global_batch": 8}), steps=2)), references={})

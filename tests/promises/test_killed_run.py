@@ -1,4 +1,4 @@
-"""A run that was killed and started again ends with the same bits as one that never was."""
+"""A run that was killed and restarted ends with the same bits as an uninterrupted run."""
 
 import contextlib
 import errno
@@ -55,7 +55,7 @@ PLANS: list[dict[str, Any]] = [
     {"pipeline": 2},
 ]
 TYPED = 150
-"""Steps of the run that is started as a command: it must outlast what is done to it."""
+"""The number of steps of the run that is started as a command: enough to outlast the faults."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
-    """Two microbatches for a rank in each of twelve steps."""
+    """A run of twelve steps with two microbatches on each rank."""
     return tiny_run(
         model={"vocab": 264},
         plan={"microbatch": 4 // plan.get("data", 1)} | plan,
@@ -77,7 +77,7 @@ def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """Each in turn, in one run that is killed again and again, once a checkpoint is there to go on from."""
+    """Kill each rank in turn, in one run, each time after there is a new checkpoint to resume from."""
     spec = _spec(data, plan)
     train(spec, tmp_path / "whole")
     victims = range(spec.plan.ranks) if spec.plan.pipeline > 1 else [1]
@@ -100,7 +100,7 @@ def test_a_signal_saves_and_going_on_changes_no_bit(data: Path, tmp_path: Path) 
     spec = _spec(data, {"data": 2, "zero": 2})
     train(spec, tmp_path / "whole")
 
-    with when("step", 4, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):  # one rank alone is told: all must agree
+    with when("step", 4, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):  # only one rank is told, and all must agree
         codes = finish(start(spec, tmp_path / "asked"))
     assert codes == [ExitCode.STOPPED] * 2
     stopped_at = position(tmp_path / "asked")["step"]
@@ -130,7 +130,7 @@ def _brief(data: Path, *, steps: int = 4) -> RunSpec:
 @pytest.mark.parametrize(
     ("phase", "number", "ends_at"),
     [
-        ("joining", signal.SIGUSR1, 1),  # the first step is done: only then there is a state that all agree on
+        ("joining", signal.SIGUSR1, 1),  # after the first step: only then is there a state on which all agree
         ("building", signal.SIGTERM, 1),
         ("restoring", signal.SIGUSR1, 1),
         ("validation", signal.SIGTERM, 3),
@@ -141,7 +141,7 @@ def _brief(data: Path, *, steps: int = 4) -> RunSpec:
 def test_a_signal_in_any_phase_is_an_agreed_stop(
     phase: str, number: int, ends_at: int, data: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To one rank, whenever it is in that phase. A checkpoint under way by then is written all the same."""
+    """One rank gets the signal in any phase. A checkpoint that is being written is completed."""
     say, write, gone_on = Heartbeat.beat, Checkpointer._write, threading.Event()
 
     def say_and_be_told(self: Heartbeat, name: str, step: int = -1, **rest: float) -> None:
@@ -152,7 +152,7 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
             os.kill(os.getpid(), number)
 
     def write_slowly(self: Checkpointer, *what: Any) -> Any:
-        gone_on.wait(PATIENCE)  # the checkpoint of step 2 is under way while the next step begins
+        gone_on.wait(PATIENCE)  # the checkpoint of step 2 is being written when the next step begins
         return write(self, *what)
 
     with monkeypatch.context() as patch:
@@ -171,12 +171,12 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
 def test_no_room_for_the_last_checkpoint_is_waited_for(
     stopped: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing comes after it. A run that is asked to stop cannot wait as long, and does not say that it has saved."""
+    """No later save follows it. A run that is asked to stop cannot wait so long, and does not report that it has saved."""
     folder, write, tries = tmp_path / "told", Checkpointer._write, itertools.count(1)
     failing = range(2, 1000) if stopped else range(10, 13)  # a save is due every second step; the tenth is the last
 
     def write_where_there_is_room(self: Checkpointer, *what: Any) -> Any:
-        if next(tries) in failing:  # on all ranks, which else would wait for one another
+        if next(tries) in failing:  # on all ranks, since they would otherwise wait for one another
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, *what)
 
@@ -234,7 +234,7 @@ def test_the_same_samples_in_the_same_steps_for_any_number_of_ranks(data: Path) 
 
 @pytest.fixture(scope="module")
 def command(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """`megalith train` of a small run, to which the folder is added."""
+    """Return the command `megalith train` for a small run, without the folder."""
     return typed(tmp_path_factory.mktemp("typed") / "run.toml", data, steps=TYPED)
 
 
@@ -246,7 +246,7 @@ def never_killed(command: list[str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _start(command: list[str], folder: Path, listed: Path, *settings: str) -> "subprocess.Popen[bytes]":
-    """Start the command with a list of faults. What it prints goes to `said` beside the list."""
+    """Start the command with a list of faults. Its output goes to `said`, beside the list."""
     words = [word for setting in settings for word in ("--set", setting)]
     with listed.with_name("said").open("wb") as out:
         return subprocess.Popen(
@@ -256,7 +256,7 @@ def _start(command: list[str], folder: Path, listed: Path, *settings: str) -> "s
 
 @pytest.mark.slow
 def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_killed: Path, tmp_path: Path) -> None:
-    """The same through the command, in one go: controller, fork server, ranks."""
+    """The same through the command, in one run: controller, fork server and ranks."""
     listed, folder = tmp_path / "faults.json", tmp_path / "killed"
     injection.save(listed, [Injection(0, "kill", 8, "step", (1,))])
     code, said = _start(command, folder, listed).wait(PATIENCE), (tmp_path / "said").read_text()
@@ -269,8 +269,8 @@ def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_ki
 @pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
 def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_killed: Path, tmp_path: Path) -> None:
-    """Neither checkpoints nor events nor logs find room, and a rank is killed meanwhile; another one dies before it has written its part
-    of the last checkpoint, which must be made all the same. A rank stands still until the disk is full."""
+    """Checkpoints, events and logs find no room, and a rank is killed meanwhile. Another rank dies before it has written its part of the
+    last checkpoint, which must be made nevertheless. A rank is stopped until the disk is full."""
     listed, folder = tmp_path / "faults.json", tmp_path / "disk" / "run"
     injection.save(listed, [Injection(0, "stop", 8, "step", (1,)), Injection(1, "kill", TYPED, "saving", (1,))])
     with small_disk(tmp_path / "disk", size=80 << 20):
@@ -314,7 +314,8 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
 def test_a_run_folder_and_data_that_go_away_for_a_while_end_no_run(
     how: str, data: Path, never_killed: Path, tmp_path: Path
 ) -> None:
-    """Ranks that run go on without their folder, ranks that start wait for it and for the data; nothing is written where they were."""
+    """Running ranks continue without their folder, and starting ranks wait for it and for the data. Nothing is written in their old
+    places."""
     folder, own, said = tmp_path / "run", shutil.copytree(data, tmp_path / "data"), tmp_path / "said"
     store = _Moved(folder) if how == "moved" else _Unmounted(folder)
     command = typed(tmp_path / "run.toml", own, steps=TYPED)
@@ -330,7 +331,7 @@ def test_a_run_folder_and_data_that_go_away_for_a_while_end_no_run(
         beats = Heartbeat.open(next(copies_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0)
         store.go()
         begun = beats.read().step
-        until(lambda: beats.read().step > begun + 12)  # two checkpoints were due
+        until(lambda: beats.read().step > begun + 12)  # two checkpoints were due meanwhile
         assert not folder.exists() or not any(folder.iterdir())
         store.come()
         await_step(begun + 14, folder, process)
@@ -380,7 +381,7 @@ def test_copies_that_are_removed_from_memory_are_made_anew_while_the_ranks_stay(
 def test_a_terminal_that_closes_saves_and_stops_a_run_that_has_not_been_told_to_stay(
     command: list[str], never_killed: Path, tmp_path: Path
 ) -> None:
-    """Under nohup no process of the run heeds it."""
+    """Under nohup all processes of the run ignore SIGHUP."""
     folder = tmp_path / "run"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     await_step(8, folder, process)
@@ -402,7 +403,7 @@ def test_a_terminal_that_closes_saves_and_stops_a_run_that_has_not_been_told_to_
 
 
 class _Moved:
-    """A run folder that somebody moves away, and back."""
+    """A run folder that somebody moves away and back."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._elsewhere = folder, folder.with_name("moved")
@@ -421,7 +422,7 @@ class _Moved:
 
 
 class _Unmounted:
-    """A run folder that is a mount point, of which only the bare folder is left for a while."""
+    """A run folder that is a mount point and is unmounted for a while, so that only the bare folder remains."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._disk = folder, folder.with_name("disk")
@@ -447,7 +448,7 @@ class _Unmounted:
 
 
 def _keep_full(ballast: Path, *, until: Callable[[], bool]) -> None:
-    """Leave no room on a disk, also where others remove something meanwhile."""
+    """Keep a disk full, even if others remove something meanwhile."""
     give_up = time.monotonic() + PATIENCE
     with ballast.open("ab", buffering=0) as file:
         while True:

@@ -1,4 +1,4 @@
-"""Imports point downwards, siblings do not import each other, and what must start fast does not import torch."""
+"""Imports point downwards, siblings do not import each other, and modules that must start fast do not import torch."""
 
 import ast
 import subprocess
@@ -50,7 +50,7 @@ def _room(module: str) -> str:
 
 
 def _imports(path: Path) -> list[str]:
-    """Every megalith module a file imports, those inside functions too."""
+    """Return every megalith module that a file imports, including imports inside functions."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""fp16 with a loss scale: the scale changes no bit of a gradient, an overflow is a step that is left out, and the scale is state."""
+"""fp16 with a loss scale: the scale changes no bit of a gradient, a step with an overflow is skipped, and the scale is state."""
 
 import math
 import os
@@ -55,7 +55,7 @@ def fp16(
     plan: dict[str, Any], *, scale: dict[str, int] | None = None, train: dict[str, Any] | None = None, **rest: Any
 ) -> RunSpec:
     numbers = {"global_batch": 8, "seq_len": 16, "precision": "fp16"} | (train or {})
-    optimizer = {"warmup": 4, "schedule": "cosine", "lr": 1e-3}  # so that the rate tells how many updates it thinks there were
+    optimizer = {"warmup": 4, "schedule": "cosine", "lr": 1e-3}  # so that the rate shows the number of updates that were counted
     return tiny_run(plan=plan, train=numbers, optimizer=optimizer, loss_scale={"initial": 1024} | (scale or {}), **rest)
 
 
@@ -68,7 +68,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class Subnormals(TorchDispatchMode):
-    """Counts fp16 numbers below the smallest normal one in what a backward computes. The loss forms its gradients in forward."""
+    """Counts subnormal fp16 numbers among the results of a backward. The loss computes its gradients in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Subnormals(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         fresh = (
             not any(each.alias_info for each in func._schema.returns) and "empty" not in func.__name__
-        )  # memory without numbers
+        )  # uninitialised memory
         if fresh and torch._C._current_graph_task_id() != -1:
             with _disable_current_modes():
                 self.look(found)
@@ -121,7 +121,8 @@ def test_twice_the_scale_gives_the_same_bits_where_nothing_underflows(exponent: 
 
 @pytest.mark.parametrize("preset", ["tiny", "deepseek-tiny"])
 def test_every_loss_is_scaled_once(preset: str) -> None:
-    """z-losses of the output and of routers, balance losses and those of further tokens: the gradients are fp32's, at any scale."""
+    """With z-losses of the output and of routers, balance losses and multi-token prediction, gradients equal fp32's at any
+    scale."""
     model = {"preset": preset} | ({} if preset == "tiny" else {"balanced": True})
     train = {"global_batch": 2, "z_loss": 0.1}
     exact = run_ranks(gradients, 1, fp16({}, train=train | {"precision": "fp32"}, model=model))[0][0]
@@ -132,7 +133,7 @@ def test_every_loss_is_scaled_once(preset: str) -> None:
             assert apart < 0.1, (name, apart)
 
 
-# --- an overflow is a step that is left out ---
+# --- a step with an overflow is skipped ---
 
 PLANS: list[dict[str, Any]] = [
     {},
@@ -145,10 +146,10 @@ PLANS: list[dict[str, Any]] = [
     {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2, "schedule": "interleaved", "chunks": 2},
 ]
 SHOWN = (0, 1, 4, 7)
-"""Plans that every test run shows; `make test-full` shows all."""
+"""Plans in every test run; `make test-full` has all."""
 FULL = os.environ.get("MEGALITH_FULL") == "1"
 MOVING = {"growth_interval": 2, "hysteresis": 1}
-"""A scale that moves in a few steps."""
+"""A scale that changes after a few steps."""
 BAD = (1, 4)
 TENSOR = "blocks.1.attention.out.weight"
 
@@ -163,7 +164,7 @@ class Overflow(Watcher):
         def overflowing(self: Weight, share: Tensor) -> None:
             add(self, share * torch.inf if watcher.now and self.kept is kept else share)
 
-        Weight.add = overflowing  # for good: a rank is a process of its own
+        Weight.add = overflowing  # permanently: a rank is a process of its own
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         self.now = step in self.bad
@@ -171,7 +172,8 @@ class Overflow(Watcher):
 
 @contextmanager
 def told_to_skip(*chosen: int) -> Iterator[None]:
-    """Inside, the updates of the chosen steps are left out, whatever their gradients are, and the scale moves as if they overflowed."""
+    """While the block runs, the updates of the chosen steps are skipped whatever their gradients, and the scale changes as after an
+    overflow."""
     decide, asked = steps.decide, iter(range(1000))
 
     def told(vitals: Any, **specs: Any) -> Decision:
@@ -205,8 +207,8 @@ def skipping(rank: int, spec: RunSpec) -> Any:
 
 @pytest.mark.parametrize("plan", PLANS if FULL else [PLANS[number] for number in SHOWN], ids=str)
 def test_an_overflow_is_a_step_that_is_left_out(plan: dict[str, Any]) -> None:
-    """The same bits as a run that was told to leave out that step, with the same scales: moments, bias correction, learning rate and
-    routers' biases do not advance. Every rank names the tensor, and has the same scale."""
+    """The run has the same bits and scales as one that was told to skip that step: moments, bias correction, learning rate and
+    router biases do not advance. Every rank names the tensor, and has the same scale."""
     model = {"preset": "deepseek-tiny"} if plan == PLANS[4] else {}
     spec = fp16(plan, scale=MOVING, model=model)
     found = run_ranks(overflowing, spec.plan.ranks, spec)
@@ -227,11 +229,11 @@ def too_large(rank: int, spec: RunSpec) -> list[Stepped]:
 
 @pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_a_scale_that_is_too_large_comes_down_until_gradients_fit(plan: dict[str, Any]) -> None:
-    """The losses stay finite. What overflows first is in the head, where the scale comes in."""
+    """The losses stay finite. The first overflow is in the head, where the scale is applied."""
     spec = fp16(plan, scale={"initial": 2**28, "hysteresis": 2})
     for told in run_ranks(too_large, spec.plan.ranks, spec):
         scales = [one.scale for one in told]
-        assert scales[:4] == [2**28, 2**28, 2**27, 2**26]  # the first overflow is let pass
+        assert scales[:4] == [2**28, 2**28, 2**27, 2**26]  # the first overflow does not change the scale
         assert all(one.overflow is not None and one.overflow.part == "head" for one in told[:3])
         assert all(math.isfinite(one.loss) for one in told)
 
@@ -284,7 +286,7 @@ def looped(rank: int, spec: RunSpec, folder: Path, kill: int | None, from_step: 
 
 
 def test_scale_and_counters_hold_over_kill_rewind_and_a_change_of_plan(tmp_path: Path) -> None:
-    """Seven updates in nine steps, of which more overflow than stability.skips allows to leave out."""
+    """There are seven updates in nine steps. More steps overflow than stability.skips would allow to skip."""
     (tmp_path / "data").mkdir()
     data = small_data(tmp_path / "data")
     rest: dict[str, Any] = {
@@ -358,7 +360,7 @@ def guarded(rank: int, spec: RunSpec, root: Path) -> Any:
 
 @pytest.mark.parametrize("plan", [{"data": 2}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_guards_and_copies_go_with_the_scale(plan: dict[str, Any], tmp_path: Path) -> None:
-    """A guard takes an overflow for no corruption. A copy in memory holds the scale and its counters."""
+    """A guard does not take an overflow for corruption. A copy in memory holds the scale and its counters."""
     for signs, ended, restored in run_ranks(guarded, 2, fp16(plan, scale=MOVING), tmp_path):
         assert not signs
         assert (ended, restored) == (Scale(9, good=1, spent=1, overflows=2), Scale(9, spent=1, overflows=2))

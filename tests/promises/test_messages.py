@@ -1,4 +1,5 @@
-"""Messages when a run fails, recovers or is stopped: the cause first, once, in ten lines; no error after a success."""
+"""Messages when a run fails, recovers or is stopped: the cause comes first, once, within ten lines. There is no error
+after a success."""
 
 import os
 import re
@@ -131,7 +132,7 @@ def test_without_recovery_a_killed_rank_is_named_in_ten_lines_and_may_have_been_
 
 
 def test_ctrl_c_is_answered_at_once_with_what_a_second_one_loses(start: Start, tmp_path: Path) -> None:
-    """A rank stops in the step after the seventh, so that this step does not end: there is time for a second Ctrl-C."""
+    """A rank is stopped in the step after the seventh. That step does not end, so there is time for a second Ctrl-C."""
     folder, settings = tmp_path / "run", ("train.steps=100_000", "checkpoint.asynchronous=false", "fleet.recover=false")
     process = start(*settings, faults=[Injection(0, "stop", 7, "step", (1,))])
     assert process.stdout is not None
@@ -143,7 +144,7 @@ def test_ctrl_c_is_answered_at_once_with_what_a_second_one_loses(start: Start, t
         assert said[-1], said
     assert said[-2] == "stopping after this step, then saving\n"
     assert said[-1] == "Ctrl-C again: stop now and lose 2 steps (the newest copy of the state is step 5 in store)\n"
-    time.sleep(2 * BOUNCE_SECONDS)  # after the first was received: sooner, the second would count as the same key press
+    time.sleep(2 * BOUNCE_SECONDS)  # not before the first was received: the two would count as one key press
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == ExitCode.INTERRUPTED, rest

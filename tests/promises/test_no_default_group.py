@@ -1,4 +1,4 @@
-"""The ranks that train are a group like others: nothing that communicates leaves it to torch which ranks are meant."""
+"""The ranks that train are an explicit group: no communication uses torch's default group."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "megalith"
 ROOMS = ("train", "parallel", "prove", "checkpoint")
 MODULES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 TAKES_RANKS = {"new_group": "ranks"}
-"""Functions called for some ranks rather than in a group -> the parameter that names the ranks."""
+"""Functions that take ranks instead of a group -> the parameter that names the ranks."""
 ENDS = {"destroy_process_group"}
 """Functions that concern a whole process."""
 KNOW_IT = {
@@ -25,19 +25,19 @@ KNOW_IT = {
 
 
 def _needed(name: str) -> str | None:
-    """The parameter that a call of `torch.distributed.NAME` must give; None: it speaks to nobody."""
+    """Return the parameter that a call of `torch.distributed.NAME` must have, or None if the call does not communicate."""
     function = getattr(dist, name, None)
     if name in TAKES_RANKS or not callable(function) or name in ENDS:
         return TAKES_RANKS.get(name)
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # of C++
+    except ValueError:  # implemented in C++
         return None
     return "group" if "group" in parameters else None
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """The calls of torch.distributed's functions, by name."""
+    """Yield the calls of torch.distributed's functions, by name."""
     imported = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed"
@@ -53,7 +53,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _wrong(text: str) -> list[str]:
-    """The calls that leave out their group."""
+    """Return the calls without a group."""
     found = []
     for name, call in _calls(ast.parse(text)):
         if needed := _needed(name):

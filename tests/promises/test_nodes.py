@@ -1,4 +1,4 @@
-"""Machines that are lost, each as it happens: a spare takes over, or the run waits, and not one bit of the result is another."""
+"""Machines are lost in realistic ways. A spare takes over, or the run waits, and no bit of the result changes."""
 
 import os
 import signal
@@ -29,11 +29,11 @@ checkpoint.every = 100
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
 fleet = {{ nodes = 2, spares = 1, node_timeout = 20.0, hang_floor = 60.0 }}
 """
-PORT = 29_500  # of the network namespace's own
+PORT = 29_500  # an address inside the network namespace
 
 
 class Run:
-    """A run on several machines, as its event log shows it."""
+    """A run on several machines, seen through its event log."""
 
     def __init__(self, folder: Path, run_file: Path) -> None:
         self.folder, self.run_file, self.seen = folder, run_file, 0
@@ -46,14 +46,14 @@ class Run:
         return ["-m", "megalith.cli", "agent", *run]
 
     def torchrun(self, machine: Machine, *, head: Machine, nodes: int) -> subprocess.Popen[bytes]:
-        """Start an agent under torchrun, which learns from no host name here which machine it is on."""
+        """Start an agent under torchrun. Here the host name does not tell which machine it is on."""
         words = f"--nnodes {nodes} --nproc-per-node 1 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint {head.address}:{PORT}"
         place = f"--rdzv-conf is_host={int(machine == head)} --local-addr {machine.address}"
         command = [sys.executable, "-m", "torch.distributed.run", *words.split(), *place.split(), *self.agent(machine)]
         return machine.start(command, log=self.log, environment=self.environment)
 
     def join(self, machine: Machine) -> subprocess.Popen[bytes]:
-        """Start an agent by hand, on a machine that the engine knows nothing of."""
+        """Start an agent by hand, on a machine that the engine does not know."""
         meeting = self.said("agents meet at ").split()[0]
         environment = self.environment | {"MEGALITH_MEETING": meeting}
         return machine.start([sys.executable, *self.agent(machine)], log=self.log, environment=environment)
@@ -63,7 +63,7 @@ class Run:
         return self.log.read_text().partition(words)[2]
 
     def await_event(self, kind: type[Kind], fits: Callable[[Kind], bool] = lambda event: True) -> Kind:
-        """The next event of a class that fits; each is looked at once."""
+        """Return the next matching event of a class. Each event is considered once."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             events = list(read(self.folder))
@@ -78,7 +78,7 @@ class Run:
         return self.await_event(Incident, lambda event: machine.name in event.evidence.get("nodes", ()))
 
     def await_step(self) -> int:
-        """That all ranks got on, after all that was seen before."""
+        """Wait until all ranks make progress after the events seen so far."""
         return self.await_event(Step).step
 
 
@@ -86,7 +86,8 @@ class Run:
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> None:
-    """Two machines and a spare under torchrun: an agent killed, a cable pulled, a machine powered off. One run: each costs imports."""
+    """Two machines and a spare under torchrun: an agent is killed, a cable pulled, a machine powered off. All in one run, since each
+    start costs imports."""
     (tmp_path / "run.toml").write_text(RUN.format(data=prepare_text(tmp_path)))
     train(load(tmp_path / "run.toml").spec, tmp_path / "whole")
     with machines(["a", "b", "c"]) as (a, b, c):
@@ -107,7 +108,7 @@ def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> N
 
         c.plug(connected=False)
         assert "no spare" in run.await_loss(c).reason
-        c.plug(connected=True)  # its agent has ended its ranks, and offers the machine anew
+        c.plug(connected=True)  # its agent has ended its ranks, and offers the machine again
         run.await_step()
 
         c.kill()
@@ -121,5 +122,5 @@ def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> N
 
 
 def _command(incident: Incident, kind: str) -> dict[str, Any]:
-    """One of the commands that an incident led to."""
+    """Return one of the commands that followed an incident."""
     return next(command for command in incident.commands if command["kind"] == kind)

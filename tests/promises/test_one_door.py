@@ -1,4 +1,4 @@
-"""Every matrix product with a weight goes through one door: a new recipe for products is one class and one row."""
+"""Every matrix product with a weight goes through one interface, so a new recipe for products is one class and one row."""
 
 import sys
 from collections import defaultdict
@@ -30,7 +30,7 @@ from tests.specs import tiny_run
 
 
 def rounded(x: Tensor) -> Tensor:
-    """fp32 with 16 bits of mantissa, to nearest."""
+    """Round fp32 to 16 bits of mantissa, to nearest."""
     return ((x.view(torch.int32) + 64) & ~127).view(torch.float32)
 
 
@@ -48,7 +48,7 @@ class Rounded(Multiply):
 
 
 class Silent(Rounded):
-    """No gradients of weights: one that is made elsewhere is heard."""
+    """A recipe that gives weights no gradient, so that a gradient computed elsewhere shows."""
 
     def wgrad(self, grad: Tensor, x: Tensor, **how: Any) -> Tensor:
         return torch.zeros_like(super().wgrad(grad, x, **how))
@@ -61,11 +61,11 @@ PRODUCTS = frozenset(
     | {"_scaled_dot_product_flash_attention_for_cpu"}
 )
 LOOKUPS = frozenset({"embedding", "embedding_dense_backward"})
-"""Operations that take rows of a table and multiply nothing."""
+"""Operations that take rows of a table without multiplying."""
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose products are to go through the door, by name."""
+    """Return the parameters whose products must go through the interface, by name."""
     found = {}
     for path, module in model.named_modules():
         if type(module).__name__ not in OUTSIDE:
@@ -75,25 +75,25 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass
 class Seen:
-    """Products of a rank, and their callers."""
+    """The products of a rank, and their callers."""
 
-    names: set[str]  # of its matrices
+    names: set[str]  # the number of its matrices
     through: dict[str, set[str]] = field(
         default_factory=lambda: defaultdict(set)
-    )  # by the recipe's product, matrices that took it
-    past: list[str] = field(default_factory=list)  # products with a matrix that went past the door
-    elsewhere: set[str] = field(default_factory=set)  # classes in whose forward something else is multiplied
+    )  # product of the recipe -> matrices that used it
+    past: list[str] = field(default_factory=list)  # products with a matrix that bypassed the interface
+    elsewhere: set[str] = field(default_factory=set)  # classes whose forward multiplies something else
 
 
 class Witness(TorchDispatchMode):
-    """Sees every product; knows each matrix, its views, its copies and whatever else was made of it."""
+    """Sees every product, and tracks each matrix, its views, its copies and whatever else was computed from it."""
 
     def __init__(self, *models: nn.Module) -> None:
         super().__init__()
         found = {name: matrix for model in models for name, matrix in matrices(model).items()}
         self.seen = Seen(set(found))
-        self._names: dict[int, frozenset[str]] = {}  # storage -> the matrices that it was made of
-        self._kept: list[torch.UntypedStorage] = []  # so that no other storage gets the address of one of these
+        self._names: dict[int, frozenset[str]] = {}  # storage -> the matrices from which it was computed
+        self._kept: list[torch.UntypedStorage] = []  # keeps these alive, so that no other storage gets their address
         self._modules: list[str] = []
         for name, matrix in found.items():
             self._mark(matrix, frozenset({name}))
@@ -136,7 +136,7 @@ class Witness(TorchDispatchMode):
 
 
 def _recipe_product() -> str | None:
-    """Return the product of the recipe that is being computed, if any: the call stack shows whose lines these are."""
+    """Return the recipe's product that is being computed, if any, from the call stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name in ("fprop", "dgrad", "wgrad") and isinstance(frame.f_locals.get("self"), Rounded):
@@ -161,33 +161,33 @@ def _storage(tensor: Tensor) -> int:
 
 
 def run_of(preset: str, plan: dict[str, Any]) -> RunSpec:
-    """A small run. Its output is no embedding: that one's gradient has the look-up's as well."""
+    """A small run with an untied output, since a tied embedding's gradient also includes the look-up's."""
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 8}, model={"preset": preset}), steps=2)
     return spec.model_copy(update={"model": spec.model.model_copy(update={"tied": False})})
 
 
 def witnessed(rank: int, spec: RunSpec) -> tuple[Recording, Seen]:
-    """The run under its plan, and what was seen of it."""
+    """Return the recording of the run under its plan, and the products seen."""
     trainer = trainer_of(spec)
     with Witness(*trainer.stages.values()) as witness:
         return record(trainer), witness.seen
 
 
 def silent(rank: int, spec: RunSpec) -> Recording:
-    """The same, if no product at the door gives a weight a gradient."""
+    """The same, if no product at the interface gives a weight a gradient."""
     RECIPES["plain"] = Silent
     return record(trainer_of(spec))
 
 
 def check_silence(loud: Recording, quiet: Recording, names: set[str]) -> None:
-    """The door gives every matrix its gradient, and nothing else does."""
+    """Every matrix gets its gradient through the interface, and from nowhere else."""
     for name in names:
         assert loud.gradients[0][name].any(), f"{name} has no gradient at all"
         assert not quiet.gradients[0][name].any(), f"{name} has a gradient from outside the door"
 
 
 def check(preset: str, plan: dict[str, Any]) -> list[Seen]:
-    """Every product goes through the door on every rank, and the plan trains like one process."""
+    """Every product goes through the interface on every rank, and the plan trains like one process."""
     spec = run_of(preset, plan)
     runs = run_ranks(witnessed, spec.plan.ranks, spec)
     for _, seen in runs:
@@ -204,7 +204,7 @@ def check(preset: str, plan: dict[str, Any]) -> list[Seen]:
 
 @pytest.fixture(autouse=True)
 def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row: what every run here multiplies by."""
+    """The row with the recipe of every run here."""
     monkeypatch.setitem(RECIPES, "plain", Rounded)
 
 
@@ -264,7 +264,7 @@ def test_the_list_of_what_stays_outside_has_nothing_else() -> None:
 
 
 class Past(nn.Module):
-    """Multiplies by its weight without asking anybody."""
+    """Multiplies by its weight without the interface."""
 
     def __init__(self, lines: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_a_product_past_the_door_is_seen(lines: Callable[[Tensor, Tensor], Tenso
 
 
 class HalfWay(torch.autograd.Function):
-    """Forward through the door, backward past it."""
+    """Uses the interface in forward but not in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ class HalfWay(torch.autograd.Function):
 
 
 def test_a_gradient_past_the_door_is_seen() -> None:
-    """The input's gradient; a weight's own is heard where the door is silent."""
+    """Return the input's gradient. The weight's own gradient shows because the recipe gives none."""
     module = Past(HalfWay.apply)
     with Witness(module) as witness:
         out = module(torch.ones(2, 3, 4, requires_grad=True))

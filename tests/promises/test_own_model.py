@@ -1,4 +1,5 @@
-"""A user's own attention, MLP and norm: equal under every plan, resumed exactly, counted, refused where not declared, never guessed."""
+"""A user's own attention, MLP and norm are equal under every plan, resumed exactly, counted, and refused where not declared, never
+guessed."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True, scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's folder with the page's module and prepared data; all that it imports is forgotten afterwards."""
+    """A user's folder with the page's module and prepared data. Imported modules are removed afterwards."""
     here = tmp_path_factory.mktemp("own")
     (here / "mine.py").write_text(shown("mine.py"))
     prepare_text(here)
@@ -124,7 +125,7 @@ def test_sizes_and_first_weights_are_the_declared_ones() -> None:
     usual = count_model(run(model={}).model.build()).total
     dim, queries = 32, 32
     assert sum(p.numel() for p in made.parameters()) == 2 * dim * queries + 2 * dim * dim + 2 * dim * 16 + dim
-    assert count_model(run().model.build()).total == usual + 2 * (2 * dim * dim + dim)  # of each block: gate, outer and its bias
+    assert count_model(run().model.build()).total == usual + 2 * (2 * dim * dim + dim)  # in each block: gate, outer and its bias
     block = Stage(run().model.build(), 1, 2).blocks["0"]
     initialise(block, name="blocks.0", spec=run().model.build(), seed=0)
     weights = {name: parameter.detach() for name, parameter in block.named_parameters()}
@@ -141,7 +142,7 @@ def test_planner_and_dry_run_count_the_same_of_a_tensor_rank() -> None:
     assert found.memory.peak["weights"] == pytest.approx(told.memory["weights"], rel=1e-3)
 
 
-# --- no core is taken for granted ---
+# --- no core is assumed ---
 
 
 @pytest.mark.parametrize("attention", ["GATED", "SHIFTED", "NAMED"])

@@ -1,4 +1,4 @@
-"""A user's own parts, as the page has them: equal under every plan, resumed exactly, imported only for a command given the run."""
+"""A user's own parts, taken from the page: equal under every plan, resumed exactly, imported only for a command given the run."""
 
 import json
 import re
@@ -54,13 +54,13 @@ PLANS: list[dict[str, Any]] = [
 
 
 def shown(name: str) -> str:
-    """A file that the page shows."""
+    """Return a file that the page shows."""
     return re.search(rf"<!-- file: {name} -->\n```\w+\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's folder: the page's module, and prepared data. The module is forgotten afterwards."""
+    """A user's folder with the page's module and prepared data. The module is removed afterwards."""
     here = tmp_path_factory.mktemp("own")
     (here / "mine.py").write_text(shown("mine.py"))
     prepare_text(here)
@@ -105,7 +105,7 @@ def _first_loss(rank: int, spec: RunSpec) -> float:
 
 
 def test_the_loss_is_the_users(folder: Path) -> None:
-    """A new model is not sure of any token, so nearly all of the cross-entropy is left."""
+    """A new model gives no token a high probability, so nearly all of the cross-entropy remains."""
     focal, plain = (
         run_ranks(_first_loss, 1, shrink(run(folder, train={"loss": name}), steps=1))[0] for name in ("mine:focal", None)
     )
@@ -123,7 +123,7 @@ def test_whole_runs_read_the_users_samples_under_every_plan(folder: Path, tmp_pa
 
 
 def _trained(rank: int, spec: RunSpec) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of three steps, and this rank's shares after them, wherever they are."""
+    """Return the losses of three steps, and this rank's shares after them, wherever they are stored."""
     trainer = trainer_of(spec)
     stepper = stepper_of(trainer)
     done = [each for step in range(3) for each in stepper.step(microbatches(trainer, step), step=step)]
@@ -132,7 +132,7 @@ def _trained(rank: int, spec: RunSpec) -> tuple[list[float], dict[str, torch.Ten
 
 
 def test_an_own_optimizers_state_elsewhere_changes_no_bit(folder: Path) -> None:
-    """Host memory holds whole shares, and a file holds pieces of them."""
+    """Host memory holds whole shares, and a file holds pieces of shares."""
     found = []
     for place in ({"optimizer": "device"}, {"optimizer": "host"}, {"optimizer": "disk", "chunk": 1}):
         found.append(run_ranks(_trained, 2, shrink(run(folder, {"data": 2, "zero": 1, "state": place}), steps=3)))
@@ -199,7 +199,7 @@ def test_the_commands_of_the_page_train_and_resume_it(tmp_path: Path) -> None:
 
 
 def test_what_only_opens_a_run_imports_nothing_that_it_names(folder: Path, tmp_path: Path) -> None:
-    """The module leaves a mark when it is imported: by the ranks that train, and by nothing that comes after them."""
+    """The module creates a mark when it is imported: only the ranks that train do so, and no later command."""
     mark, trained = tmp_path / "mark", tmp_path / "run"
     (folder / "trap.py").write_text(shown("mine.py") + f"\nopen({str(mark)!r}, 'w').close()\n")
     spec = RunSpec.model_validate_json(run(folder, train={"steps": 1}).model_dump_json().replace('"mine:', '"trap:'))
@@ -261,7 +261,7 @@ DONE = Done(step=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens_seen=32, skipped="",
 
 
 class _Counts:
-    """A callback with a state, whose `load` this module's test of a careless one leaves out."""
+    """A callback with a state. A test below removes its `load`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -277,7 +277,7 @@ class _Counts:
 
 
 class Careless:
-    """A callback that keeps a list and says nothing of it."""
+    """A callback that keeps a list and does not declare it as state."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -287,7 +287,7 @@ class Careless:
 
 
 class Half:
-    """A callback that can be saved and not restored."""
+    """A callback that can be saved but not restored."""
 
     def after_step(self, done: Done) -> None: ...
 
@@ -303,7 +303,7 @@ def test_a_callback_that_keeps_what_it_does_not_declare_is_refused() -> None:
 
 
 class Normed:
-    """A rule that divides by the norm of whatever share it is given."""
+    """A rule that divides by the norm of its share."""
 
     def __init__(self, spec: Any, whole: Any) -> None: ...
 
@@ -313,7 +313,7 @@ class Normed:
 
 
 class Hoarder:
-    """A rule that keeps its moment in itself."""
+    """A rule that keeps its moment in an attribute."""
 
     def __init__(self, spec: Any, whole: Any) -> None:
         self.moment = torch.zeros(())
@@ -325,7 +325,7 @@ class Hoarder:
 
 
 class Grasping:
-    """A rule that takes the slots before they are there."""
+    """A rule that reads the slots before they exist."""
 
     def __init__(self, spec: Any, whole: Any) -> None: ...
 
@@ -345,7 +345,7 @@ def test_a_rule_that_cannot_update_state_elsewhere_is_refused(folder: Path, monk
 
 
 class Shaped:
-    """A rule of single elements that takes a share for a matrix."""
+    """An elementwise rule that treats a share as a matrix."""
 
     def __init__(self, spec: Any, whole: Any) -> None: ...
 
@@ -356,7 +356,7 @@ class Shaped:
 
 
 class Early(Shaped):
-    """A rule that changes weights before they are there."""
+    """A rule that changes weights before they exist."""
 
     def update(self, parts: Any, *, number: int, lr: float) -> None:
         for part in parts:

@@ -1,4 +1,5 @@
-"""Mixture, sequence length and batch follow the samples consumed: any plan, any restart and any kill finds the same run."""
+"""Mixture, sequence length and batch follow the samples consumed, so the run is the same under any plan, after any restart
+or kill."""
 
 import os
 import signal
@@ -23,7 +24,7 @@ PHASES = [
 ]
 RAMP = [{"begin": 8, "global_batch": 8}]
 SHAPES = [(4, 32), (4, 32), (8, 32), (8, 32), (8, 16), (8, 16), (8, 16), (8, 16), (8, 16), (4, 48), (4, 48)]
-"""Batch and length of each step."""
+"""Batch size and sequence length of each step."""
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
@@ -54,7 +55,7 @@ def run(data: str, plan: dict[str, Any], phases: list[dict[str, Any]] = PHASES, 
 
 @pytest.fixture(scope="module")
 def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run on one process, from its beginning to its end."""
+    """The run in one process, from beginning to end."""
     folder = tmp_path_factory.mktemp("alone")
     runs.train(run(data, {}), folder)
     return folder
@@ -103,7 +104,7 @@ def test_a_run_goes_on_under_another_plan_inside_the_ramp(data: str, alone: Path
 
 
 def test_a_phase_may_come_between_two_commands_and_one_that_has_begun_stays(data: str, alone: Path, tmp_path: Path):
-    """The run is begun without its last phase, which is written down once the phase before has begun."""
+    """The run begins without its last phase, which is added to the file once the phase before has begun."""
     runs.train(run(data, {}, PHASES[:1], steps=8), tmp_path)
     runs.train(run(data, {}), tmp_path)
     assert losses(tmp_path) == losses(alone)

@@ -1,7 +1,7 @@
-"""A pipeline idles as long as its simulation says, and does everything in the simulation's order.
+"""A pipeline idles as long as in its simulation, and does everything in the simulation's order.
 
-The real executor runs each schedule on 4 ranks, with messages between them, on stages that sleep in place of computing: sleeping needs
-no core, so that two cores show what four devices would.
+The real executor runs each schedule on 4 ranks, with messages between them, on stages that sleep instead of computing. Sleeping needs
+no core, so two cores behave like four devices.
 """
 
 import os
@@ -43,7 +43,7 @@ Marks = list[tuple[str, float, float]]
 
 @dataclass(frozen=True)
 class Sleeper:
-    """Stands in for a stage's runner: it takes and gives what one does, and sleeps."""
+    """Replaces a stage's runner: it has the same inputs and outputs, and sleeps."""
 
     last: bool
 
@@ -83,9 +83,9 @@ def _executor(rank: int, program: Program, groups: Groups) -> Executor:
 
 
 def _steps(rank: int) -> tuple[dict[str, Marks], float]:
-    """Return the rank's actions and times in a step of each schedule, and the share of the time that it waited for a processor. The
-    schedules run side by side, in threads that begin one after the other, so that not all wake at once."""
-    with suppress(AttributeError, OSError):  # where it may: to be woken at once, however busy the machine is
+    """Return the rank's actions and times in a step of each schedule, and the share of the time that it waited for a CPU. The
+    schedules run in parallel, in threads that begin one after the other, so that not all wake at once."""
+    with suppress(AttributeError, OSError):  # real-time priority if allowed, to wake at once on a busy machine
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     groups = Groups.build(Mesh(pipeline=RANKS), device="cpu")
     executors = {name: _executor(rank, program_of(name), groups) for name in SCHEDULES}
@@ -99,11 +99,11 @@ def _steps(rank: int) -> tuple[dict[str, Marks], float]:
     with ThreadPoolExecutor(len(executors)) as pool:
         before, begun = waited(), time.monotonic()
         marks = dict(zip(executors, pool.map(step, count(), executors.values()), strict=True))
-        return marks, (waited() - before) / (time.monotonic() - begun)  # its threads are still there to be asked
+        return marks, (waited() - before) / (time.monotonic() - begun)  # its threads still exist, so that their waits can be read
 
 
 def _timeline(marks: Sequence[Marks]) -> Timeline:
-    """All ranks' computations on one clock: processes of one machine share it."""
+    """Return all ranks' computations on one clock, which processes of one machine share."""
     computed = [
         Span(rank, action, start, end)
         for rank, mine in enumerate(marks)
@@ -121,8 +121,8 @@ def predicted(name: str) -> Timeline:
 
 @cache
 def measured() -> dict[str, tuple[Timeline, float]]:
-    """Return for each schedule the step that idled least, with the share of its time that a rank waited for a processor: a busy machine can
-    only add to the idle time, and is tried again."""
+    """Return for each schedule the step that idled least, with the share of its time that a rank waited for a CPU. A busy machine can only
+    add idle time, so steps are repeated."""
     best: dict[str, tuple[Timeline, float]] = {}
     for _ in range(TRIES):
         found = run_ranks(_steps, RANKS)
@@ -144,7 +144,7 @@ def test_what_is_executed_is_what_was_simulated_in_its_order(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_idle_as_long_as_predicted(name):
-    """Idle time over useful time, to the end of the last rank."""
+    """Return idle time over useful time, up to the end of the last rank."""
     timeline, starved = measured()[name]
     expected = pytest.approx(predicted(name).bubble, rel=CLOSE)
     if timeline.bubble != expected:
@@ -154,7 +154,7 @@ def test_ranks_idle_as_long_as_predicted(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rank_idles_inside_its_own_span_as_long_as_predicted(name):
-    """The bubble as papers count it. ZB-H2 and ZB-V have none: measured, that is less than a hundredth of the step."""
+    """The bubble is counted as in papers. ZB-H2 and ZB-V have none; the measured limit is a hundredth of the step."""
     whole, (timeline, starved) = predicted(name), measured()[name]
     expected = pytest.approx(whole.bubble_seconds, rel=CLOSE, abs=whole.end / 100)
     if timeline.bubble_seconds != expected:

@@ -69,12 +69,12 @@ def _lost(done: Stepped) -> bool:
 
 @dataclass(frozen=True)
 class Beside:
-    """One rank's run of both kinds."""
+    """One rank's run, synchronous or with post-validation."""
 
     limit: float
     different: list[str]
     numbers: list[list[tuple[int, float, float, float, dict[str, float]]]]
-    again: list[bool]  # steps whose row was begun twice
+    again: list[bool]  # steps whose row was started twice
 
 
 def _beside(rank: int, plan: dict[str, Any]) -> Beside:
@@ -118,8 +118,8 @@ BAD = 3
 
 
 def _poisoned(rank: int, plan: dict[str, Any], between: bool) -> tuple[str, list[str]]:
-    """Return the error raised for a NaN in step BAD, and the names whose values differ from those before it. `between`: found between two
-    steps."""
+    """Return the error raised for a NaN in step BAD, and the names of values that changed since before that step. `between`: it is found
+    between two steps."""
     trainer = trainer_of(_spec(plan, clip=0.0, late=True))
     stepper = stepper_of(trainer)
     for step in range(BAD):
@@ -138,7 +138,7 @@ def _poisoned(rank: int, plan: dict[str, Any], between: bool) -> tuple[str, list
 
 
 def _poison(trainer: Trainer) -> None:
-    """The next gradient of one parameter becomes NaN."""
+    """Make the next gradient of one parameter NaN."""
     parameter = next(iter(trainer.runners[max(trainer.runners)].stage.parameters()))
     handle = parameter.register_hook(lambda grad: (handle.remove(), grad * torch.nan)[1])
 
@@ -151,15 +151,15 @@ def test_a_nan_names_its_own_step_and_leaves_the_weights_before_it(plan: dict[st
         assert changed == []
 
 
-# --- what it is for ---
+# --- its purpose ---
 
 
 def _hold_the_last(trainer: Trainer, folder: Path, patience: float) -> list[bool]:
-    """The last rank holds its last computation of every step but the first and the last until the others have begun the next step,
-    or `patience` seconds have passed. What it saw of them, by step."""
+    """Hold the last rank's last computation of every step except the first and the last until the others have begun the next step,
+    or for `patience` seconds. Return for each of these steps whether the others had begun the next one."""
     rank, last = trainer.groups.rank, len(trainer.groups.line) - 1
     calls, seen, run = [0], [], trainer.executor.run
-    each = 0  # computations of one step, as the first one shows
+    each = 0  # computations of one step, counted in the first
 
     def begun(step: int) -> list[Path]:
         return [folder / f"{other}-{step}" for other in range(last)]
@@ -201,7 +201,7 @@ def _held(rank: int, late: bool, folder: Path, patience: float) -> list[bool]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_no_rank_waits_for_the_others_between_two_steps(late: bool, tmp_path: Path) -> None:
-    """Ranks of ZB-H2 end one after another: those that end first are in the next step while the last one is still in this."""
+    """Ranks of ZB-H2 end a step one after another: the first ranks are in the next step while the last is still in this one."""
     seen = run_ranks(_held, 4, late, tmp_path, PATIENCE if late else 0.3)[-1]
     assert seen == [late] * (STEPS - 2), "the synchronous step waits for all, the other one for none"
 
@@ -234,7 +234,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A synchronous run that was never stopped."""
+    """A synchronous run that is never interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     train(_run(data), folder)
     clipped = [norm > CLIP for _, norm, _ in _steps_logged(folder).values()]

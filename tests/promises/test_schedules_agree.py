@@ -1,4 +1,4 @@
-"""Schedules that add up gradients in the order of microbatches give the same bits; the others differ by rounding."""
+"""Schedules that add up gradients in the order of microbatches give the same bits. Others differ by rounding only."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipev": 2}
 V_SHAPED = ("zb-v", "dualpipev")
 MICROBATCHES = 5
-ROUNDING = 1e-6  # of a tensor's largest gradient
+ROUNDING = 1e-6  # relative to a tensor's largest gradient
 MODELS = {
     "dense": TINY,
     "experts": presets()["deepseek-tiny"].build().small(layers=4, unit=2, heads_unit=2).model_dump(),
@@ -33,7 +33,7 @@ def _spec(model: str, schedule: str, zero: int) -> RunSpec:
 
 
 def _first_steps(rank: int, specs: list[RunSpec]) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and gradients of the first step under each of the plans, one after the other; whole on the first rank."""
+    """Return loss and gradients of the first step under each plan; gradients are whole on the first rank."""
     found = [record(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)) for spec in specs]
     return [(one.losses[0], one.gradients[0]) for one in found] if rank == 0 else []
 
@@ -44,7 +44,7 @@ def _gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def _rounded(model: str, schedule: str) -> set[str]:
-    """Parameters that a schedule in order may still add up in another order."""
+    """Return the parameters whose gradients a schedule in order may still add up in another order."""
     return {"embedding.weight"} if model == "experts" and schedule in V_SHAPED else set()
 
 
@@ -59,8 +59,8 @@ def test_all_schedules_but_dualpipe_add_up_in_the_order_of_microbatches() -> Non
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_schedules_agree(model: str, zero: int) -> None:
-    """Bit by bit, but for sums that a schedule makes in another order: DualPipe's two copies of a stage, and an embedding that the last
-    stage uses too (for further tokens), where a V puts both on one rank."""
+    """Compare bit by bit, except sums that a schedule forms in another order: DualPipe's two copies of a stage, and an embedding that
+    the last stage also uses (for multi-token prediction) if a V puts both on one rank."""
     names = [name for name in SCHEDULES if name != "dualpipe" or zero < 2]
     steps = run_ranks(_first_steps, 4, [_spec(model, name, zero) for name in names])[0]
     found = dict(zip(names, steps, strict=True))
@@ -76,7 +76,7 @@ def test_gradients_of_schedules_agree(model: str, zero: int) -> None:
 
 
 def test_a_sum_in_another_order_is_told_apart() -> None:
-    """The measure itself: one rounding of one element is seen, and is less than the limit; a lost microbatch is far more."""
+    """The measure itself: one rounding of one element is visible and below the limit, and a lost microbatch is far above."""
     one = {"w": torch.tensor([1.0, 0.5])}
     other = {"w": torch.tensor([1.0, 0.5]).nextafter(torch.tensor(2.0))}
     assert not torch.equal(one["w"], other["w"])

@@ -1,4 +1,4 @@
-"""Nothing that only shows what a run does can end it: the live line, the log of events, TensorBoard, reports, who reads the output."""
+"""Nothing that only displays a run can end it: the live line, the event log, TensorBoard, reports, or the reader of its output."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, await_step, final_state, prepare_text, process_of, typed
 
 STEPS = 150
-"""Steps of a run: it must outlast what is done to it."""
+"""The number of steps of a run: enough to outlast the faults."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_lines_of_others_a_lost_log_and_an_output_without_room_end_no_run(
 def test_a_run_whose_reader_has_gone_recovers_from_faults_and_ends_as_it_would(
     command: list[str], unhurt: Path, tmp_path: Path
 ) -> None:
-    """The command is `megalith train ... | head`, and its log becomes a folder while a rank is killed."""
+    """The command is `megalith train ... | head`. A rank is killed while a folder is in the place of the log."""
     folder = tmp_path / "run"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     await_step(4, folder, process)

@@ -1,4 +1,5 @@
-"""Two nodes, then one, then two: with no spare left a run goes on under its fallback plan, and grows back. Each step sees its samples."""
+"""Two nodes, then one, then two: without a spare a run continues under its fallback plan, and grows back. Each step reads its own
+samples."""
 
 import os
 import shutil
@@ -34,13 +35,13 @@ checkpoint = {{ every = 5, asynchronous = false }}
 launch = {{ threads = 1, start_timeout = 600.0, timeout = 600.0 }}
 fleet = {{ nodes = 2, no_spare = "shrink", fallback = {{ data = 1, tensor = 2 }}, hang_floor = 600.0, straggler_steps = 1_000_000 }}
 """
-"""A busy machine's slow steps are no incidents here, and a checkpoint is there when its step is over."""
+"""Slow steps of a busy machine are no incidents here, and a checkpoint exists once its step is over."""
 
 LOST_AT, AFTER = 12, 6
 
 
 class _Run:
-    """A run of its own process, and its log."""
+    """A run in a process of its own, and its log."""
 
     def __init__(self, folder: Path, run_file: Path) -> None:
         self.folder, self.faults = folder, folder.with_suffix(".json")
@@ -69,7 +70,7 @@ def _steps_since_start(events: list[Event]) -> int:
 
 
 def _counted(events: list[Event]) -> dict[int, Step]:
-    """The steps that count: a start goes back to where it resumed."""
+    """Return the steps that count: a start discards the steps after its checkpoint."""
     found: dict[int, Step] = {}
     for event in events:
         if isinstance(event, RunStarted):
@@ -90,7 +91,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
         run.until(lambda events: _worlds(events) == [4, 2] and _steps_since_start(events) > AFTER)
         memory = roots.memory_root(run.folder, identity(spec))
         assert not node_folder(memory, "1").exists()
-        node_folder(memory, "1").mkdir()  # it is back
+        node_folder(memory, "1").mkdir()  # the node is back
         run.until(lambda events: _worlds(events)[2:] == [4] and _steps_since_start(events) > AFTER)
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(PATIENCE) == ExitCode.STOPPED

@@ -1,4 +1,5 @@
-"""Sites that train apart and merge: what is the same as without them, exactly resumed, under any plan, by any number of sites."""
+"""Sites that train separately and merge: equal to a run without sites where they must be, resumed exactly, under any plan and
+number of sites."""
 
 import os
 import shutil
@@ -59,7 +60,7 @@ def _train(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody has disturbed."""
+    """An undisturbed run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     _train(_spec(data, STREAMING), folder)
     return folder
@@ -76,14 +77,14 @@ def _assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], 
 
 
 def test_one_site_that_takes_its_own_weights_is_plain_training(data: Path, tmp_path: Path) -> None:
-    """But for a - (a - b), which is not quite b."""
+    """The runs are equal except for a - (a - b), which is not exactly b."""
     alone = _train(_spec(data, None), tmp_path / "plain")
     site = _train(_spec(data, {"count": 1, "inner_steps": 2, "lr": 1.0, "momentum": 0.0}), tmp_path / "site")
     _assert_close(_weights(site), _weights(alone), within=1e-5)
 
 
 def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path: Path) -> None:
-    """These sites have equally many targets; the mean of each site counts alike."""
+    """These sites have equally many targets, so the mean of each site has the same weight."""
     sites = {"count": 2, "inner_steps": 1, "lr": 1.0, "momentum": 0.0}
     merged = _train(_spec(data, sites, optimizer=PLAIN_SGD), tmp_path / "sites")
     together = _train(_spec(data, None, plan={"data": 2}, optimizer=PLAIN_SGD), tmp_path / "data")
@@ -94,13 +95,13 @@ TOGETHER: dict[str, Any] = {"method": "data-parallel", "count": 2}
 
 
 def _steps(folder: Path) -> list[tuple[int, float]]:
-    """The norm of each step's gradients."""
+    """Return the norm of each step's gradients."""
     return [(one.step, one.grad_norm) for one in of_kind(read(folder), Step)]
 
 
 @pytest.mark.parametrize("plan", [{}, pytest.param({"data": 2, "zero": 1}, marks=FULL)])
 def test_gradients_that_are_exchanged_make_one_world(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """With AdamW, and clipping by the norm of the whole gradient. All sites hold the same bits."""
+    """The run uses AdamW, and clips by the norm of the whole gradient. All sites hold the same bits."""
     spec = _spec(data, TOGETHER, plan=plan, optimizer={"clip": 0.5}, train={"steps": 8})
     merged = _train(spec, tmp_path / "sites")
     world = {"data": 2 * plan.get("data", 1)}
@@ -136,7 +137,7 @@ def test_sites_that_exchange_gradients_go_on_with_the_same_bits(victim: int, dat
 
 @FULL
 def test_a_fault_in_the_first_save_costs_the_steps_before_it(data: Path, tmp_path: Path) -> None:
-    """One site has the checkpoint and the other has none: both begin anew, and make the same bits."""
+    """One site has the checkpoint and the other has none. Both start over, and produce the same bits."""
     spec = _spec(data, TOGETHER)
     whole = _train(spec, tmp_path / "whole")
     with when("checkpoint", 3, site=1, act=lambda: die_once_saved(tmp_path / "killed", 3)):
@@ -150,7 +151,7 @@ OWN_PLANS: list[dict[str, Any]] = [{"plan": {"data": 2, "zero": 3}}, {"plan": {}
 
 
 def test_sites_of_different_size_are_data_parallelism_too(data: Path, tmp_path: Path) -> None:
-    """Each counts by the samples that it reads."""
+    """Each site is weighted by the samples that it reads."""
     sites = {"count": 2, "inner_steps": 1, "lr": 1.0, "momentum": 0.0, "each": OWN_PLANS}
     merged = _train(_spec(data, sites, optimizer=PLAIN_SGD, train={"steps": 5}), tmp_path / "sites")
     together = _train(_spec(data, None, optimizer=PLAIN_SGD, train={"steps": 5}), tmp_path / "plain")
@@ -158,7 +159,7 @@ def test_sites_of_different_size_are_data_parallelism_too(data: Path, tmp_path: 
 
 
 def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
-    """After one was killed. Their merges are replayed, each under its plan."""
+    """One site was killed. The merges of both are replayed, each site under its plan."""
     spec = _spec(data, STREAMING | {"each": OWN_PLANS})
     whole = _train(spec, tmp_path / "whole")
     with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "killed", 1), 6)):
@@ -171,7 +172,7 @@ def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: 
 
 
 def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
-    """Killed between the step that a site takes alone and its correction."""
+    """The site is killed between its own outer step and the correction."""
     sparse = {"top_k": 400, "bits": 2, "momentum": 0.0, "lr": 1.0, "feedback_decay": 0.95, "eager": True}
     spec = _spec(data, STREAMING | sparse)
     whole = _train(spec, tmp_path / "whole")
@@ -183,7 +184,7 @@ def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: 
 
 @FULL
 def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Path) -> None:
-    """The large one never comes back. The steps of the other stay as small as they were."""
+    """The large site never comes back. The steps of the other site stay as small as before."""
     folder = tmp_path / "run"
     spec = _spec(data, STREAMING | {"decides": 1, "grace": 0.5, "each": OWN_PLANS}, train={"steps": 12})
     with when("step", 7, site=0, act=lambda: signal_yourself(signal.SIGKILL)):
@@ -197,7 +198,7 @@ def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), 1])
 def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Path, tmp_path: Path) -> None:
-    """While fragments are under way: what was sent and not merged is sent again."""
+    """Fragments are in flight at that time. Those that were sent but not merged are sent again."""
     spec = _spec(data, STREAMING)
     with when("step", 7, site=victim, act=lambda: die_once_saved(folder_of(tmp_path / "killed", victim), 6)):
         assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
@@ -207,7 +208,7 @@ def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Pa
 
 
 def test_sites_stop_together_and_go_on_with_the_same_bits(data: Path, whole: Path, tmp_path: Path) -> None:
-    """One site is asked to, without which the others are no quorum; all stop after the merge that says so."""
+    """One site is asked to stop, and the others would be no quorum without it. All stop after the merge that announces this."""
     spec = _spec(data, STREAMING)
     with when("step", 2, site=1, act=lambda: signal_yourself(signal.SIGTERM)):
         assert finish(start(spec, tmp_path / "stopped", environment=GIVEN)) == [75, 75]
@@ -230,7 +231,7 @@ def test_the_same_run_under_another_plan(data: Path, tmp_path: Path) -> None:
 def test_all_that_reads_weights_finds_the_merged_ones(data: Path, tmp_path: Path) -> None:
     spec = _spec(data, STREAMING, validation={"every": 5, "samples": 4})
     state = _train(spec, tmp_path / "sites")
-    for site in range(2):  # the end merges everything
+    for site in range(2):  # the end of the run merges everything
         own = final_state(folder_of(tmp_path / "sites", site))
         assert all(torch.equal(state[name], own[f"{kind}{name}"]) for name in _weights(state) for kind in ("", "site."))
     model = load_model(find(tmp_path / "sites"), device=torch.device("cpu"))
@@ -242,7 +243,7 @@ def test_all_that_reads_weights_finds_the_merged_ones(data: Path, tmp_path: Path
 
 
 def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
-    """Two sites, then three, then one: who comes has the merged weights, and no sample is left out or read twice."""
+    """There are two sites, then three, then one. A new site gets the merged weights, and no sample is left out or read twice."""
     sites, folder = {"inner_steps": 4}, tmp_path / "run"
     with when("step", 7, act=lambda: die_once_saved(folder, 6)):
         finish(start(_spec(data, sites | {"count": 2}), folder, environment=GIVEN))
@@ -259,7 +260,7 @@ def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
 
 @FULL
 def test_one_of_two_sites_may_lose_its_run_folder(data: Path, tmp_path: Path) -> None:
-    """The other has the only checkpoint, and is no quorum alone."""
+    """The other site has the only checkpoint, and is no quorum alone."""
     folder, spec = tmp_path / "run", _spec(data, {"inner_steps": 4, "grace": 60.0}, train={"steps": 20})
     with when("step", 7, act=lambda: die_once_saved(folder, 6)):
         finish(start(spec, folder, environment=GIVEN))
@@ -280,7 +281,7 @@ def _wait_for_the_lost_one(folder: Path) -> None:
 
 
 def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
-    """The other goes on meanwhile, which the run file allows; it slows down to see the lost one return."""
+    """The other site continues meanwhile, which the run file allows. It slows down so that the lost one can return."""
     folder, steps = tmp_path / "run", 60
     spec = _spec(data, {"inner_steps": 4, "fragments": 2, "overlap": 1, "decides": 0, "grace": 3.0}, train={"steps": steps})
 
@@ -300,7 +301,7 @@ def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_path: Path) -> None:
-    """The other stands at the merge, decides from there on, and sends its weights."""
+    """The other site waits at the merge, becomes the decider, and sends its weights."""
     folder, steps = tmp_path / "run", 40
     other = folder_of(folder, 1)
     spec = _spec(data, {"inner_steps": 4, "fragments": 2, "overlap": 1, "grace": 60.0}, train={"steps": steps})
@@ -320,7 +321,7 @@ def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_p
 
 
 def _replayed(spec: RunSpec, folder: Path, again: Path) -> None:
-    """Make the merges of a run again, with no site lost: they end with the same bits."""
+    """Replay the merges of a run, with no site lost, and assert that they end with the same bits."""
     assert spec.sites is not None
     made = recorded([folder])
     assert sorted(made) == list(range(len(made)))
@@ -343,9 +344,9 @@ def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path
 
 
 def _ledger(spec: RunSpec, folder: Path) -> list[int]:
-    """Return the samples that the recorded merges took, in order: as the events alone say, without the trainer."""
+    """Return the samples that the recorded merges included, in order, from the events alone and without the trainer."""
     assert spec.sites is not None
-    merges = list({one.number: one for one in of_kind(read(folder), Merge)}.values())  # the last line of each
+    merges = list({one.number: one for one in of_kind(read(folder), Merge)}.values())  # the last event of each merge
     phases = Phases.of(spec)
     deal, found, step = Deal.first(2, at_site(spec).sites.shares), list[int](), 0  # type: ignore[union-attr]
     for one in merges:

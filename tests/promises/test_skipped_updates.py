@@ -1,4 +1,5 @@
-"""A step whose update is left out consumes its samples and nothing else, under any plan, through kills, rewinds and changes of plan."""
+"""A step whose update is skipped consumes its samples and changes nothing else, under any plan, through kills, rewinds and changes of
+plan."""
 
 import os
 import signal
@@ -41,7 +42,7 @@ EXPERTS = {"preset": "deepseek-tiny"}
 
 
 class Poison(Watcher):
-    """Makes one gradient of every rank NaN in some steps, whenever they are computed."""
+    """Makes one gradient of every rank NaN in some steps, each time they are computed."""
 
     def __init__(self, *steps: int) -> None:
         self.steps, self._hook = steps, None
@@ -57,7 +58,7 @@ class Poison(Watcher):
 
 
 def run(plan: dict[str, Any], **rest: Any) -> RunSpec:
-    optimizer = {"warmup": 4, "schedule": "cosine", "lr": 1e-3}  # so that the rate tells how many updates it thinks there were
+    optimizer = {"warmup": 4, "schedule": "cosine", "lr": 1e-3}  # so that the rate shows the number of updates that were counted
     return tiny_run(plan=plan, stability={"not_finite": "skip", "skips": 3}, optimizer=optimizer, **rest)
 
 
@@ -67,7 +68,7 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str, Tensor], list[bool], int]:
-    """The state after four steps, of which the `bad` ones give NaN; which were left out; updates made."""
+    """Return the state after four steps, of which the `bad` ones give NaN, with the skipped steps and the number of updates."""
     trainer = trainer_of(spec)
     watchers = [Poison(*bad)]
     stepper, told = stepper_of(trainer, watchers=watchers), []
@@ -79,7 +80,7 @@ def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str,
 
 
 def _without(rank: int, spec: RunSpec, chosen: tuple[int, ...]) -> dict[str, Tensor]:
-    """The state after training on the samples of the `chosen` steps alone."""
+    """Return the state after training on the samples of the `chosen` steps alone."""
     trainer = trainer_of(spec)
     stepper = stepper_of(trainer)
     for step in chosen:
@@ -90,7 +91,8 @@ def _without(rank: int, spec: RunSpec, chosen: tuple[int, ...]) -> dict[str, Ten
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_skipped_step_leaves_weights_moments_and_rate_as_they_were(plan: dict[str, Any]) -> None:
-    """The same bits as a run that never met those samples: bias correction, warm-up and routers' biases do not advance either."""
+    """The run has the same bits as one that never saw those samples: bias correction, warm-up and router biases do not advance
+    either."""
     for model in ({}, EXPERTS) if plan in ({}, PLANS[-2]) else ({},):
         spec = run(plan, model=model, train={"global_batch": 8})
         found = run_ranks(_poisoned, spec.plan.ranks, spec, (0, 2))
@@ -159,7 +161,8 @@ def _train(spec: RunSpec, folder: Path, *, kill: int | None = None, from_step: i
 
 
 def test_positions_hold_over_kill_rewind_and_a_change_of_plan(tmp_path: Path) -> None:
-    """Five updates in seven steps: the fifth and the second are left out. Every way there ends in the same bits and position."""
+    """Five updates in seven steps, of which the second and the fifth are skipped. Every path ends with the same bits and
+    position."""
     (tmp_path / "data").mkdir()
     data = small_data(tmp_path / "data")
     rest = {
@@ -177,7 +180,7 @@ def test_positions_hold_over_kill_rewind_and_a_change_of_plan(tmp_path: Path) ->
     assert (tmp_path / "straight" / "checkpoints" / "step-00000007").exists()
 
     with pytest.raises(RuntimeError):
-        _train(spec, tmp_path / "killed", kill=5)  # right after a step that was left out
+        _train(spec, tmp_path / "killed", kill=5)  # right after a skipped step
     for again in (partial(_train, spec, tmp_path / "killed"), partial(_train, spec, tmp_path / "straight", from_step=2)):
         state, found = again()
         assert found == position

@@ -1,4 +1,4 @@
-"""A run notices a spike, names its cause, and answers it as asked: alike on all ranks, through kills, under another plan."""
+"""A run notices a spike, names its cause and responds as configured: equally on all ranks, through kills, under another plan."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def test_the_likeliest_cause_is_the_right_one(
 
 
 def test_an_accident_leaves_no_trace(data: str, tmp_path: Path) -> None:
-    """A gradient that is wrong once is computed again: the run ends with the bits of one without accident."""
+    """A gradient that is wrong once is recomputed, and the run ends with the bits of an undisturbed one."""
     spec = spiky_run(data, answers=LADDER)
     hurt, told = train(tmp_path / "hurt", spec, ACCIDENT)
     assert [(one.step, one.cause, one.answer) for one in of_kind(told, Spike)] == [(41, "hardware", "repeated")]
@@ -97,7 +97,7 @@ def test_an_accident_leaves_no_trace(data: str, tmp_path: Path) -> None:
     "plan", [{}, {"data": 2, "zero": 1}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str
 )
 def test_a_rewind_leaves_out_the_updates_since_the_copy(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
-    """It ends with the bits of a run that left them out from the beginning, and never reads their samples again."""
+    """The run ends with the bits of one that skipped those steps from the beginning, and never reads their samples again."""
     ended, told = train(tmp_path / "a", spiky_run(data, plan=plan, answers=("rewind",), margin=3), (), 33)
     (rewound,) = of_kind(told, Rewound)
     assert (rewound.step, rewound.to, rewound.undone, rewound.tier) == (35, 30, 4, "memory")
@@ -146,7 +146,7 @@ def test_the_ladder_ends_with_a_lower_rate_or_the_end(data: str, tmp_path: Path)
 
 
 def _killed(rank: int, spec: Any, folder: Path, at: str) -> Ended:
-    """Dies in the middle of its first rewind."""
+    """Kills its rank in the middle of the first rewind."""
 
     def die(*_: Any, **__: Any) -> None:
         if dist.get_world_size() == 1 or rank == 1:
@@ -171,7 +171,7 @@ def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(data: str, tm
 
 
 def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Path) -> None:
-    """A run that stands behind a rewind goes on under another number of ranks: it reads on, and decides as it would have."""
+    """After a rewind a run continues with another number of ranks. It reads the same samples and makes the same decisions."""
     spec = spiky_run(data, answers=("rewind",), steps=45)
     ended, told = train(tmp_path, spec, (), 33)
     (rewound,) = of_kind(told, Rewound)
@@ -184,7 +184,8 @@ def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Pat
 
 @pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_a_rewind_goes_back_into_an_earlier_phase(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
-    """A spike in the first step of a phase with a larger batch: steps of the phase before are computed again as they were."""
+    """There is a spike in the first step of a phase with a larger batch. Steps of the phase before are recomputed with their
+    own batch."""
     spec = spiky_run(data, plan=plan, answers=("rewind",), margin=3)
     ramp = (RampSpec(begin=32 * BATCH, global_batch=2 * BATCH),)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"batch_ramp": ramp})})

@@ -1,4 +1,4 @@
-"""Copies of the ranks' state in memory: bit for bit under any plan, from a node's own memory or its buddy's, whenever a rank was killed."""
+"""Copies of the ranks' state in memory are exact under any plan, from a node's own memory or its buddy's, whenever a rank is killed."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
-    """Is the state of step 1 back, from each tier, and does the step after it give the same bits?"""
+    """Return whether each tier restores the state of step 1, and whether the next step gives the same bits."""
     trainer = trainer_of(tiny_run(**run))
     memory = memory_of(trainer, root)
     train_step(trainer, microbatches(trainer, 0), step=0)
@@ -92,7 +92,7 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
         found.append(same(bits(fresh), two))
     found.append(
         copies.survey(root, placement=placement, world=dist.get_world_size(), key=KEY)[0].step == 1
-    )  # the newer one is forgotten
+    )  # the newer copy was discarded
     dist.barrier()
     return found
 
@@ -108,7 +108,7 @@ def test_the_state_comes_back_bit_for_bit(plan: dict[str, Any], parts: dict[str,
 
 
 def state_at(step: int, rank: int, size: int = 400_000) -> dict[str, torch.Tensor]:
-    """Tensors of odd sizes and kinds that tell their step and rank."""
+    """Return tensors of odd sizes and dtypes whose values encode step and rank."""
     return {
         "weights.a": torch.full((size,), float(step)),
         "weights.odd": torch.full((7, 3), step + 0.5 + rank, dtype=torch.bfloat16),
@@ -133,7 +133,7 @@ def _copy_on_and_on(rank: int, root: Path, first: int) -> None:
 
 
 def test_killed_at_any_moment_a_whole_step_is_left(tmp_path: Path) -> None:
-    """Two ranks that do nothing but copy, each at its own pace, are killed: what either holds is intact, and is what it says."""
+    """Two ranks that only copy, each at its own pace, are killed. The copies of both are intact and have the labelled content."""
     last = [0, 0]
     for turn in range(5):
         children = []
@@ -143,7 +143,7 @@ def test_killed_at_any_moment_a_whole_step_is_left(tmp_path: Path) -> None:
                 _copy_on_and_on(rank, tmp_path, max(last))
             children.append(pid)
         before = list(last)
-        while not all(step > old + 1 for step, old in zip(last, before, strict=True)):  # two, of which one may be torn
+        while not all(step > old + 1 for step, old in zip(last, before, strict=True)):  # two copies, one of which may be torn
             time.sleep(0.003 * turn + 0.002)
             last = [max((piece.step for piece in pieces_of(tmp_path, rank)), default=0) for rank in range(2)]
         for pid in children:
@@ -174,7 +174,7 @@ def test_a_torn_or_altered_or_foreign_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="digest"):
         memory.restore(Source(3, Tier.MEMORY))
     memory.copy(4, 32)
-    memory.own.files[memory.own.find(4) or 0].strike_out()  # as far as a rank gets that is killed while it copies
+    memory.own.files[memory.own.find(4) or 0].strike_out()  # the progress of a rank that is killed while it copies
     with pytest.raises(Damaged, match="there is none"):
         memory.restore(Source(4, Tier.MEMORY))
     memory.copy(5, 40)
@@ -211,7 +211,7 @@ def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> Non
     memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
     memory.copy(6, 48, to_disk=True)
     memory.settle()
-    shutil.rmtree(tmp_path / "memory")  # as a node that was switched off and on again
+    shutil.rmtree(tmp_path / "memory")  # like a node that was switched off and on again
     (found,) = copies.survey(tmp_path / "disk", placement=("n0", "n1"), world=2, key=KEY, own=Tier.DISK)
     assert found == Copy(Tier.DISK, 6, frozenset({1}))
     set_to(live, 0, 0)
@@ -258,7 +258,7 @@ def test_a_disk_that_is_full_costs_a_copy_and_is_told(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """All ranks are killed, one node's memory is gone: the other node holds the copy of its state."""
+    """All ranks are killed and one node's memory is gone, but the other node holds the copy of its state."""
     spec = tiny_run(
         model={"vocab": 264},
         plan={"data": 2, "zero": 3},
@@ -283,7 +283,7 @@ def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp
 
 @pytest.mark.slow
 def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -> None:
-    """Ranks of both nodes are killed and no copy in memory is left: those on disk are newer than the last checkpoint."""
+    """Ranks of both nodes are killed and no copy in memory is left. Copies on disk are newer than the last checkpoint."""
     spec = tiny_run(
         model={"vocab": 264},
         plan={"data": 2, "zero": 3},
@@ -305,7 +305,7 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
     outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: checkpoints(folder))
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     recoveries = of_kind(read(folder), Recovery)
-    (recovery,) = [event for event in recoveries if event.restored]  # the copy that was on its way to a disk may fail as well
+    (recovery,) = [event for event in recoveries if event.restored]  # a copy that was being written to disk may fail as well
     assert recovery.restored in ("step 4 in disk", "step 5 in disk"), "the newest checkpoint was of step 3"
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(folder) == position(tmp_path / "whole")
@@ -313,7 +313,7 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
 
 
 def test_a_digest_that_is_taken_again_and_again_is_that_of_the_tensors_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors have any shape, are altered in place, or moved; for tensors on a device nothing is computed elsewhere."""
+    """Tensors have any shape, are changed in place, or moved. Checksums of tensors on a device are computed on that device."""
     odd, turned = torch.randn(7), torch.randn(6, 4).t()
     holder = torch.nn.Parameter(torch.randn(8, 3))
     tensors = [holder, odd, turned, torch.randn(0), torch.randn(5)[1:], torch.arange(6)]

@@ -1,4 +1,4 @@
-"""State in host memory or on disk changes no bit, under any plan, and any plan and place loads what another one saved."""
+"""State in host memory or on disk changes no bit, under any plan, and any plan and place loads the checkpoints of any other."""
 
 import os
 from pathlib import Path
@@ -35,12 +35,12 @@ Held = dict[str, Tensor]
 
 
 def _state(trainer: Trainer) -> Held:
-    """This rank's shares, wherever they are."""
+    """Return this rank's shares, wherever they are stored."""
     return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def _train(trainer: Trainer, first: int = 0, steps: int = STEPS) -> list[float]:
-    """The losses of some steps, the last of which is settled."""
+    """Return the losses of some steps. The last update is settled."""
     stepper = stepper_of(trainer)
     told = []
     for step in range(first, first + steps):
@@ -49,7 +49,7 @@ def _train(trainer: Trainer, first: int = 0, steps: int = STEPS) -> list[float]:
 
 
 def _trained(rank: int, spec: RunSpec, places: list[dict[str, Any]]) -> list[tuple[list[float], Held]]:
-    """Losses and state after some steps, by place."""
+    """Return losses and state after some steps, for each place."""
     found = []
     for place in places:
         plan = spec.plan.model_validate(spec.plan.model_dump() | {"state": place})
@@ -79,7 +79,7 @@ KINDS = [(kind, precision) for number, kind in enumerate(OPTIMIZERS) for precisi
 
 @pytest.mark.parametrize(("kind", "precision"), KINDS)
 def test_no_bit_changes_under_any_optimizer(kind: str, precision: str) -> None:
-    """Clipping bites: the norm is known before the first part is updated."""
+    """Clipping is active: the norm is known before the first part is updated."""
     optimizer = {"kind": kind, "clip": 0.05, "nesterov": False}
     _check(brief_run(plan={}, model={"layers": 2}, train={"precision": precision}, optimizer=optimizer), HOST, DISK, SOME)
 
@@ -112,7 +112,7 @@ def test_large_tensors_are_updated_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _saved(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
-    """State after two steps, which are saved, and after two more."""
+    """Return the state after two steps, which are saved, and after two more."""
     trainer = trainer_of(spec)
     _train(trainer, steps=2)
     Checkpointer(folder).save(2, trainer.state.laid(), {}, asynchronous=True)
@@ -122,7 +122,7 @@ def _saved(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
 
 
 def _resumed(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
-    """State as loaded, and after two more steps."""
+    """Return the state as loaded, and after two more steps."""
     trainer = trainer_of(spec)
     assert Checkpointer(folder).load(trainer.state.laid()) is not None
     trainer.state.updates = 2
@@ -144,7 +144,7 @@ def test_any_place_goes_on_from_what_another_one_saved(saver: dict[str, Any], lo
 
 
 def test_any_plan_loads_what_is_on_disk(tmp_path: Path) -> None:
-    """A checkpoint is of whole tensors: two ranks load what one saved, box by box."""
+    """A checkpoint describes whole tensors: two ranks load, box by box, a checkpoint that one rank saved."""
     one = brief_run(plan={"state": DISK}, train={"precision": "bf16"})
     two = brief_run(plan={"data": 2, "zero": 3, "state": DISK}, train={"precision": "bf16"})
     ((before, _),) = run_ranks(_saved, 1, one, tmp_path)
@@ -163,7 +163,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_kill_9_in_the_midst_of_an_update_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at four."""
+    """A rank dies when half of a chunk is written: at fifty points with MEGALITH_FULL, otherwise at four."""
     train(two_ranks(data, DEVICE), tmp_path / "whole")
     train_killed(two_ranks(data, DISK), tmp_path / "killed", times=50 if FULL else 4, seed=22)
     assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "killed"))

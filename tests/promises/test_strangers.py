@@ -1,4 +1,4 @@
-"""Neighbours on the network and on the machine, through ports and files alone: a run ends as if they had not been there."""
+"""Neighbours on the network and on the machine attack a run through ports and files. It ends as if they had not been there."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Commands:
-    """Commands of a run, in processes whose files everybody could read and write by default."""
+    """Commands of a run, in processes whose umask lets everybody read and write their files."""
 
     def __init__(self, folder: Path, *, steps: str) -> None:
         self.folder, self.run_file, self.log = folder / "run", folder / "run.toml", folder / "log"
@@ -57,7 +57,7 @@ class Commands:
         return max((event.step for event in of_kind(read(self.folder), Step)), default=0) if self.folder.exists() else 0
 
     def await_step(self, step: int) -> None:
-        """That all processes go on until the run has done so many steps."""
+        """Wait until the run has done this many steps, and assert that all processes continue."""
         end = time.monotonic() + PATIENCE
         while self.steps() < step:
             assert all(process.poll() is None for process in self.processes), self.said()
@@ -80,7 +80,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 
 def _memories(run_dir: Path) -> list[Path]:
-    """Folders in shared memory that say that they are this run's."""
+    """Return the folders in shared memory that are labelled as this run's."""
     found = []
     for owner in SHARED_MEMORY.glob("megalith-*/owner"):
         with contextlib.suppress(OSError, ValueError):
@@ -90,7 +90,7 @@ def _memories(run_dir: Path) -> list[Path]:
 
 
 def _six_lines(port: int) -> None:
-    """Write what anybody can who knows the agents' keys in the store."""
+    """Write everything that a stranger could who knows the agents' keys in the store."""
     with contextlib.suppress(Exception):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
         for member in range(1, store.add("joined", 0) + 1):
@@ -124,7 +124,7 @@ def test_whoever_reaches_the_agents_port_changes_nothing(commands: Commands, tmp
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     agents = [commands.type("agent", "--machine", f"m{rank}", RANK=str(rank), **place) for rank in range(2)]
     commands.await_step(3)
-    with pytest.raises(OSError, match="refused"):  # it listens where it was told
+    with pytest.raises(OSError, match="refused"):  # it listens at the launcher's address
         socket.create_connection(("127.0.0.2", port), timeout=5)
     idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(300)]
     _in_a_child(port)
@@ -152,7 +152,7 @@ def test_whoever_reaches_the_agents_port_changes_nothing(commands: Commands, tmp
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_folder_that_others_may_write_to_is_named_and_no_state_is_taken_from_it(commands: Commands, tmp_path: Path) -> None:
-    """It has the right name and the right copies, and whoever owns it can put back any state."""
+    """The folder has the right name and the right copies, and its owner could insert any state."""
     commands.run_file.write_text(commands.run_file.read_text().replace(MANY, "600"))
     first = commands.type("train")
     commands.await_step(5)

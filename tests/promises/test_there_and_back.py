@@ -1,4 +1,4 @@
-"""A model that was trained here computes the same in transformers, and one that comes from there trains on."""
+"""A model trained here computes the same in transformers, and an imported one can be trained further."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ PLANS = {"tiny": {"data": 2, "zero": 3}, "deepseek-tiny": {"data": 2, "zero": 1,
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text whose end-of-text token has a name that nobody would guess."""
+    """Prepare text whose end-of-text token has an unusual name."""
     folder = tmp_path_factory.mktemp("text")
     text = folder / "text.txt"
     text.write_text("\n\n".join(f"On day {i} the ship sailed {7 * i} miles and nobody spoke." for i in range(400)))

@@ -1,4 +1,4 @@
-"""An optimizer is one class and one row: all that trains, keeps, copies, checks, predicts and shows state learns of it from the table.
+"""An optimizer is one class and one row: training, checkpoints, copies, checks, predictions and reports learn about it from the table.
 
 The toy is SGD with momentum, in a row that exists only here.
 """
@@ -118,7 +118,7 @@ def test_nothing_but_the_rule_moves_a_weight() -> None:
         assert bool(velocity.any())
 
 
-# --- kept: checkpoints, copies, digests, undoing ---
+# --- stored: checkpoints, copies, digests, undoing ---
 
 
 def _save(rank: int, folder: Path) -> None:
@@ -146,7 +146,8 @@ def test_a_checkpoint_loads_under_another_plan(tmp_path: Path) -> None:
 
 
 def _copied(rank: int, root: Path) -> tuple[bool, list[str]]:
-    """Does a copy in memory give the state back bit for bit? And what the guard reports of a bit flipped in a velocity."""
+    """Return whether a copy in memory restores the state bit for bit, and the guard's report about a flipped bit in a
+    velocity."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1}))
     seat, signs = Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
     memory = Memory(trainer.state.shares(), seat=seat)
@@ -173,7 +174,7 @@ def test_copies_and_digests_hold_its_state(tmp_path: Path) -> None:
 
 
 def _verified(rank: int, root: Path, flips: bool) -> list[str]:
-    """Return the guard's reports about an update repeated from the copy, with one bit of a velocity wrong after it if `flips`."""
+    """Return the guard's reports about an update repeated from the copy. `flips`: one bit of a velocity is then wrong."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1, "verify_every": 1}))
     seat, signs = Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
@@ -188,7 +189,7 @@ def _verified(rank: int, root: Path, flips: bool) -> list[str]:
 
         def wrong(parts: Sequence[Part], *, number: int, lr: float) -> None:
             own(parts, number=number, lr=lr)
-            if parts[0].weight.data_ptr() in live:  # else it is repeated, on a copy
+            if parts[0].weight.data_ptr() in live:  # otherwise it is repeated, on a copy
                 parts[0].slots["moments.velocity"].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
         trainer.rule.update = wrong  # pyright: ignore[reportAttributeAccessIssue]
@@ -218,7 +219,7 @@ def _stepped(rank: int, late: bool) -> dict[str, Tensor]:
 
 
 def test_post_validation_undoes_it_bit_for_bit() -> None:
-    """Clipping bites in every step, so every update is undone once."""
+    """Clipping is active in every step, so every update is undone once."""
     for late, plain in zip(run_ranks(_stepped, 2, True), run_ranks(_stepped, 2, False), strict=True):
         assert all(torch.equal(late[name], plain[name]) for name in plain)
 

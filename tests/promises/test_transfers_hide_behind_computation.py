@@ -1,5 +1,5 @@
-"""Transfers hide behind computation: one microbatch's tokens travel to their experts while another's computes, and weights arrive while
-the part before theirs computes."""
+"""Transfers overlap with computation: one microbatch's tokens are dispatched while another's are computed, and weights arrive while the
+part before theirs computes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +24,19 @@ from tests.processor import excuse, waited
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
-DELAY = 0.02  # seconds that rows are on their way at least
-COMPUTES = 0.03  # seconds that experts take, and what comes after them: a model large enough to hide the way
+DELAY = 0.02  # the least seconds for which rows are in flight
+COMPUTES = 0.03  # seconds that experts take, and the work after them: large enough to hide the transfer
 TRIES = 3
 HARDLY = 0.2
 Marks = list[tuple[str, float, float]]
 
 
-# --- tokens on their way to experts ---
+# --- token dispatch ---
 
 
 @dataclass
 class Journey:
-    """Rows that arrive DELAY after they set out. Moments in seconds on the clock of the executor's marks."""
+    """Rows that arrive DELAY seconds after they were sent. Times are in seconds on the clock of the executor's marks."""
 
     pending: Pending | None
     started: float = field(default_factory=time.perf_counter)
@@ -53,7 +53,7 @@ class Journey:
 
 
 class Link:
-    """An exchange through a padded link, which notes its journeys."""
+    """An exchange over a delayed link that records its transfers."""
 
     def __init__(self, exchange: Exchange, journeys: list[Journey]) -> None:
         self._exchange, self._journeys = exchange, journeys
@@ -69,13 +69,13 @@ class Link:
 
     def _note(self, pending: Pending, rows: Tensor) -> Pending:
         if rows.shape[1] == 1:
-            return pending  # weights, which travel beside the rows that they are of
+            return pending  # routing weights, which are sent beside their rows
         self._journeys.append(Journey(pending))
         return self._journeys[-1]
 
 
 class Slow(torch.autograd.Function):
-    """The same, a while later; so is its gradient."""
+    """Return the same tensor, delayed; the gradient is delayed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,27 +93,27 @@ def slowed(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def one_after_the_other(program: Program) -> Program:
-    """The same actions, none together."""
+    """Return the same actions without overlap."""
     return replace(program, rows=tuple(tuple(chain.from_iterable(map(parts, row))) for row in program.rows))
 
 
 def partners(program: Program, rank: int) -> dict[str, str]:
-    """Map each action that shares a slot to the other one."""
+    """Map each action that shares a slot to the other action."""
     slots = (slot for slot in program.rows[rank] if isinstance(slot, Overlap))
     return dict(chain.from_iterable(((str(s.first), str(s.second)), (str(s.second), str(s.first))) for s in slots))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's step."""
+    """A step of one rank."""
 
-    partners: dict[str, str]  # as the schedule has it
+    partners: dict[str, str]  # the order in the schedule
     marks: Marks
     journeys: list[Journey]
-    starved: float  # share of its time that the rank waited for a processor
+    starved: float  # share of its time that the rank waited for a CPU
 
     def overlapped(self) -> Iterator[tuple[str, Journey]]:
-        """The journeys of actions that the schedule lets share a slot, with the action's name."""
+        """Return the transfers of actions that share a slot in the schedule, with the action's name."""
         for journey in self.journeys:
             (name,) = (name for name, start, end in self.marks if name != "WAIT" and start <= journey.started <= end)
             if name in self.partners:
@@ -121,11 +121,11 @@ class Seen:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for those."""
+        """Return the seconds spent waiting for these transfers."""
         return sum(journey.arrived - journey.asked for _, journey in self.overlapped())
 
     def hidden(self) -> list[bool]:
-        """Did the other action compute between a journey's start and the moment its rows were asked for?"""
+        """True if the other action computed between the start of a transfer and the wait for its rows."""
         return [
             any(
                 name == self.partners[action] and journey.started <= start and end <= journey.asked
@@ -136,7 +136,7 @@ class Seen:
 
 
 def _step(trainer: Trainer, program: Program, journeys: list[Journey]) -> Seen:
-    """The second step of a program: the first opens connections."""
+    """Return the second step of a program, since the first opens connections."""
     executor = trainer.executor
     again = Executor(program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=executor.hidden)
     batches = [to_batch(s, Cut.of(trainer), device=CPU, loss_scale=1 / 400) for s in microbatches(trainer)]
@@ -175,8 +175,8 @@ def test_in_an_overlap_the_other_action_computes_during_every_journey() -> None:
 
 
 def test_rows_of_overlapped_actions_are_there_when_they_are_asked_for() -> None:
-    """One action after the other waits for each journey to its end; together they hardly wait. What is left is what a busy machine
-    makes ranks wait for each other."""
+    """Without overlap each action waits for its whole transfer; with overlap actions hardly wait. The rest are waits of ranks for
+    each other on a busy machine."""
     for _ in range(TRIES):
         shares = [together.waited / apart.waited for together, apart in steps()]
         starved = max(together.starved for together, _ in steps())
@@ -184,17 +184,17 @@ def test_rows_of_overlapped_actions_are_there_when_they_are_asked_for() -> None:
             break
         steps.cache_clear()
     if max(shares) >= HARDLY:
-        excuse(starved, most=HARDLY / 2)  # four ranks of this test share two cores themselves
+        excuse(starved, most=HARDLY / 2)  # the four ranks of this test already share two cores
     assert max(shares) < HARDLY
     for _, apart in steps():
         assert apart.waited > 0.9 * DELAY * len(apart.hidden())
 
 
-# --- weights on their way ---
+# --- gathering weights ---
 
 
 def _watch(trainer: Trainer, events: list[tuple[str, int]]) -> None:
-    """Note which part's weights set out, which are there, and which part computes."""
+    """Record when a part's weights are requested, when they have arrived, and when a part computes."""
     runner = trainer.runners[0]
     part_of = {bucket: number for number, used in enumerate(runner.buckets) for bucket in used}
     start = Bucket.start
@@ -228,7 +228,7 @@ def _events(rank: int) -> tuple[list[tuple[str, int]], int]:
 
 
 def _told(kind: str, numbers: list[int]) -> list[tuple[str, int]]:
-    """Each part computes after the next one's weights have set out."""
+    """Each part computes after the next part's gather has begun."""
     events = [("gather", numbers[0])]
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         events += [("gather", following)] if following is not None else []

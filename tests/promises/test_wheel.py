@@ -1,4 +1,4 @@
-"""The wheel, installed by pip: a first run from text to a report, outside the repository and without it."""
+"""The wheel, installed by pip: a first run from text to report, outside the repository and without it."""
 
 import os
 import subprocess
@@ -51,13 +51,13 @@ def test_the_wheel_holds_the_package_and_what_its_commands_read(wheel: Path) -> 
 
 
 def test_a_first_run_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
-    """The environment has nothing but the wheel, and borrows the packages that it needs, torch among them, from this one."""
+    """The environment contains only the wheel, and borrows its dependencies, including torch, from this one."""
     home, work = tmp_path / "environment", tmp_path / "work"
     work.mkdir()
     run(sys.executable, "-m", "venv", str(home), folder=tmp_path)
     run(str(home / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), folder=work)
     (site,) = home.glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # path files in there, such as ours, are not read
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files in there, such as ours, are not read
     where = run(str(home / "bin/python"), "-c", "import megalith; print(megalith.__file__)", folder=work)
     assert Path(where.strip()).is_relative_to(home)
     settings = [word for setting in SHORT for word in ("--set", setting)]
