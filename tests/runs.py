@@ -1,4 +1,4 @@
-"""Whole training runs for tests: ranks forked from the test process, each calling what every launcher calls."""
+"""Whole training runs for tests: ranks are forked from the test process, and call the same function as under any launcher."""
 
 import contextlib
 import json
@@ -34,11 +34,11 @@ from tests.patience import PATIENCE
 torch.set_num_threads(1)
 
 SITE = "TEST_SITE"
-"""Variable: the site that a rank is of."""
+"""Variable with the site of a rank."""
 
 
 def prepare_text(folder: Path) -> Path:
-    """A little prepared text in two domains."""
+    """Prepare a little text in two domains."""
     verse, tale = folder / "verse.txt", folder / "tale.txt"
     verse.write_text("\n\n".join(f"Line {i} of a verse, which has {i * i} words in it, or nearly." for i in range(400)))
     tale.write_text("\n\n".join(f"On day {i} the ship sailed {7 * i} miles and nobody spoke of day {i - 1}." for i in range(400)))
@@ -48,7 +48,7 @@ def prepare_text(folder: Path) -> Path:
 
 
 def typed(file: Path, data: Path, *, steps: int, more: str = "") -> list[str]:
-    """`megalith train` of a small run of two ranks, as it is typed; the run folder is to be added. `more`: further tables of the file."""
+    """Return the command `megalith train` for a small run of two ranks, without the run folder. `more`: further tables of the file."""
     file.write_text(
         "[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 3\n"
         f'[data]\npath = "{data}"\n[train]\nsteps = {steps}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
@@ -58,21 +58,22 @@ def typed(file: Path, data: Path, *, steps: int, more: str = "") -> list[str]:
 
 
 def await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
-    """Wait until the log shows that a run which was typed has done a step. Fails when it ends before."""
+    """Wait until the log of a run that was started as a command has a step. Fails if the run ends before."""
     while not any(event.step >= step for event in of_kind(read(folder), Step)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
 def process_of(rank: int, folder: Path) -> int:
-    """The process id of a rank of a run that was typed, as its log says it last."""
+    """Return the latest process id of a rank in the log of a run that was started as a command."""
     return int(re.findall(rf"rank {rank} of \d+, process (\d+)", (folder / f"ranks/rank-{rank}.log").read_text())[-1])
 
 
 def start(
     spec: RunSpec, folder: Path, *, source: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[int, int]:
-    """Fork the run's ranks; rank by process id. `source`: what they go on from. All sites of a run are started, their ranks counted on."""
+    """Fork the run's ranks, and return process id -> rank. `source`: the state from which they resume. All sites of a run are started,
+    with ranks numbered across sites."""
     if spec.sites is not None and spec.sites.site is None:
         found = {}
         for site in range(spec.sites.count):
@@ -94,7 +95,7 @@ def start(
 def start_site(
     spec: RunSpec, folder: Path, site: int, *, source: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[int, int]:
-    """Fork the ranks of one site of a run, which begin with its first in the number of their first."""
+    """Fork the ranks of one site of a run, numbered from `first`."""
     assert spec.sites is not None
     own = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})}))
     before = sum(at_site(spec, other).ranks for other in range(site))
@@ -122,8 +123,8 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str,
 
 
 def finish(pids: dict[int, int], *, timeout: float = PATIENCE) -> list[int]:
-    """Wait for the ranks and give their exit statuses (minus the signal's number for a killed one). Once one has failed, the others
-    are killed, as a supervisor would."""
+    """Wait for the ranks and return their exit statuses (minus the signal's number for a killed rank). Once one has failed, the
+    others are killed, as by a supervisor."""
     codes: dict[int, int] = {}
     running, end = dict(pids), time.monotonic() + timeout
     while running:
@@ -139,7 +140,7 @@ def finish(pids: dict[int, int], *, timeout: float = PATIENCE) -> list[int]:
 
 
 def train(spec: RunSpec, folder: Path) -> None:
-    """Run to the end; raises with the ranks' logs if one fails."""
+    """Run to the end. Raises with the ranks' logs if a rank fails."""
     codes = finish(start(spec, folder))
     if any(codes):
         raise RuntimeError(f"{codes}\n" + "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.log"))))
@@ -147,8 +148,8 @@ def train(spec: RunSpec, folder: Path) -> None:
 
 @contextlib.contextmanager
 def when(phase: str, step: int | None, *, rank: int = 0, site: int = 0, act: Callable[[], object]) -> Iterator[None]:
-    """In runs that are started meanwhile, `rank` (of a site, if there are any) acts when it says that it is in this phase of this step
-    (None: of any): the others wait for it there, so nothing depends on how soon somebody looks."""
+    """In runs that are started meanwhile, `rank` (of `site`, if there are sites) acts when it reports this phase of this step (None:
+    any step). The others wait for it there, so nothing depends on the speed of an observer."""
     say = Heartbeat.beat
 
     def say_and_act(self: Heartbeat, name: str, at: int = -1, **rest: float) -> None:
@@ -168,7 +169,8 @@ def signal_yourself(number: int) -> None:
 
 
 def die_once_saved(folder: Path, step: int | None = None) -> None:
-    """Kill this process, once a checkpoint of this step (default: any) is there to go on from: it is written while training goes on."""
+    """Kill this process once there is a checkpoint of this step (default: any) to resume from. Checkpoints are written while training
+    continues."""
     until(
         lambda: any(step is None or path.name == f"step-{step:08d}" for path in committed(folder / "checkpoints")),
         seconds=PATIENCE,
@@ -177,18 +179,18 @@ def die_once_saved(folder: Path, step: int | None = None) -> None:
 
 
 def final_state(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the newest checkpoint."""
+    """Return all tensors of the newest checkpoint."""
     return read_full(folder)
 
 
 def position(folder: Path) -> dict[str, int]:
-    """Steps done and samples consumed, as the newest checkpoint says."""
+    """Return the steps done and samples consumed, from the newest checkpoint."""
     newest = max(folder.glob("checkpoints/step-*"), key=lambda path: path.name)
     return json.loads((newest / "manifest.json").read_text())["meta"]["position"]
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Same names and the same bits."""
+    """True if names and bits are equal."""
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different, different

@@ -325,7 +325,7 @@ class Hoarder:
 
 
 class Grasping:
-    """A rule that reads the slots before they exist."""
+    """A rule that uses the slots without opening the part."""
 
     def __init__(self, spec: Any, whole: Any) -> None: ...
 
@@ -356,7 +356,7 @@ class Shaped:
 
 
 class Early(Shaped):
-    """A rule that changes weights before they exist."""
+    """A rule that changes weights without opening the part."""
 
     def update(self, parts: Any, *, number: int, lr: float) -> None:
         for part in parts:

@@ -1,4 +1,4 @@
-"""One rank of a dry run in a process of its own, since a process that is a rank of a fake world cannot be another one's."""
+"""One rank of a dry run in a process of its own, since a process can be a rank of one fake world only."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 
 def dry(spec: RunSpec, rank: int) -> Counted:
-    """Return the counts of rank `rank` without the others. Raises RuntimeError with the child's traceback."""
+    """Return the counts of rank `rank` in a dry run. Raises RuntimeError with the child's traceback."""
     return in_a_child(lambda: dryrun.dryrun(spec, rank=rank).counted)
 
 
@@ -38,7 +38,7 @@ def in_a_child(function: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # makes the thread pool anew, before the threads of backward would all do so at once and abort
+        torch.set_num_threads(1)  # create the thread pool now: the threads of backward would all do so at once and abort
         try:
             outcome = function(), ""
         except BaseException:

@@ -1,4 +1,4 @@
-"""A measured machine's cluster file: it predicts what was measured, keeps units, and is read back as it was written."""
+"""A measured machine's cluster file predicts the measured times, keeps units, and is read back as it was written."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,13 +27,13 @@ from tests.specs import tiny_run
 
 SIZES = Sizes(product=256, inner=(32, 64, 128), memory=1 << 20, attention=(64, 2, 16), collective=(1 << 10, 1 << 16))
 H100, GH200 = "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"
-FAST = 1e9  # FLOP/s of products in fp32; twice that in bf16
+FAST = 1e9  # FLOP/s of products in fp32; bf16 has twice as many
 RAMP = 48.0
 MEMORY, LINK, LATENCY, START = 4e9, 2e8, 1e-3, 2e-6
 
 
 def points(ranks: int, *, slower: float = 1.0) -> list[Point]:
-    """Return the times that a machine of known figures would take."""
+    """Return the times of a machine with known figures."""
     found = [
         Point("product", format, inner, 2 * SIZES.product**2 * inner / rate * (1 + RAMP / inner))
         for format, rate in (("fp32", FAST), ("bf16", 2 * FAST)) for inner in (*SIZES.inner, SIZES.product)
@@ -88,7 +88,7 @@ def test_what_was_measured_is_predicted_as_it_was_measured():
     cluster = machine(2).cluster
     setting = Setting.of(workload(cluster, data=2), calibration())
     for point in points(2):
-        if point.kind == "product" and point.of == "fp32" and point.size > 32:  # shorter ones are bound by memory
+        if point.kind == "product" and point.of == "fp32" and point.size > 32:  # shorter products are bound by memory
             product = Product("F", SIZES.product, point.size, SIZES.product)
             assert product_seconds(product, setting, "fp32") == pytest.approx(point.seconds, rel=1e-3)
         if point.kind in ("gather", "sum"):
@@ -102,7 +102,7 @@ def test_what_was_measured_is_predicted_as_it_was_measured():
 
 @pytest.mark.parametrize("plan", [{"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2}])
 def test_a_machine_twice_as_fast_takes_half_as_long(plan: dict[str, int]):
-    """All that is measured scales every term; what is outside of forward, backward and update is no rate of the machine."""
+    """All measured rates together scale every term. Time outside of forward, backward and update is no rate of the machine."""
     slow, fast = (estimate(workload(machine(2, slower=slower).cluster, **plan)).time for slower in (1.0, 0.5))
     for term in ("compute", "tensor", "pipeline", "data", "bubble", "optimizer"):
         assert getattr(fast, term) == pytest.approx(getattr(slow, term) / 2, rel=1e-6), term
@@ -133,7 +133,7 @@ def test_doubled_rates_in_the_file_halve_the_predicted_time(tmp_path: Path):
 
 
 def _digits(values: object) -> object:
-    """Numbers as a file keeps them."""
+    """Round numbers as a file does."""
     if isinstance(values, dict):
         return {key: _digits(value) for key, value in values.items()}
     return float(f"{values:.4g}") if isinstance(values, float) else values

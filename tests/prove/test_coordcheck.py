@@ -1,4 +1,4 @@
-"""The coordinate check tells a model that keeps its scale from one that does not."""
+"""The coordinate check distinguishes a model whose activations keep their scale from one whose do not."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_rate_that_does_not_follow_the_width_is_found(monkeypatch: pytest.Monk
 
 
 def test_muon_has_a_rule_of_its_own():
-    """Its updates have singular values of one size; with the power of Adam's it would learn too slowly as it widens."""
+    """Muon's updates have equal singular values. With Adam's exponent it would learn too slowly as the model widens."""
     muon = SPEC.model_copy(
         update={"optimizer": SPEC.optimizer.model_copy(update={"kind": "muon", "lr": 1e-2, "iteration": "fp32"})}
     )

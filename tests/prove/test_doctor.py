@@ -1,4 +1,5 @@
-"""The burn-in finds a device that computes differently twice; the collective check finds a rank that got another sum."""
+"""The burn-in finds a device that gives different results for the same work; the collective check finds a rank with a
+wrong sum."""
 
 import json
 import os
@@ -27,7 +28,7 @@ def test_a_sound_device_passes() -> None:
 
 
 def _flip_a_bit(after: int) -> Callable[..., torch.Tensor]:
-    """A matrix product that is wrong in one bit, once."""
+    """A matrix product that is once wrong in one bit."""
     whole, calls = torch.Tensor.__matmul__, [0]
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def _flip_a_bit(after: int) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_one_wrong_bit_in_one_product_is_found(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the first product, which the others are compared with, was the wrong one."""
+    """This includes the case that the first product, the reference for the others, is wrong."""
     monkeypatch.setattr(torch.Tensor, "__matmul__", _flip_a_bit(after))
     found = doctor.burn_in(seconds=0.05)[0]
     assert found.verdict == "fail"
@@ -142,7 +143,7 @@ def test_a_device_that_raises_fails_its_burn_in(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_burn_in_of_its_own_process_tells_the_fleet() -> None:
-    """The command that a fleet runs before a node returns."""
+    """A fleet runs this command before a node returns."""
     findings = burnt(command_of_burn_in(0.1, "cpu"), seconds=PATIENCE)
     dtypes = ("float32", "bfloat16", "float16")
     assert [(one.check, one.verdict) for one in findings] == [(f"burn-in {dtype}, cpu", "ok") for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""The parts of a dry run: what counts, what stands in for a world and its data, and what does not fit."""
+"""The parts of a dry run: the meter, the stand-ins for a world and its data, and runs that do not fit."""
 
 import os
 import re
@@ -98,7 +98,7 @@ def test_causal_attention_counts_what_is_not_masked() -> None:
     assert attention_flops(q, q, q, 2, causal=False) == 2 * 2 * 3 * 64 * (4 + 4)
 
 
-# --- what stands in ---
+# --- stand-ins ---
 
 
 def _answers() -> list[object]:
@@ -156,7 +156,7 @@ def test_zero_3_holds_less_of_the_weights_and_zero_1_of_the_moments() -> None:
     assert held[2].most["weights"] == held[1].most["weights"] > 1.5 * held[3].most["weights"]
 
 
-# --- what does not fit ---
+# --- runs that do not fit ---
 
 
 def _memory(**held: float) -> Memory:
@@ -200,7 +200,7 @@ def test_building_can_be_what_does_not_fit() -> None:
     assert "while a rank builds its parts" in problem.reason
 
 
-# --- the verb ---
+# --- the command ---
 
 
 def _run_file(folder: Path, plan: str) -> Path:
@@ -245,7 +245,7 @@ def test_what_weights_and_gradients_travel_in_does_not_grow_with_the_microbatche
 
 @dataclass(frozen=True)
 class Shown:
-    """A line of the guide's table: a command, and what it finds, in GiB."""
+    """A row of the guide's table: a command, and its result in GiB."""
 
     recipe: str
     settings: tuple[str, ...]
@@ -288,9 +288,9 @@ def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pyte
 
 
 LOCKED_TORCH = torch.__version__.startswith("2.15")
-"""The docs' numbers were counted with this version; older ones hold some inputs of their operations a little longer."""
+"""The docs' numbers were counted with this version of torch; older ones hold some inputs of operations a little longer."""
 
-FEWER = ("train.global_batch=64",)  # eight microbatches a data rank: as many as Mixtral's first rank ever holds
+FEWER = ("train.global_batch=64",)  # eight microbatches a data rank: the most that Mixtral's first rank ever holds
 TAKEN = (
     [(one, ()) for one in TABLE]
     if FULL

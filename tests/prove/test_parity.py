@@ -1,4 +1,4 @@
-"""The measure by which two runs are equal."""
+"""The measure of equality between two runs."""
 
 from pathlib import Path
 
@@ -17,7 +17,8 @@ torch.set_num_threads(1)
 
 
 def test_rounding_stays_rounding_from_step_to_step() -> None:
-    """The same run, its samples one at a time and four at a time: other sums, and nothing that the optimizer or a step makes larger."""
+    """The same run with samples one at a time and four at a time: sums differ, and neither optimizer nor step amplifies the
+    difference."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     drawn = legal(tuple((plain | {"model": "latent attention, experts, tokens ahead"}).items()))
     assert drawn is not None
@@ -30,7 +31,7 @@ def test_rounding_stays_rounding_from_step_to_step() -> None:
 
 
 def test_a_schedule_from_a_file_keeps_its_microbatches(tmp_path: Path) -> None:
-    """Others do with fewer, once every rank does what it does over and over."""
+    """Other schedules need fewer microbatches, once every rank has reached its steady state."""
     path = tmp_path / "own.schedule"
     path.write_text(dump(one_f_one_b(2, 6)))
     plan = {"pipeline": 2, "schedule": f"file:{path}"}

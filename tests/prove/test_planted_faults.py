@@ -1,4 +1,4 @@
-"""Faults planted in the trainer's own code are found at the limits of each precision; without them the same plan is equal."""
+"""Faults planted in the trainer's own code are found within the limits of each precision. Without them the same plan is equal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.slow
 
 OFF = 1.02
 PART_OFF = {"mxfp4": 1.05}
-"""By precision, how much too long a part's gradient is, if not `OFF`: powers of two are so coarse in 4 bits that 2 % are chance."""
+"""Precision -> relative error of a part's gradient, if not `OFF`. In 4 bits powers of two are so coarse that 2 % may be chance."""
 PART = "blocks.1."
-"""The part of the model whose gradient is off."""
+"""The part of the model whose gradient is wrong."""
 REFERENCES: dict[Any, Recording] = {}
 
 Fault = Callable[[Trainer], AbstractContextManager[Any]]
@@ -40,11 +40,12 @@ Fault = Callable[[Trainer], AbstractContextManager[Any]]
 
 @contextmanager
 def missing_reduction(trainer: Trainer) -> Iterator[None]:
-    """One gradient bucket is not reduced over data ranks; partial gradients are not summed over tensor or pipeline ranks."""
+    """Plant: one gradient bucket is not reduced over data ranks, or partial gradients are not summed over tensor or pipeline
+    ranks."""
     calls, reduce_scatter = iter(range(1_000)), dist.reduce_scatter_tensor
 
     def once_left_out(mine: Tensor, everyone: Tensor, *, group: dist.ProcessGroup, **options: Any) -> Any:
-        if not options.get("async_op") or next(calls) != 2:  # a bucket's reduction is, one of activations is not
+        if not options.get("async_op") or next(calls) != 2:  # true for a bucket's reduction, false for one of activations
             return reduce_scatter(mine, everyone, group=group, **options)
         mine.copy_(everyone.view(group.size(), -1)[group.rank()])
         return None
@@ -58,7 +59,7 @@ def missing_reduction(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def part_off(trainer: Trainer) -> Iterator[None]:
-    """The gradient of one block is 2 % too long, in MXFP4 5 %."""
+    """Plant: the gradient of one block is 2 % too large, in MXFP4 5 %."""
     off = PART_OFF.get(trainer.spec.train.precision, OFF)
     chosen = {id(kept) for name, kept in trainer.parameters.items() if name.startswith(PART)}
     add = Weight.add
@@ -72,7 +73,7 @@ def part_off(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def microbatch_off(trainer: Trainer) -> Iterator[None]:
-    """The first microbatch counts 2 % too much."""
+    """Plant: the first microbatch has 2 % too much weight."""
     to_batches = step.to_batches
 
     def first_counts_more(*args: Any, **options: Any) -> Any:
@@ -85,7 +86,7 @@ def microbatch_off(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def scales_transposed(trainer: Trainer) -> Iterator[None]:
-    """The scales of matrices are read in the other order, as a compiler has done (pytorch#161127)."""
+    """Plant: the scales of matrices are read in the wrong order, as a compiler once did (pytorch#161127)."""
 
     def misread(
         x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None, *, share: Share | None = None
@@ -101,7 +102,7 @@ def scales_transposed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def maxima_not_shared(trainer: Trainer) -> Iterator[None]:
-    """Each rank takes the largest number of its part of a tensor for that of the whole."""
+    """Plant: each rank uses the maximum of its part of a tensor instead of the whole tensor's."""
     with ExitStack() as stack:
         for recipe in {id(r): r for r in recipes(trainer)}.values():
             stack.enter_context(mock.patch.object(recipe, "shares", {}))
@@ -109,7 +110,7 @@ def maxima_not_shared(trainer: Trainer) -> Iterator[None]:
 
 
 def recipes(trainer: Trainer) -> list[Narrow]:
-    """The narrow recipes of a rank's layers."""
+    """Return the narrow recipes of a rank's layers."""
     modules = [module for stage in trainer.stages.values() for module in stage.modules()]
     return [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
 
@@ -125,7 +126,7 @@ OF_SPANS: dict[str, Fault] = {"maxima not shared": maxima_not_shared}
 
 
 def recordings(rank: int, spec: RunSpec) -> dict[str, Recording]:
-    """The run with each fault, one after the other on the same ranks."""
+    """Return recordings of the run with each fault, one after the other on the same ranks."""
     found = {}
     tiles = OF_TILES if is_narrow(spec.train.precision) and spec.precision.granularity == "tile" else {}
     spans = OF_SPANS if spec.precision.granularity != "tile" or spec.train.precision == "nvfp4" else {}
@@ -185,7 +186,7 @@ def test_a_transposed_scale_in_fp32_is_found() -> None:
 
 
 def not_taken_in_together(rank: int, spec: RunSpec) -> Recording:
-    """The run in which each rank follows the largest numbers of its own microbatches and its own part of a tensor."""
+    """In this run each rank uses the maxima of its own microbatches and its own part of a tensor."""
 
     def alone(self: Trainer) -> None:
         for recipe in self.delayed():

@@ -1,4 +1,4 @@
-"""The loop that proves combinations: what counts as equal, and what follows a tie."""
+"""The loop that proves combinations: the criterion for equality, and the handling of ties."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
 
-torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
+torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 EQUAL, GAP = Row("loss", 0.0, 1e-5, "step 1"), Row("loss", 1.0, 1e-5, "step 1")
 
 
@@ -37,7 +37,7 @@ def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: Draw) -> No
 
 
 def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
-    """Its references are two. What bf16 rounds away of a model is not equal to what fp32 has."""
+    """Such a run has two references. A model that lacks numbers below bf16's resolution does not equal the fp32 model."""
     one = next(one for one in draw(FEW, 0, precisions=("bf16",)) if one.spec.plan.ranks > 1)
     references: dict[Any, Recording] = {}
     assert prove(one, references=references).outcome == "equal"
@@ -47,7 +47,7 @@ def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
 
 
 def test_scales_over_the_tokens_of_a_microbatch_have_a_reference_for_each_size_of_it() -> None:
-    """Two data ranks with one sequence each take two maxima where one rank with two sequences takes one."""
+    """Two data ranks with one sequence each have two maxima, where one rank with two sequences has one."""
     plans = ({"data": 2, "microbatch": 1}, {"microbatch": 2})
     small = {"train": {"global_batch": 8, "precision": "fp8"}, "precision": {"granularity": "row"}}
     apart, together = (shrink(tiny_run(plan=plan, **small), steps=1) for plan in plans)

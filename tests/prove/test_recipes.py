@@ -1,4 +1,4 @@
-"""The benchmark of recipes sees which one is coarser, and what an outlier does to it."""
+"""The benchmark of recipes shows which recipe is coarser, and the effect of an outlier on it."""
 
 from pathlib import Path
 

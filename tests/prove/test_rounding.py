@@ -1,4 +1,4 @@
-"""Limits of a rounded precision: a plan may lie as far from fp32 as one process does, and no farther."""
+"""The limits in a rounded precision: a plan may differ from fp32 as much as one process does, and no more."""
 
 from dataclasses import replace
 from typing import cast
@@ -17,11 +17,11 @@ SPEC = tiny_run(train={"steps": 1, "precision": "bf16"})
 SIZE, EXPERTS = 4096, 512
 RANDOM = torch.Generator().manual_seed(0)
 PARTS = [torch.randn(SIZE, generator=RANDOM), torch.randn(SIZE, generator=RANDOM)]
-"""Gradients of two microbatches."""
+"""Return gradients of two microbatches."""
 TRUE = PARTS[0] + PARTS[1]
 EXPERT = torch.arange(SIZE) < EXPERTS
-NEAR, CLEAR = 2.0**-9, 2.0**-7  # margins of a token's choice
-MOVED = 4 * torch.eye(SIZE)[TRUE[:EXPERTS].abs().argmin()]  # what another expert's token adds to the gradient of one
+NEAR, CLEAR = 2.0**-9, 2.0**-7  # margins in a token's choice of experts
+MOVED = 4 * torch.eye(SIZE)[TRUE[:EXPERTS].abs().argmin()]  # the change of a gradient if a token goes to another expert
 
 
 def split(gradient: Tensor) -> dict[str, Tensor]:
@@ -37,15 +37,15 @@ def recording(
     moved: float = 0.0,
     load: float = 8.0,
 ) -> Recording:
-    """One step of a model with two weights and two tokens: one with hardly a choice, one whose choice is clear. `norm`: a factor;
-    `moved`: of all weights, in learning rates."""
+    """Return one step of a model with two weights and two tokens, one with nearly tied scores and one with a clear choice.
+    `norm`: factor on the norm; `moved`: change of all weights, in learning rates."""
     routed = Routed(torch.tensor(choices).view(1, 2, 1), torch.tensor([[NEAR, CLEAR]]))
     weights = split(torch.full((SIZE,), moved * SPEC.optimizer.lr)) | {"router.load": torch.full((4,), load)}
     return Recording([loss], [norm * float(gradient.norm())], [split(gradient)], [{"router": routed}], weights)
 
 
 def rounded(seed: int, gradient: Tensor = TRUE) -> Tensor:
-    """Return a gradient off by two hundredths, as a sum of many roundings is."""
+    """Return a gradient with an error of two hundredths, like a sum of many roundings."""
     return gradient * (1 + 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -99,7 +99,7 @@ def test_where_one_process_rounds_nothing_a_plan_may_round_once() -> None:
 
 
 def test_how_long_a_gradient_of_rounding_is_means_nothing() -> None:
-    """A gradient that cancels out is what one process rounds; of this one a third is."""
+    """A gradient that cancels out consists of one process's rounding errors; of this one a third does."""
     wild = torch.randn(EXPERTS, generator=RANDOM)
     wild *= TRUE[:EXPERTS].norm() / wild.norm() / 3
     alone, found = (replace(one, gradients=[dict(one.gradients[0])]) for one in (ALONE, recording(rounded(1))))

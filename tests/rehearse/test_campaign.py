@@ -1,4 +1,4 @@
-"""Faults that a campaign can inject into a run, and leftovers of those it starts."""
+"""Faults that a campaign can inject into a run, and processes that its runs leave behind."""
 
 import os
 import signal
@@ -87,7 +87,7 @@ def test_a_campaign_that_was_killed_leaves_no_disk_behind_for_the_next(tmp_path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_a_campaign_that_is_killed_leaves_no_run_behind(tmp_path: Path) -> None:
-    """Whose ranks would go on training, for nobody."""
+    """Its ranks would otherwise continue to train, for nobody."""
     said = tmp_path / "pid"
     waits = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     campaign = os.fork()

@@ -1,4 +1,4 @@
-"""Agents on one machine, kept going as an engine would: started, and started again a while after they were killed."""
+"""Agents on one machine, managed as by an engine: they are started, and started again some time after they were killed."""
 
 import signal
 import subprocess
@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 
 
 class Engine:
-    """Starts processes that wait in place of agents, and remembers what they were told."""
+    """Starts waiting processes in place of agents, and records their arguments."""
 
     def __init__(self, *, then: str = "time.sleep(1000)") -> None:
         self.then, self.started, self.told = then, list[subprocess.Popen[bytes]](), list[tuple[list[str], dict[str, str]]]()

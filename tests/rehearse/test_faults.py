@@ -1,4 +1,4 @@
-"""The list of faults: reproducible, and in a table's proportions."""
+"""The list of faults is reproducible, and has a table's proportions."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -74,7 +74,7 @@ def test_a_kind_that_comes_not_before_a_step_never_does(seed: int):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_takes_time_to_be_noticed_begins_when_the_ranks_have_started_again(seed: int) -> None:
-    """A slow rank that is killed for another's fault in its first step was never to be seen."""
+    """A slow rank that is killed in its first step, because of another rank's fault, could not be noticed."""
     found = draw(dict.fromkeys(KINDS, 6), seed=seed, first=3, every=3, ranks=8, slots=4)
     for before, one in itertools.pairwise(found):
         if KINDS[one.kind].room:

@@ -1,4 +1,4 @@
-"""Conclusions of a campaign from two event logs, without processes."""
+"""A campaign's conclusions from two event logs, without processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,8 @@ def _hang(number: int, at: float, rank: int, *, step: int = 6, silence: float = 
 def _runs(
     folder: Path, *, blamed: int = 1, loss: float | None = None, silence: float = 3.05, limit: float = 3.0
 ) -> tuple[Ran, Ran, Path]:
-    """A run of ten steps, a second each, and the same with a kill and a hang: steps 4 and 7 were done again."""
+    """Return a run of ten steps of a second each, and the same with a kill and a hang, after which steps 4 and 7 were
+    repeated."""
     whole = _log(folder / "whole", _started(0), *(_step(i, 100.0 + i) for i in range(1, 11)))
     hurt = _log(
         folder / "faulted",

@@ -1,4 +1,4 @@
-"""Settings of `megalith simulate`, through the command line: each reaches the simulation, and every mistake is reported at once."""
+"""Settings of `megalith simulate` on the command line: each reaches the simulation, and all mistakes are reported at once."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def _on_64(*arguments: str, days: float = 5) -> dict[str, Any]:
 
 
 def _mistakes(*arguments: str) -> dict[str, str]:
-    """Key -> reason and way out."""
+    """Return key -> reason and way out."""
     result = CliRunner().invoke(app, ["simulate", *arguments, "--json"])
     assert result.exit_code == 2, result.output
     return {one["key"]: f"{one['reason']}. {one['way_out']}" for one in json.loads(result.stdout)["problems"]}
@@ -105,7 +105,7 @@ def test_merges_take_time_between_sites() -> None:
 
 
 def test_a_runs_own_sites_are_played(tmp_path: Path) -> None:
-    """Their number, steps, grace and link; 8 bytes a parameter come over it to a site that was away."""
+    """The run file has the sites' number, steps, grace and link. A site that was away gets 8 bytes a parameter over the link."""
     run = tmp_path / "run.toml"
     run.write_text(
         'model.preset = "tiny"\ndata.path = "unused"\n[train]\nsteps = 100\nglobal_batch = 32\nseq_len = 128\n[sites]\ncount = 2\n'
@@ -132,7 +132,7 @@ def test_verification_finds_what_is_wrong_silently() -> None:
 
 
 def test_racks_break_where_the_shipped_cluster_says_so() -> None:
-    """1,024 of them, each once in twenty years, and nodes as in the plain file."""
+    """1,024 racks fail once in twenty years each, and nodes as in the plain file."""
     found = _simulated("--cluster", str(OUTAGES), days=20)
     assert 0 < found["causes"]["rack"] < 10
     assert not {"rack", "switch"} & set(_simulated("--cluster", str(OUTAGES).replace("-outages", ""), days=20)["causes"])
@@ -142,7 +142,7 @@ def test_racks_break_where_the_shipped_cluster_says_so() -> None:
 
 @pytest.mark.slow
 def test_switches_take_their_racks_along() -> None:
-    """A year: 1,024 racks at 0.05 outages, and 6 switches."""
+    """In a year there are 0.05 outages for each of 1,024 racks, and those of 6 switches."""
     quiet = ("--cluster", str(OUTAGES), "--set", "interruptions=1e-7")
     found = _simulated(*quiet, days=365)
     stormy = _simulated(*quiet, "--set", "reliability.switch_outages=5", days=365)
@@ -157,7 +157,7 @@ def test_the_shipped_cluster_names_every_key_of_reliability() -> None:
 
 
 def test_lemon_nodes_are_taken_out_one_after_the_other() -> None:
-    """The same number of faults on few nodes: with few repairs, who is out stays out."""
+    """The same number of faults is on few nodes. With few repairs, a node that is out stays out."""
     crowd = ("--set", "interruptions=2e-3", "--spares", "3", "--set", "reliability.part_hours=0.1")
     lemons = ("--set", "reliability.lemon_share=0.2", "--set", "reliability.lemon_factor=500")
     assert _on_64(*crowd, *lemons, days=20)["seeds"] != _on_64(*crowd, days=20)["seeds"]
@@ -271,7 +271,7 @@ def test_every_key_of_fleet_matters_or_is_refused() -> None:
         *(ROOT / "megalith/rehearse" / name for name in ("simulate.py", "site.py")),
     ]
     read = "".join(path.read_text() for path in sources)
-    used = set(re.findall(r"fleet\.(\w+)", read)) | {"memory_every", "buddy", "disk_every"}  # by tiers and buddy_distance
+    used = set(re.findall(r"fleet\.(\w+)", read)) | {"memory_every", "buddy", "disk_every"}  # set by tiers and buddy_distance
     assert set(FleetSpec.model_fields) - used == set(WITHOUT_EFFECT)
 
 

@@ -1,5 +1,5 @@
-"""The simulator held to a campaign that was run: the record of one lies in `campaign/`, its list of faults and its log without what is not
-read here (24 faults, seed 3, four ranks as two nodes and a spare, on two cores)."""
+"""The simulator compared with a real campaign. `campaign/` has its list of faults and the parts of its log that are read here (24 faults,
+seed 3, four ranks as two nodes and a spare, on two cores)."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ CAMPAIGN = Path(__file__).parent / "campaign"
 
 
 def _changed(folder: Path, change: Any) -> Path:
-    """The campaign with another specification."""
+    """Return the campaign with another specification."""
     out = shutil.copytree(CAMPAIGN, folder / "campaign")
     file = out / "faulted" / "spec.json"
     spec = json.loads(file.read_text())
@@ -35,7 +35,8 @@ def test_the_simulator_predicts_a_campaigns_goodput_from_its_own_latencies() -> 
 
 
 def test_and_not_that_of_a_run_with_another_policy(tmp_path: Path) -> None:
-    """So that agreement is not vacuous: without copies in memory the same faults, as quickly seen, would have cost far more."""
+    """This shows that agreement is not vacuous: without copies in memory the same faults, noticed as quickly, would have cost
+    far more."""
     found = replay(_changed(tmp_path, lambda spec: spec["fleet"].update(memory_every=0)))
     assert found.gap < -0.15
 
@@ -50,7 +51,7 @@ def test_without_faults_only_the_steps_take_time(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_fault_can_be_played(tmp_path: Path) -> None:
-    """Each alone, at step 20: the run comes to its end, and what needs a restart has one."""
+    """Each fault comes alone, at step 20. The run ends, and has a restart if the fault needs one."""
     in_place = {"nan", "full", "shard"}
     for kind, what in KINDS.items():
         folder = shutil.copytree(CAMPAIGN, tmp_path / kind)

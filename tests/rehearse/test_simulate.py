@@ -1,4 +1,4 @@
-"""The simulated run: conservation, agreement with the closed form, and what was published."""
+"""The simulated run: conservation, agreement with the closed form and with published runs."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def _llama(restart: float = 600.0, **rest: Any) -> Scenario:
 @pytest.mark.parametrize("mtbf", [3 * HOUR, HOUR, 1400.0])
 @pytest.mark.parametrize("interval", [300.0, 1800.0])
 def test_agrees_with_the_closed_form(mtbf: float, interval: float) -> None:
-    """Also where half of the time is lost, and the usual first-order formula is far off."""
+    """This holds even if half of the time is lost, where the usual first-order formula is far off."""
     result = simulate(_plain(mtbf, store_every=interval), seeds=6, first=100)
     expected = closed_form.goodput(mtbf, interval=interval, stall=30.0, restart=300.0)
     assert result.goodput == pytest.approx(expected, abs=0.005 + 3 * result.error)
@@ -79,7 +79,7 @@ def test_daly_refines_young() -> None:
 
 @pytest.mark.slow
 def test_reproduces_more_than_90_percent_effective_time() -> None:
-    """Published: more than 90 %. It follows from the published rates and sizes for any restart of up to about twelve minutes."""
+    """More than 90 % was published. The published rates and sizes give this for any restart of up to about twelve minutes."""
     result = simulate(_llama(restart=600.0), seeds=4)
     assert result.goodput > 0.90
     assert result.band[0] > 0.90
@@ -88,12 +88,12 @@ def test_reproduces_more_than_90_percent_effective_time() -> None:
 
 
 def test_a_saved_half_hour_of_work_at_each_fault_shows() -> None:
-    """The control: with checkpoints as rare and slow as they used to be, the same faults cost far more than a tenth."""
+    """As a control, with checkpoints as rare and slow as in the past, the same faults cost far more than a tenth."""
     assert simulate(_llama(latencies=PROFILES["cold"], store_every=1800.0), seeds=2).goodput < 0.86
 
 
 def test_54_days_of_16384_devices_take_seconds() -> None:
-    """Two of twenty seeds, as long as fifty million additions take: three seconds on a machine of 2020."""
+    """Two of twenty seeds take as long as fifty million additions: three seconds on a machine of 2020."""
     plan = _llama(fleet=FleetSpec(spares=24))
     assert cost(lambda: simulate(plan, seeds=2), than=lambda: sum(i + 1 for i in range(5_000_000)), tries=1) < 10
 
@@ -116,7 +116,7 @@ SHOWS: list[Shows] = [
 def test_time_is_neither_lost_nor_made(
     shows: list[Shows], spares: int, no_spare: str, outages: bool, keep: int, seed: int
 ) -> None:
-    """Whatever fails and whatever the policy says, all causes together are the wall time, and none is negative."""
+    """Whatever fails and whatever the policy decides, all causes add up to the wall time, and none is negative."""
     fleet = FleetSpec.model_validate(
         {
             "spares": spares, "no_spare": no_spare, "memory_every": keep, "disk_every": 7 * (keep % 2), "verify_every": 20 * keep,
@@ -157,7 +157,7 @@ def test_copies_in_memory_beat_checkpoints_alone() -> None:
 
 
 def _broken(repair: Repair, spares: int = 0, **own: Any) -> Scenario:
-    """A crash every six hours, each of which takes its node away for a repair."""
+    """There is a crash every six hours, and each removes its node for a repair."""
     crash = FaultCause(name="crash", count=1, shows="crash", repair=repair)
     fleet = FleetSpec(spares=spares, memory_every=1)
     return _plain(6 * HOUR, causes=(crash,), fleet=fleet, reliability=Reliability(**own), days=200.0)
@@ -171,7 +171,7 @@ def test_what_a_reboot_cures_is_back_sooner_than_what_needs_a_part() -> None:
 
 
 def test_idle_nodes_fail_at_their_own_rate() -> None:
-    """With no spare everything stands still for most of the time, and what fails then keeps it standing."""
+    """Without a spare everything waits for most of the time, and further faults prolong the wait."""
     never, seldom, always = (simulate(_broken("part", idle_factor=factor), seeds=1) for factor in (0.0, 0.25, 1.0))
     assert never.goodput > seldom.goodput > always.goodput
     assert never.means(lambda life: life.fates).get("broke an idle node", 0) == 0
@@ -189,7 +189,7 @@ def test_idle_spares_fail_too_and_that_stops_nobody() -> None:
 
 
 def test_waiting_for_nodes_calls_nobody() -> None:
-    """The command ends with status 71 after an hour without a node, and is started again when there is one."""
+    """The command ends with status 71 after an hour without a node, and is started again once there is one."""
     result = simulate(_broken("part"), seeds=1)
     life = result.lives[0]
     assert life.stops == 0
@@ -199,7 +199,7 @@ def test_waiting_for_nodes_calls_nobody() -> None:
 
 
 def test_a_run_that_fails_at_one_step_for_the_third_time_waits_for_a_person() -> None:
-    plan = _plain(60.0, fleet=FleetSpec(memory_every=0), step_seconds=3000.0, days=3.0)  # a minute between bugs, an hour a step
+    plan = _plain(60.0, fleet=FleetSpec(memory_every=0), step_seconds=3000.0, days=3.0)  # a minute between bugs, an hour per step
     result = simulate(plan, seeds=1)
     assert result.lives[0].stops > 10
     assert result.lives[0].ended == 0
@@ -239,7 +239,7 @@ def test_a_lost_rack_takes_the_next_nodes_buddy_along() -> None:
 
 def test_quarantine_keeps_lemons_from_costing_much() -> None:
     own = Reliability(lemon_share=0.02, lemon_factor=200.0)
-    crash = FaultCause(name="crash", count=1, shows="crash", repair="none")  # nothing the machine reports: only the count tells
+    crash = FaultCause(name="crash", count=1, shows="crash", repair="none")  # no machine reports these: only the count does
     plan = _plain(2 * HOUR, causes=(crash,), reliability=own, days=30.0)
     patient = PATIENT.model_copy(update={"spares": 8, "lemon_faults": 10**6})
     strict = patient.model_copy(update={"lemon_faults": 3})
@@ -272,7 +272,7 @@ def test_sites_without_faults_merge_all_that_they_do() -> None:
 
 
 def test_work_that_is_done_again_reaches_nothing_new() -> None:
-    """A site's life as a path: at work for 100 s, back to 60 after 200 s away, and on."""
+    """A site's progress as a path: at work for 100 s, back to 60 after 200 s of absence, then at work again."""
     site = Site(_plain(HOUR), np.random.default_rng(0))
     site.reached = [(0.0, 0.0), (100.0, 100.0), (300.0, 60.0), (740.0, 500.0)]
     progress, at = site.first_reached()
@@ -287,14 +287,14 @@ def test_seconds_of_sites_add_up_to_the_wall_time() -> None:
 
 
 def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
-    """It takes no part in the merge of that period, however patient the others are."""
+    """The site takes no part in the merge of that period, however long the others wait."""
     quick, patient = _four(decides=0), _four(decides=0, grace=1000.0)
     assert min(life.left for life in quick.lives) > 1000 and min(life.left for life in patient.lives) > 500
     assert quick.lives[0].merges > patient.lives[0].merges
 
 
 def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:
-    """Nobody goes back to a checkpoint, so its interval costs nothing, unless all sites are away at once."""
+    """No site returns to a checkpoint, so the interval of checkpoints costs nothing unless all sites are away at once."""
     often, rare = _four(store_every=300.0), _four(store_every=6000.0)
     assert often.lives[0].anew < 20 and often.lives[0].left > 1000
     assert rare.goodput > often.goodput, "saving takes time"
@@ -303,7 +303,7 @@ def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:
 
 
 def test_all_start_anew_where_no_site_stands() -> None:
-    """Faults come so often that in some periods each of two sites is started again."""
+    """Faults are so frequent that in some periods both sites are restarted."""
     assert _four(mtbf=HOUR / 8, sites=2).lives[0].anew > 20
 
 
@@ -313,7 +313,7 @@ def test_longer_periods_lose_more_to_each_fault() -> None:
 
 
 def test_two_sites_need_each_other_unless_one_decides_alone() -> None:
-    """A site that is away for long stops the other, which is no quorum."""
+    """A site that is away for long stops the other one, which is no quorum alone."""
     rest = {
         "sites": 2,
         "merge_every": 100.0,

@@ -13,7 +13,7 @@ DRY_RUN = ("dryrun", str(ROOT / "recipes" / "llama3.1-405b-16k.toml"), "--world"
 
 
 def main() -> None:
-    """Take the picture; a minute."""
+    """Take the picture, which takes a minute."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         subprocess.run([sys.executable, "-m", "megalith.cli", *DRY_RUN, "--draw", "dryrun.html"], cwd=folder, check=True)

@@ -1,4 +1,5 @@
-"""A run folder written with the event classes: resumed once after a crash, with everything a report can show."""
+"""A run folder written with the event classes. The run is resumed once after a crash, and has everything that a report
+can show."""
 
 import math
 from pathlib import Path
@@ -68,7 +69,7 @@ def holdings(plan: Plan = PLAN) -> list[events.Holding]:
 
 
 def spans(number: int, plan: Plan = PLAN) -> events.Spans:
-    """Twice as slow as the breakdown of the steps says, and an optimizer at the end."""
+    """Return measured spans that are twice as long as the steps' breakdown, with an optimizer at the end."""
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=BATCH // plan.data, chunks=plan.chunks)
     timeline = simulate(lower(schedule, plan.zero), {"F": 0.01, "B": 0.02})
     found = [(span.rank, str(span.action), span.start, span.end) for span in timeline.spans]
@@ -76,7 +77,7 @@ def spans(number: int, plan: Plan = PLAN) -> events.Spans:
 
 
 def write_run(folder: Path) -> Path:
-    """Steps 1 to 25, killed, resumed from 20, finished."""
+    """Write the log: steps 1 to 25, a kill, a resumption from 20, and the end."""
     log = events.EventLog(folder)
     written: list[events.Event] = [start(), *holdings(), *(step(i, loss=9.0) for i in range(1, 26))]
     written += [events.Validation(25, 9.5, {"austen": 9.4, "python": 9.6}, 0.1)]

@@ -1,4 +1,4 @@
-"""Runs beside each other: numbers, keys that differ, curves."""
+"""Comparison of runs: numbers, keys that differ, curves."""
 
 import json
 from dataclasses import replace

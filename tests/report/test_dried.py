@@ -31,7 +31,7 @@ def test_the_course_is_a_whole_picture() -> None:
 
 
 class Reader(HTMLParser):
-    """The tags that are open, and the words between them."""
+    """Records the tags that are open, and the text between them."""
 
     def __init__(self) -> None:
         super().__init__()

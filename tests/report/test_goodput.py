@@ -1,4 +1,4 @@
-"""Pictures of goodput: well-formed, self-contained, and true to the numbers."""
+"""Pictures of goodput are well-formed, self-contained, and agree with the numbers."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def test_no_two_things_that_time_goes_to_share_a_colour(account: type[Cause | Sp
 
 
 def test_a_picture_says_what_it_shows() -> None:
-    """A title, both axes' names, a line at 100 %, and a name for every curve."""
+    """A picture has a title, names of both axes, a line at 100 %, and a name for every curve."""
     for picture, curves in (
         (goodput.simulated(_simulated()), {"first seed", "1 other seed"}),
         (

@@ -1,4 +1,4 @@
-"""The guide's pictures are what the code draws today, and what they show is so."""
+"""The guide's pictures equal the code's current output, and their content is correct."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_pictures_are_written_anywhere(tmp_path: Path) -> None:
 
 
 def test_the_state_shrinks_with_each_zero_stage_to_an_even_share() -> None:
-    """Rajbhandari et al. 2019, with gradients of 4 bytes: 18, then 12 / n + 6, 16 / n + 2, 16 / n."""
+    """Rajbhandari et al. 2019, with gradients of 4 bytes, give 18, then 12 / n + 6, 16 / n + 2, 16 / n bytes."""
     kept = [sum(guide.state_bytes(stage, 8).values()) for stage in range(4)]
     assert kept == [18, 12 / 8 + 6, 16 / 8 + 2, 16 / 8]
 
@@ -59,14 +59,14 @@ def test_what_the_guide_says_is_refused_is_refused_for_that_reason(recipe: str, 
 
 
 def _kind(reason: str) -> str:
-    """A reason without its numbers and names."""
+    """Return a reason without its numbers and names."""
     reason = re.sub(r"\((?:blocks\.\d+|embedding|train)[^)]*\)", "(part)", reason)
     reason = re.sub(r"does not divide (?:heads|ffn|vocab|shared|context|seq_len) =", "does not divide size =", reason)
     return re.sub(r"\d+", "N", re.sub(r"'[\w-]+'", "'name'", reason).replace("one stage", "1 stages"))
 
 
 def test_no_plan_is_refused_for_a_reason_that_the_guide_does_not_list() -> None:
-    """The plans are drawn from small numbers, most of which do not go together."""
+    """Plans are drawn from small numbers, most of which are incompatible."""
     random, listed = Random(0), {_kind(reason) for _, _, reason in REFUSED}
     axes = ("data", "replicate", "tensor", "context", "ulysses", "expert", "expert_tensor", "pipeline", "microbatch")
     for _ in range(400):

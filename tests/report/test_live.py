@@ -190,6 +190,6 @@ def test_the_remaining_time_counts_what_lies_between_steps(tmp_path, log):
     with Follow(tmp_path, 100, shown) as follow:
         log.write(start())
         log.write(step(1, time=1000.0))
-        log.write(step(11, time=1020.0))  # steps of 0.5 s, but 2 s from one to the next
+        log.write(step(11, time=1020.0))  # steps take 0.5 s, but are 2 s apart
         follow.poll()
     assert "ETA 2:58" in text(shown)

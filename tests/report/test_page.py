@@ -16,7 +16,7 @@ VOID = {"meta"}
 
 
 class Nesting(HTMLParser):
-    """Fails on a tag that is closed out of turn; keeps the headings."""
+    """Fails on a tag that is closed in the wrong order, and collects the headings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_values_say_where_they_came_from(page):
 def test_the_pipeline_is_drawn_as_predicted_and_as_measured(page):
     assert "predicted from the mean time of each stage" in page
     assert "measured in step 30" in page
-    assert "gap +0.0 %" in page  # the measured spans of the folder are themselves a simulation of the same schedule
+    assert "gap +0.0 %" in page  # the folder's measured spans are a simulation of the same schedule
 
 
 def test_domains_have_curves_of_their_own(page):
@@ -190,7 +190,8 @@ def test_leaves_are_named_by_dotted_keys():
 
 
 def test_the_merges_of_sites(tmp_path):
-    """Sums, what was saved, and each site's loss under its own number, also where one was away; no section without merges."""
+    """The section has totals, the saving, and each site's loss under its own number, even if a site was away. Without merges
+    there is no section."""
     write_run(tmp_path)
     assert "Sites" not in parsed(write(tmp_path).read_text()).headings
     sizes = {"bytes_sent": 1 << 20, "bytes_received": 1 << 20, "seconds": 0.5}
@@ -209,7 +210,7 @@ def test_the_merges_of_sites(tmp_path):
 
 
 def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
-    """A comparison after the resumed step is made once more."""
+    """A comparison after the resumed step is repeated."""
     looks = [
         events.PrecisionWatched(step=at, errors={"blocks.1": 0.5, "head": None}, seconds=1.0, limit=0.1, raised=part)
         for at, part in ((2, "blocks.1"), (4, "blocks.2"))

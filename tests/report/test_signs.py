@@ -1,4 +1,4 @@
-"""Signs are seen where they are, and only there."""
+"""Signs of trouble are reported where they occur, and only there."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def test_ranks_that_take_turns(microbatches: int, seen: bool):
 
 
 def mixture(wait: float) -> list[tuple[int, str, float, float]]:
-    """One computation in three turns with waits between them, and a wait for a message before it."""
+    """One computation in three pieces with waits in between, and a wait for a message before it."""
     ends = [("WAIT", 9.0), ("0F0", 1.0), ("WAIT", wait), ("0F0", 1.0), ("WAIT", wait), ("0F0", 1.0), ("WAIT", 9.0)]
     found, now = [], 0.0
     for name, seconds in ends:

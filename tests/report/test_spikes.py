@@ -1,4 +1,4 @@
-"""Spikes as reports show them, and what they cost in the account of a run's time."""
+"""Spikes in reports, and their cost in the account of a run's time."""
 
 from pathlib import Path
 

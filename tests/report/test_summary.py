@@ -1,4 +1,4 @@
-"""Summary of a run in numbers."""
+"""The summary of a run in numbers."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_merges_are_added_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["merge", "data-parallel"])
 def test_waits_for_gradients_are_within_steps(method: str, tmp_path: Path) -> None:
-    """Each step takes 0.5 s: waits for weights come after it, those for gradients are a part of it."""
+    """Each step takes 0.5 s. Waits for weights come after the step, waits for gradients are a part of it."""
     log = EventLog(tmp_path)
     log.write(replace(start(), spec=spec() | {"sites": {"method": method}}))
     for number in range(1, 5):

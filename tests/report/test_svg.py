@@ -56,7 +56,7 @@ def test_a_higher_value_is_drawn_higher():
     (line,) = chart.iter("polyline")
     (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in line.attrib["points"].split())
     assert x0 < x1
-    assert y0 > y1  # SVG counts downwards
+    assert y0 > y1  # in SVG y grows downwards
 
 
 def test_values_that_are_not_finite_are_left_out():

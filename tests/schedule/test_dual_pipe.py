@@ -12,7 +12,8 @@ fractions = st.floats(0.05, 1.0)
 
 
 def timed(schedule, f, w, hidden):
-    """The timeline if I takes as long as F, and `hidden` of what could be hidden by an overlap is: from F + B down to B."""
+    """Return the timeline if I takes as long as F. `hidden`: the share of the possible overlap, which shortens F + B down
+    to B."""
     overlap = f + (f + w) - hidden * f
     return overlap, simulate(lower(schedule, 0), {"F": f, "B": f + w, "I": f, "W": w, "OVERLAP": overlap})
 
@@ -20,11 +21,12 @@ def timed(schedule, f, w, hidden):
 @given(st.integers(1, 6), st.integers(0, 9), fractions, st.floats(0.0, 1.0))
 @settings(deadline=None)
 def test_the_bubble_of_dualpipev_is_the_published_one(ranks, more, w, hidden):
-    """(p / 2 - 1)(F&B + B - 3 W) for p = 2 * ranks stages, idle to the end of the step; F = I = 1 >= W, B <= F&B <= F + B."""
+    """The idle time up to the end of the step is (p / 2 - 1)(F&B + B - 3 W) for p = 2 * ranks stages; F = I = 1 >= W, B <=
+    F&B <= F + B."""
     overlap, timeline = timed(dualpipev(ranks, 2 * ranks + more), 1.0, w, hidden)
     published = (ranks - 1) * (overlap + (1 + w) - 3 * w)
     assert max(timeline.idle) == pytest.approx(published, abs=1e-9)
-    inside = published - max(ranks - 2, 0) * hidden  # F + B - F&B is what an overlap hides
+    inside = published - max(ranks - 2, 0) * hidden  # an overlap hides F + B - F&B
     assert timeline.bubble_seconds == pytest.approx(inside, abs=1e-9)
 
 
@@ -46,7 +48,7 @@ def test_memory_in_flight_is_one_more_than_the_stages(ranks, more):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("each_way", [8, 11])
 def test_both_ranks_of_a_pair_do_the_same_as_the_rank_of_the_half_pipeline(ranks, each_way):
-    """The "cut in half": DualPipe on p ranks is DualPipeV on p / 2, twice."""
+    """DualPipe on p ranks is twice DualPipeV on p / 2 (the "cut in half")."""
     whole, half = dualpipe(ranks, 2 * each_way), dualpipev(ranks // 2, each_way)
     for rank, row in enumerate(whole.rows):
         pair = min(rank, ranks - 1 - rank)

@@ -38,5 +38,5 @@ def test_the_bubble_is_divided_by_the_chunks_for_any_number_of_microbatches(rank
 def test_memory_in_flight_is_the_papers(ranks, chunks, times):
     microbatches = ranks * times
     held = in_flight(interleaved(ranks, microbatches, chunks))
-    warmup = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]  # Megatron-LM's warm-up forwards
+    warmup = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]  # warm-up forwards in Megatron-LM
     assert held == [min(depth + 1, chunks * microbatches) for depth in warmup]

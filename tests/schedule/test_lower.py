@@ -13,11 +13,11 @@ from megalith.schedule.verify import problems
 
 @st.composite
 def schedules(draw):
-    """Any schedule of the table, with a ZeRO stage it allows."""
+    """Draw any schedule of the table, with a ZeRO stage that it allows."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     sizes = {"ranks": draw(st.integers(1, 6)), "microbatches": draw(st.integers(1, 12)), "chunks": draw(st.integers(1, 3))}
     zero = draw(st.sampled_from([0, 1, 2, 3]))
-    for misfit in misfits(name, **sizes, zero=zero):  # mend what does not fit
+    for misfit in misfits(name, **sizes, zero=zero):  # replace an incompatible draw
         if misfit.field == "zero":
             zero = 1
         elif misfit.field == "chunks":
@@ -112,7 +112,7 @@ def test_the_two_directions_of_a_bidirectional_schedule_have_channels_of_their_o
     found = defaultdict(set)
     for message in (slot for row in program.rows for slot in row if isinstance(slot, Action) and slot.kind in MESSAGES):
         found[program.channel(message)].add((message.microbatch or 0) >= 4)
-    assert len(found) == 3 * 4  # of each pair of neighbours: both ways, activations and gradients
+    assert len(found) == 3 * 4  # for each pair of neighbours: both directions, activations and gradients
     assert all(len(directions) == 1 for directions in found.values())
 
 

@@ -1,4 +1,4 @@
-"""A schedule is one row: check, planner, predictions and the guide know it without another edit."""
+"""A schedule is one row of a table: check, planner, predictions and the guide know it without another edit."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.check.runs import advice, errors, found
 
 
 def one_at_a_time(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Each microbatch goes there and back before the next one enters, its gradients of weights last."""
+    """Each microbatch runs forward and backward before the next one enters, with its weight gradients last."""
     kinds = ("F", "I", "W")
     row = [tuple(Action(kind, rank, number) for number in range(microbatches) for kind in kinds) for rank in range(ranks)]
     return Schedule("one at a time", tuple(row), ranks, microbatches, loop(ranks, 1))
@@ -30,8 +30,8 @@ def one_at_a_time(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The row, and nothing else."""
-    monkeypatch.setenv("MEGALITH_CACHE", "")  # what is kept on disk is kept by the sources, of which this row is none
+    """Add the row, and nothing else."""
+    monkeypatch.setenv("MEGALITH_CACHE", "")  # the disk cache is keyed by source files, and this row is in none of them
     row = Kind(one_at_a_time, "one at a time", splits_backward=True, searched=True, in_flight=lambda ranks, microbatches: 1)
     monkeypatch.setitem(SCHEDULES, "toy", row)
     return "toy"
@@ -96,7 +96,7 @@ def test_the_planner_tries_it_and_predicts_its_time(toy: str):
     assert plain in plans
     scorer = Scorer(calibration())
     slow, fast = (scorer.estimate(Workload(model, plan, cluster_spec, **ask)).time for plan in (own, plain))
-    assert slow.bubble > 5 * fast.bubble  # a rank waits for the other one with every microbatch
+    assert slow.bubble > 5 * fast.bubble  # ranks wait for each other in every microbatch
     assert (plain.schedule in short(plain), toy in short(own)) == (False, True)
     assert f"1f1b -> {toy}" in dict(neighbours(Workload(model, plain, cluster_spec, **ask)))
 

@@ -1,4 +1,4 @@
-"""Part of a row that may run twice, and messages completed in between."""
+"""The part of a row that may run twice, and the messages completed in between."""
 
 from collections import defaultdict, deque
 
@@ -14,7 +14,7 @@ from tests.schedule.test_lower import schedules
 
 
 def _first_try(program: Program) -> Program:
-    """Return the actions of the ranks before they begin again."""
+    """Return the ranks' actions before they start over."""
     rows = tuple((*head(row), *unmet(program, rank)) for rank, row in enumerate(program.rows))
     return Program(program.schedule, program.zero, rows)
 
@@ -55,10 +55,10 @@ def test_the_first_try_ends(case):
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_it_ends_also_where_each_communicator_does_one_message_after_another(case):
-    """NCCL works like this: a message is done when both its ranks have come to it, and each rank's next one on that communicator waits for
-    it."""
+    """NCCL works in this way: a message is done once both of its ranks have reached it, and each rank's next message on that communicator
+    waits for it."""
     program = _first_try(lower(*case))
-    queues = defaultdict(deque)  # (rank, lane) -> its messages, named by their sends
+    queues = defaultdict(deque)  # (rank, lane) -> messages, named by their sends
     for rank, row in enumerate(program.rows):
         for message in _messages(row):
             channel = program.channel(message)

@@ -124,14 +124,14 @@ def test_the_bubble_of_papers_is_idle_time_inside_a_ranks_own_span(name, ranks, 
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 18), (8, 17)])
 def test_interleaving_divides_the_bubble_by_the_chunks(ranks, microbatches, chunks):
-    """(p - 1)(F + B) / v, in the F and B of a whole rank; microbatches need be no multiple of ranks."""
+    """The idle time is (p - 1)(F + B) / v, with F and B of a whole rank. Microbatches need not be a multiple of ranks."""
     cost = {"F": 1.0 / chunks, "B": 2.0 / chunks}
     timeline = simulate(lower(build("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks), 0), cost)
     assert timeline.bubble_seconds == pytest.approx((ranks - 1) * 3.0 / chunks)
 
 
 def test_126_layers_on_16_stages_with_the_ends_one_short():
-    """Llama 3 (arXiv:2407.21783, section 3.3.2): the first stage has the embedding beside its layers, the last the output."""
+    """Llama 3 (arXiv:2407.21783, section 3.3.2): the first stage also has the embedding, and the last the output."""
     layers = [7, *[8] * 14, 7]
     assert sum(layers) == 126
     schedule, microbatches = build("1f1b", ranks=16, microbatches=64), 64
@@ -139,24 +139,24 @@ def test_126_layers_on_16_stages_with_the_ends_one_short():
 
     def seconds(slot: Slot) -> float:
         assert isinstance(slot, Action)
-        here = layers[slot.stage] + (slot.stage == 15)  # the output projection and the loss weigh as much as a layer
+        here = layers[slot.stage] + (slot.stage == 15)  # the output projection and the loss take as long as a layer
         return here * {"F": 1.0, "B": 2.0}.get(slot.kind, 0.0)
 
     timeline = simulate(lower(schedule, 0), seconds)
     assert timeline.busy == (64 * 7 * 3, *[64 * 8 * 3] * 15)
-    there_and_back = 3.0 * sum(layers[:-1])  # of one microbatch; the last stage is never idle in between
+    there_and_back = 3.0 * sum(layers[:-1])  # the time of one microbatch; the last stage is never idle in between
     assert timeline.end == microbatches * 8 * 3 + there_and_back
     assert timeline.gaps[-1] == 0
     even = simulate(lower(schedule, 0), {"F": 8.0, "B": 16.0})
-    assert timeline.end == even.end - 3.0  # the shorter first stage saves a layer, once
+    assert timeline.end == even.end - 3.0  # the shorter first stage saves one layer, once
 
 
 def test_with_chunks_a_rank_holds_its_stages_in_the_shares_of_its_warmup():
     layers = [3, *[4] * 30, 3]
     held = activations(build("interleaved", ranks=16, microbatches=32, chunks=2), [float(n) for n in layers])
-    warmup = [16 + 2 * (15 - rank) + 1 for rank in range(16)]  # forwards there before the first backward frees one
+    warmup = [16 + 2 * (15 - rank) + 1 for rank in range(16)]  # forwards on that rank before the first backward frees one
     assert held[1:-1] == [4.0 * min(depth, 64) for depth in warmup[1:-1]]
-    assert held[0] == 3.0 * 31 + 4.0 * 16  # a round of 16 through each of its stages, then the second round of the short one
+    assert held[0] == 3.0 * 31 + 4.0 * 16  # a round of 16 through each of its stages, then the second round of the short stage
 
 
 def test_half_a_backward_can_free_part_of_what_a_forward_saved():

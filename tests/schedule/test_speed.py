@@ -1,4 +1,5 @@
-"""Large programs (16 ranks, 512 microbatches, 8 chunks: 450,000 slots) are made and timed in seconds because work grows as slots do."""
+"""Large programs (16 ranks, 512 microbatches, 8 chunks: 450,000 slots) are made and timed in seconds, because work is proportional to
+slots."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megalith.schedule.verify import problems
 
 
 def opcodes(function: Callable[[], Any]) -> int:
-    """How many instructions of the interpreter a call takes: a time that does not depend on the machine."""
+    """Return the number of interpreter instructions of a call, a time that does not depend on the machine."""
     count = 0
 
     def traced(frame: FrameType, event: str, _: Any) -> Any:

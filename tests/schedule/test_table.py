@@ -83,7 +83,8 @@ def test_the_traits_of_a_row_are_those_of_its_programs(name: str):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_about_as_many_microbatches_are_in_flight_as_the_row_says(name: str):
-    """To the microbatch where a rank has one stage and no copy of another; others hold up to twice as many."""
+    """The count is exact if a rank has one stage and no copy of another. Other schedules hold up to twice as many
+    microbatches."""
     row = SCHEDULES[name]
     for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
         schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)

@@ -12,14 +12,14 @@ torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def private(owner: str, method: str):
-    """A private method of torch's, the oracle for our schedules: not ours to keep, and gone or renamed in some supported version."""
+    """Return a private method of torch's, the oracle for our schedules. Skips the test if this version of torch lacks it."""
     found = getattr(getattr(torch_schedules, owner, None), method, None)
-    # torch owes us none of these; each schedule is also held by laws of our own (test_verify.py)
+    # private methods may disappear; test_verify.py also tests each schedule with our own laws
     return found or pytest.skip(f"this torch has no {owner}.{method}")
 
 
 def texts(actions) -> str:
-    """The computations of torch's row; its text form of them is ours, but for the word it puts behind an overlap."""
+    """Return the computations of torch's row. Its text form equals ours, except for the word after an overlap."""
     words = (str(action).removesuffix("OVERLAP_F_B") for action in actions)
     return " ".join(word for word in words if re.fullmatch(r"\d+[FBIW]\d+|\(.*\)", word))
 
@@ -38,7 +38,7 @@ def test_1f1b_is_torchs(ranks, microbatches):
     order = private("Schedule1F1B", "_get_pipeline_order")(SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches))
     *rows, last = [format_row(row) for row in build("1f1b", ranks=ranks, microbatches=microbatches).rows]
     assert rows == [texts(order[rank]) for rank in range(ranks - 1)]
-    # torch numbers the last rank's forwards from 1 (it has no warm-up to count from), though it runs them from 0
+    # torch numbers the last rank's forwards from 1 (it has no warm-up), but runs them from 0
     assert re.sub(r"F\d+", "F", last) == re.sub(r"F\d+", "F", texts(order[ranks - 1]))
 
 

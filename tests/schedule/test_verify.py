@@ -1,4 +1,4 @@
-"""Every kind of mistake is put into a good program and must be found."""
+"""Every kind of mistake is planted in a correct program and must be found."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def program(zero: int = 0, microbatches: int = 3) -> Program:
 
 
 def edited(good: Program, rank: int, old: str, new: str) -> Program:
-    """The program with a run of actions replaced in one row."""
+    """Return the program with consecutive actions of one row replaced."""
     text = format_row(good.rows[rank])
     assert f" {old} " in f" {text} ", (old, text)
     row = parse_row(f" {text} ".replace(f" {old} ", f" {new} ", 1))
@@ -67,7 +67,7 @@ def test_crossed_messages_are_found():
 
 
 def test_a_deadlock_is_shown_as_the_circle_of_ranks():
-    rows = (parse_row("0F0 0B0 0F1 0B1"), parse_row("1F0 1F1 1B0 1B1"))  # rank 1 wants 1F1 before it gives back 1B0
+    rows = (parse_row("0F0 0B0 0F1 0B1"), parse_row("1F0 1F1 1B0 1B1"))  # rank 1 waits for 1F1 before it returns 1B0
     (found,) = problems(lower(Schedule("stuck", rows, 2, 2, (0, 1)), 0))
     assert found == "deadlock: rank 0 at 0B0 waits for 0RECV_B0 of rank 1; rank 1 at 1F1 waits for 1RECV_F1 of rank 0"
 

@@ -29,17 +29,17 @@ def test_h2_warms_up_until_the_first_gradient_is_back():
 @given(*ranks_and_more, seconds, seconds, seconds)
 @settings(deadline=None)
 def test_the_bubble_of_h1_is_the_papers(ranks, more, f, i, w):
-    """(p - 1)(T_F + T_B - T_W), whose T_B is I here: from p microbatches on, if W is no longer than F and I."""
+    """The idle time is (p - 1)(T_F + T_B - T_W), where T_B is our I: from p microbatches on, if W is no longer than F and I."""
     w = min(f, i, w)
     expected = (ranks - 1) * (f + i - w)
     assert bubble(zb_h1(ranks, ranks + more), F=f, I=i, W=w) == pytest.approx(expected)
-    assert expected == (ranks - 1) * (f + (i + w) - 2 * w)  # as DeepSeek writes it: F + B - 2 W
+    assert expected == (ranks - 1) * (f + (i + w) - 2 * w)  # in DeepSeek's notation: F + B - 2 W
 
 
 @given(*ranks_and_more, seconds, seconds, seconds)
 @settings(deadline=None)
 def test_the_bubble_of_h2_is_the_papers(ranks, more, f, i, w):
-    """(p - 1)(T_F + T_B - 2 T_W): from 2 p - 1 microbatches on, if W is no longer than F and I."""
+    """The idle time is (p - 1)(T_F + T_B - 2 T_W) from 2 p - 1 microbatches on, if W is no longer than F and I."""
     w = min(f, i, w)
     assert bubble(zb_h2(ranks, 2 * ranks - 1 + more), F=f, I=i, W=w) == pytest.approx((ranks - 1) * (f + i - 2 * w))
 
@@ -73,7 +73,7 @@ def test_memory_in_flight_is_the_papers_on_every_rank(ranks, more):
 @given(st.integers(2, 8), st.integers(1, 99))
 @settings(deadline=None)
 def test_what_only_i_needs_is_free_while_w_waits(ranks, waiting):
-    """Rank r holds p - r microbatches whole and r that wait for W: the paper's M_B and M_W."""
+    """Rank r holds p - r whole microbatches, and r that wait for W: the paper's M_B and M_W."""
     held = activations(zb_h1(ranks, 3 * ranks), [100.0] * ranks, [float(waiting)] * ranks)
     assert held == [(ranks - rank) * 100 + rank * waiting for rank in range(ranks)]
 

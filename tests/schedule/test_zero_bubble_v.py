@@ -25,7 +25,7 @@ def test_no_rank_waits_when_f_i_and_w_take_the_same_time(ranks, more):
 @given(st.integers(1, 8), st.integers(0, 12))
 @settings(deadline=None)
 def test_every_rank_holds_as_much_as_the_first_of_1f1b(ranks, more):
-    """2 p chunks, each half of a rank's work: p microbatches."""
+    """Each rank holds 2 p chunks of half a rank's work: p microbatches."""
     assert in_flight(zb_v(ranks, 2 * ranks - 1 + more)) == [2 * ranks] * ranks
 
 
@@ -48,7 +48,7 @@ def test_one_rank_goes_down_and_up():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_uneven_times_leave_a_bubble_that_more_microbatches_do_not_fill_with_wrong_work(ranks):
-    """The order is made for even times; with others it stays possible, and the work done stays the same."""
+    """The order is made for equal times. With other times it remains valid, and the work stays the same."""
     timeline = simulate(lower(zb_v(ranks, 4 * ranks), 0), {"F": 1.0, "I": 1.5, "W": 0.5})
     assert timeline.busy == pytest.approx([4 * ranks * 2 * 3.0] * ranks)
     assert timeline.bubble_seconds > 0
