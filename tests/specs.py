@@ -16,7 +16,7 @@ TINY_EXPERTS = {key: TINY[key] for key in ("layers", "dim", "heads", "kv_heads",
 
 
 def tiny_run(**parts: dict[str, Any]) -> RunSpec:
-    """A run of a tiny Llama, or of `model={"preset": NAME}`; keyword arguments update its tables."""
+    """Return a run of a tiny Llama, or of `model={"preset": NAME}`. Keyword arguments update its tables."""
     tables: dict[str, dict[str, Any]] = {
         "model": TINY,
         "plan": {},
@@ -31,6 +31,7 @@ def tiny_run(**parts: dict[str, Any]) -> RunSpec:
 
 
 def brief_run(*, plan: dict[str, Any], train: dict[str, Any] | None = None, **parts: dict[str, Any]) -> RunSpec:
-    """`tiny_run` of two microbatches a data rank, or twice as many as a pipeline has ranks: enough for most that a step does."""
+    """Return `tiny_run` with two microbatches for each data rank, or twice as many as pipeline ranks: enough for most effects in
+    a step."""
     batch = 2 * plan.get("data", 1) * plan.get("pipeline", 1) * plan.get("microbatch", 1)
     return tiny_run(plan=plan, train={"global_batch": batch} | (train or {}), **parts)

@@ -1,4 +1,4 @@
-"""A run from Python: the page's example, and what it does without training."""
+"""A run from Python: the page's example, and functions that do not train."""
 
 import re
 import subprocess
@@ -90,7 +90,7 @@ def test_layouts_are_found_and_taken() -> None:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, *, code: ExitCode = ExitCode.FINISHED) -> None:
-    """A training that only writes events."""
+    """Replaces training: it only writes events."""
 
     def run(job: object, *, tick, owner, **_: object) -> Outcome:
         write_events(owner.run_dir)

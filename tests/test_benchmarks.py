@@ -1,4 +1,4 @@
-"""Long benchmarks: the cases that they are made of, and all of it in small where tests may take minutes."""
+"""Long benchmarks: their cases, and a small version of the whole in tests that may take minutes."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_tokens_to_a_loss_lie_on_the_line_between_validations() -> None:
 
 
 def test_a_table_has_what_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that stopped is no candidate for the best."""
+    """A run that stopped early cannot be the best."""
     small = optimizers.quick("optimizers", tmp_path)
     first, second = small.first("adamw")
     found = {first: Ran([*first], [(0.5, 3.0)], "", ""), second: Ran([*second], [(0.5, 5.0), (1.0, 4.0)], "", "")}
@@ -70,14 +70,14 @@ def test_clean_runs_that_are_watched_change_batch_and_length(tmp_path: Path) -> 
 @FULL
 @pytest.mark.parametrize("benchmark", ["optimizers", "spikes"])
 def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
-    """The second time everything is in the file."""
+    """The second time all runs are already in the file."""
     asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
     first, second = (subprocess.run(asked, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
 
 
 def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that is sent crosses the relay, and takes the time of the link."""
+    """All messages cross the relay, and take the time of the link."""
     monkeypatch.setattr(wire, "missing", lambda: "needs root")
     data = prepare_text(tmp_path)
     spec = link.run_of(str(data), "0.1M", 2, {"inner_steps": 1})

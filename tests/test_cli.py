@@ -1,4 +1,4 @@
-"""The program: it starts fast and without torch, and every command shows an example."""
+"""The program starts fast and without torch, and every command shows an example."""
 
 import os
 import re
@@ -77,14 +77,14 @@ def test_what_needs_no_ranks_does_without_torch(arguments: list[str]):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["data", "prepare", "--help"]], ids=" ".join)
 def test_help_reads_no_specification(arguments: list[str]):
-    """Specifications take 0.2 s to import."""
+    """Specifications are not imported, since that takes 0.2 s."""
     done = python(NO_TORCH.format(arguments=arguments, without=HEAVY | {"megalith.spec.run"}))
     assert done.returncode == 0, done.stderr
 
 
 def test_help_takes_little_time():
-    """Nothing heavy is imported for it: torch alone takes seconds. Beside another program that prints its help with typer, in processor
-    time: how fast the machine is, and what else it does, is the same for both."""
+    """No heavy module is imported for the help; torch alone takes seconds. The processor time is compared with that of another program
+    that prints its help with typer, so the machine's speed and load affect both."""
 
     def seconds(code: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

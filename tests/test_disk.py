@@ -1,4 +1,4 @@
-"""A disk without room, or a store that is away, costs notes, not runs."""
+"""A full disk or an unreachable store may cost notes, but not runs."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from tests.report.run_folder import start, step
 
 
 class Disk:
-    """Stands in for `os.write`: takes so many bytes more."""
+    """Replaces `os.write`: it accepts this many more bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room, self._write = 1 << 20, os.write
@@ -123,7 +123,7 @@ def test_a_log_that_is_gone_begins_anew_with_one_note_and_the_newest_start(how: 
 
 
 def test_nothing_is_written_where_a_file_system_was_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is still there, and another one."""
+    """A folder still exists there, but it is another one."""
     mounted = {str(tmp_path)}
     monkeypatch.setattr(disk.os.path, "ismount", lambda path: str(path) in mounted)
     log = EventLog(tmp_path)
@@ -146,7 +146,7 @@ def test_a_mount_point_at_which_nothing_is_mounted_is_recognised(line: str, bare
 
 
 def test_a_process_outlives_output_to_a_full_disk() -> None:
-    """/dev/full has no room for anything."""
+    """/dev/full refuses every write."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
         full = disk.Output(descriptor)

@@ -1,4 +1,4 @@
-"""Names of epochs, and what each begins with."""
+"""Names of epochs, and the initial files of each."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def test_an_epoch_begins_with_all_that_there_was_and_an_earlier_owners_paths_lea
     assert newest(tmp_path, "ranks/fleet.json").name == "fleet-1.json"
     assert newest(tmp_path, "checkpoints") == tmp_path / "checkpoints-1"
     assert [path.name for path in (tmp_path / "checkpoints-1").iterdir()] == ["step-00000010"]
-    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)  # by the earlier owner, whose names these are
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)  # by the earlier owner, to whom these names belong
     begin(tmp_path, 3)
     assert [path.name for path in newest(tmp_path, "checkpoints").iterdir()] == ["step-00000010"]
     assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
@@ -77,7 +77,7 @@ def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_res
 
 
 def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:
-    """A later save of the earlier owner is then not the newest."""
+    """So a later save of the earlier owner is not the newest."""
     begin(tmp_path, 1)
     assert _seen(tmp_path) == ["checkpoints-1"]
 

@@ -29,7 +29,8 @@ from megalith.events import (
 )
 
 OLD = Path(__file__).parent / "old_events.jsonl"
-"""A log with an event of every kind, as the version before classes for reading wrote it; its first step is from before experts."""
+"""A log with an event of every kind, written by a version from before the event classes. Its first step is from a version without
+experts."""
 
 
 def _reader(folder: Path, text: str) -> Reader:
@@ -69,7 +70,7 @@ def test_half_a_line_of_a_dead_writer_costs_that_line_only(tmp_path: Path) -> No
 def test_every_kind_of_event_of_an_old_log_is_read(tmp_path: Path) -> None:
     reader = _reader(tmp_path, OLD.read_text())
     found = list(reader)
-    assert {type(event) for event in found} == _with_subclasses(Event) - {Event, Unknown, Skipped}  # which old logs cannot have
+    assert {type(event) for event in found} == _with_subclasses(Event) - {Event, Unknown, Skipped}  # old logs cannot have it
     assert reader.skipped == 0
     assert not any(event.extra for event in found)
     first, second = of_kind(found, Step)
@@ -77,7 +78,7 @@ def test_every_kind_of_event_of_an_old_log_is_read(tmp_path: Path) -> None:
 
 
 def test_an_event_is_written_as_an_old_log_has_it() -> None:
-    """To the byte, but for the fields that are newer than the line."""
+    """Lines are equal to the byte, except for fields newer than the line."""
     for line in OLD.read_text().splitlines(keepends=True):
         event = parse(line)
         assert event is not None

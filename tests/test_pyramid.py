@@ -1,4 +1,4 @@
-"""A table of values by step: any part of it, in few records, whatever became of the files."""
+"""A table of values by step: any part of it is read in few records, whatever happens to the files."""
 
 import os
 import shutil
@@ -124,7 +124,7 @@ def test_another_width_is_another_table(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_made_anew_is_read_anew(tmp_path: Path) -> None:
-    """Its files may have the inodes of those before."""
+    """The new files may have the inodes of the old ones."""
     _write(tmp_path / "a", range(1, 100))
     reader = Reader(tmp_path / "a")
     assert reader.span() == (1, 99)

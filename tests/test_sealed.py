@@ -1,4 +1,4 @@
-"""Files that must stay as they are."""
+"""Files that must not change."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_a_file_that_changes_while_it_is_read_is_named_too(tmp_path: Path) -> No
 
 
 def test_a_file_that_cannot_be_read_is_no_changed_one(tmp_path: Path) -> None:
-    """Its store may be away."""
+    """The file's store may be unreachable."""
     (tmp_path / "kept").write_bytes(b"one")
     sealed = seal([tmp_path / "kept"])
     (tmp_path / "kept").unlink()

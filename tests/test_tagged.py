@@ -1,4 +1,4 @@
-"""Tagged values come back from JSON as they were, and their records keep one layout."""
+"""Tagged values are equal after a round trip through JSON, and their records keep one layout."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The tool that runs these tests against an old commit: what counts as a proof."""
+"""The tool that runs tests of findings against an old commit: its criterion for a proof."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from tests.findings.product import ROOT
 
-# Tests that the tool is given, one of each outcome: the second must hold, to be told apart from a proof.
+# Tests for the tool, one for each outcome. The second one passes, and so must not count as a proof.
 TESTS = """
 import os
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_knows_no_option():
 
 def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
-        # an unpacked archive has no commits to ask, and this tool is for those who have them
+        # an unpacked archive has no commits, and the tool needs them
         pytest.skip("this tree is no clone, so no commit can be asked")
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)

@@ -1,4 +1,4 @@
-"""A rank's device, and how it meets the others."""
+"""A rank's device, and its rendezvous with the others."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch):
-    """Pretend that there are so many GPUs; gives the list of those that were chosen."""
+    """Pretend that there are this many GPUs. Returns the list of those that were chosen."""
 
     def pretend(count: int) -> list[int]:
         chosen: list[int] = []
@@ -50,7 +50,7 @@ def test_each_rank_takes_the_gpu_of_its_number(gpus, wanted):
     ("wanted", "count", "ranks"), [("cuda", 0, 1), ("cuda", 2, 3), ("cuda", 2, 8), ("auto", 1, 4), ("auto", 3, 4)]
 )
 def test_fewer_gpus_than_ranks_are_an_error_on_every_rank(gpus, wanted, count, ranks):
-    """A5: under "auto" all ranks went to the CPU without a word."""
+    """A5: under "auto" all ranks used the CPU without a message."""
     gpus(count)
     for rank in range(ranks):
         with pytest.raises(RuntimeError, match=rf"{ranks} ranks on this machine and {count} GPUs\. Use one rank a GPU, or cpu"):

@@ -1,4 +1,4 @@
-"""The stores at which ranks meet: ours with a key, torch's at one address."""
+"""The stores through which ranks connect: ours with a key, and torch's at one address."""
 
 import os
 import signal

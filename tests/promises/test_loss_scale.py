@@ -82,9 +82,7 @@ class Subnormals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        fresh = (
-            not any(each.alias_info for each in func._schema.returns) and "empty" not in func.__name__
-        )  # uninitialised memory
+        fresh = not any(each.alias_info for each in func._schema.returns) and "empty" not in func.__name__  # uninitialised memory
         if fresh and torch._C._current_graph_task_id() != -1:
             with _disable_current_modes():
                 self.look(found)

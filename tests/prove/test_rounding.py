@@ -68,7 +68,7 @@ NAMES = {
     [
         (recording(rounded(1)), ""),
         (recording(TRUE), ""),
-        (recording(rounded(1) + MOVED, choices=(3, 1), load=9.0, moved=1.0), ""),  # the token went elsewhere: that explains all
+        (recording(rounded(1) + MOVED, choices=(3, 1), load=9.0, moved=1.0), ""),  # the token's expert changed: that explains all
         (recording(rounded(1) + MOVED), "distance"),
         (recording(rounded(1), choices=(0, 3)), "routing"),
         (recording(rounded(1), loss=4.01), "loss"),

@@ -33,9 +33,10 @@ def _plain(mtbf: float, **rest: Any) -> Scenario:
 
 
 def _llama(restart: float = 600.0, **rest: Any) -> Scenario:
-    """16,384 H100 for 54 days with the published faults and planned stops, and published figures of the state and the store.
+    """Return 16,384 H100 for 54 days with the published faults and planned stops, and published figures of the state and the
+    store.
 
-    What was not published: `restart` seconds from a decision to working again, and that a hang is seen within a minute.
+    Not published: `restart`, the seconds from a decision to the next step, and the minute within which a hang is noticed.
     """
     cluster = clusters.load("h100:16384")
     # 405e9 parameters with 16 bytes of state each; storage of 2 TB/s sustained (arXiv:2407.21783, section 3.3.1)

@@ -1,4 +1,4 @@
-"""The catalogue's figures, how devices are recognised, and clusters."""
+"""The catalogue's figures, the recognition of devices, and clusters."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_dense_peaks_are_the_published_ones():
     assert catalogue()["tpu-v5p"].peak["bf16"] == 459e12
 
 
-BLACKWELL_ULTRA = ("b300", "gb300-nvl72")  # three fp4 products in the time of one fp8: the one exception there is
+BLACKWELL_ULTRA = ("b300", "gb300-nvl72")  # three fp4 products in the time of one fp8: the only exception
 
 
 def test_peaks_are_dense_so_narrower_numbers_are_twice_as_fast_at_most():
@@ -25,7 +25,7 @@ def test_peaks_are_dense_so_narrower_numbers_are_twice_as_fast_at_most():
         rates = [accelerator.peak[p] for p in ("bf16", "fp8", "fp4") if p in accelerator.peak]
         ratios = [2, 3] if accelerator.name in BLACKWELL_ULTRA else [2, 2]
         for (wide, narrow), ratio in zip(itertools.pairwise(rates), ratios, strict=False):
-            assert narrow == pytest.approx(ratio * wide, rel=2e-2), accelerator.name  # as printed: an L40S has 362.05 and 733
+            assert narrow == pytest.approx(ratio * wide, rel=2e-2), accelerator.name  # as published: an L40S has 362.05 and 733
 
 
 def test_volta_has_no_bf16_and_ampere_no_fp8():

@@ -1,4 +1,4 @@
-"""The samples that sites read: none is lost or read twice, whoever comes and goes."""
+"""The samples that sites read: none is lost or read twice, whichever sites join and leave."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def _samples(shares: Iterable[Share]) -> Counter[int]:
 
 
 def _walk(deal: Deal, run: RunSpec, sites: SitesSpec, draw: random.Random) -> list[Share]:
-    """Deal out a whole run under a drawn membership, and return the shares that a merge took."""
+    """Deal the samples of a whole run under a drawn membership, and return the shares that merges included."""
     phases, total = Phases.of(run), Phases.of(run).after(0, run.train.steps)
     flying, step, taken = dict[int, int](), 0, list[Share]()
     away = set[int]()

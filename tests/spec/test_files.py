@@ -1,4 +1,4 @@
-"""Run files: what lies over what, every problem at once, and the resolved run read back."""
+"""Run files: the precedence of layers, all problems at once, and reading the resolved run back."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_the_file_lies_over_the_preset_and_the_command_line_over_both(run: Path)
 
 @pytest.mark.parametrize(("timeout", "times"), [(60, 1), (600, 1), (1500, 2.5)])
 def test_one_timeout_raises_the_limits_that_nobody_sets(run: Path, timeout: int, times: float):
-    """And never lowers them."""
+    """It never lowers them either."""
     spec = load(run, overrides=[f"launch.timeout={timeout}", "fleet.hang_floor=7.0"]).spec
     assert spec.launch.start_timeout == 120.0 * times
     assert (spec.fleet.node_timeout, spec.fleet.wait_limit, spec.fleet.hang_floor) == (3.0 * times, 3600.0 * times, 7.0)
@@ -124,7 +124,7 @@ def test_settings_are_toml_values_or_bare_words(run: Path, setting: str, key: st
     ],
 )
 def test_a_lowest_learning_rate_is_refused_with_both_readings(settings: list[str], said: str, run: Path):
-    """A6: every other trainer takes `min_lr` for a learning rate."""
+    """A6: in every other trainer `min_lr` is a learning rate."""
     (problem,) = problems(RUN, *settings).values()
     assert problem.key == "optimizer.min_lr"
     assert said in str(problem)
@@ -155,7 +155,7 @@ def test_a_part_of_a_presets_table_can_be_set(run: Path):
 
 def test_unknown_keys_are_refused_with_the_nearest(run: Path):
     found = problems(RUN.replace("steps =", "stepz ="))
-    assert list(found) == ["train.stepz"]  # and train.steps is not called missing too
+    assert list(found) == ["train.stepz"]  # train.steps is not reported as missing too
     assert found["train.stepz"].way_out == "Did you mean train.steps?"
     assert found["train.stepz"].source == "file wrong.toml"
 
@@ -176,7 +176,7 @@ def test_a_key_in_the_wrong_place_is_told_the_right_one(run: Path, setting: str,
 
 @pytest.mark.parametrize("size", ["layers = 3", "kv_rank = 16", "active = 2"])
 def test_a_misspelt_preset_is_the_only_problem_it_makes(run: Path, size: str):
-    """Whatever family it was to be of."""
+    """This holds for every intended family."""
     found = problems(RUN.replace("quickstart", "quickstrat").replace("[data]", f"{size}\n[data]"))
     assert list(found) == ["model.preset"]
     assert 'Did you mean "quickstart"?' in found["model.preset"].way_out
@@ -195,7 +195,7 @@ def sound(text: str, *overrides: str) -> set[str]:
     [
         (["train.seed=many"], {"train.seed"}),
         (["train.sed=1"], {"train.seed"}),
-        (["train.stepz=1"], set()),  # what was meant is given
+        (["train.stepz=1"], set()),  # the intended value was given
         (["train.tensor=2"], {"plan.tensor"}),
         (["plan.layers=[1,0]", "data.weights.austen=much"], {"plan.layers", "data.weights"}),
         (["model.ffn=none"], {"model.ffn"}),
@@ -333,7 +333,7 @@ def test_a_missing_file_names_its_neighbour(run: Path):
 
 
 def _with_cluster(folder: Path, text: str) -> Path:
-    """A run file in `folder` that names a cluster's file."""
+    """Write a run file in `folder` that names a cluster file."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(f'cluster = "{text}"\n{RUN}')
     return folder / "run.toml"
@@ -454,7 +454,7 @@ def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpe
 
 
 def test_a_brief_file_keeps_sites_that_are_all_defaults_and_what_was_said_of_them(run: Path) -> None:
-    """Keys that are left out may be chosen for a link."""
+    """Keys that the file leaves out can be chosen for a link."""
     run.write_text(run.read_text() + "\n[sites]\nbits = 32\n")
     before = files.load(run)
     brief = run.with_name("brief.toml")

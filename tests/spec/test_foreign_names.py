@@ -1,4 +1,4 @@
-"""A name that another trainer uses is told the key here, and guesses are never of another meaning."""
+"""For a name from another trainer the error gives our key, and guesses never have another meaning."""
 
 from pathlib import Path
 

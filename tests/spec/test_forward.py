@@ -1,4 +1,4 @@
-"""Values of a model that its forward pass depends on."""
+"""The values of a model on which its forward pass depends."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from megalith.spec.validate import kinds_of
 
 
 def parts_of(kind: type[Spec]) -> Iterator[type[Spec]]:
-    """The spec of every part that a model may have."""
+    """Return the spec of every part that a model may have."""
     yield kind
     for field in kind.model_fields.values():
         items = [item for item in get_args(field.annotation) if item is not ...] if field.annotation else []

@@ -6,7 +6,8 @@ from megalith.spec.plan import Plan
 
 
 def test_estimates_are_the_covariance_and_the_mean_that_gradients_are_drawn_from():
-    """Gradients of sequences with a known mean and covariance: 4,000 steps of 8 sequences in 4 parts, within four standard errors."""
+    """Gradients of sequences have a known mean and covariance. Estimates from 4,000 steps of 8 sequences in 4 parts are within four
+    standard errors."""
     draw = np.random.default_rng(0)
     mean, deviations = draw.normal(size=20), draw.uniform(0.1, 3.0, size=20)
     signal, noise = float(mean @ mean), float(deviations @ deviations)

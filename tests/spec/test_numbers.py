@@ -35,7 +35,7 @@ def test_the_catalogue_gives_rates_of_known_formats() -> None:
     assert {rate for device in catalogue().values() for rate in device.peak} <= rates
     assert TypeAdapter(Rate).validate_python("tf32") == "tf32"
     with pytest.raises(ValidationError):
-        TypeAdapter(Rate).validate_python("mxfp8")  # computes at the rate of fp8
+        TypeAdapter(Rate).validate_python("mxfp8")  # this format computes at the rate of fp8
 
 
 def test_the_trainer_computes_in_what_parity_has_limits_for() -> None:

@@ -70,7 +70,7 @@ def test_a_ramp_and_phases_are_one_sequence_in_which_the_last_word_counts():
     assert found == [
         (0, 0, 0, 64, 4, None),
         (40, 10, 40 * 64, 64, 8, None),
-        (64, 13, 64 * 64, 128, 8, {"a": 1.0}),  # the first step that begins at 60 or later
+        (64, 13, 64 * 64, 128, 8, {"a": 1.0}),  # the first step that begins at sample 60 or later
         (104, 18, 64 * 64 + 40 * 128, 128, 2, {"a": 1.0}),
     ]
     last = during(spec, Phases.of(spec).all[-1])
@@ -79,7 +79,7 @@ def test_a_ramp_and_phases_are_one_sequence_in_which_the_last_word_counts():
 
 
 def test_lengths_may_be_given_in_tokens_samples_or_steps():
-    """4 x 64 tokens a step up to sample 400, then 8 x 64."""
+    """The run has 4 x 64 tokens a step up to sample 400, then 8 x 64."""
     ramp = [{"begin": "25.6K tokens", "global_batch": 8}]
     found = load(
         {"steps": "102_400 tokens", "batch_ramp": ramp}, None, {"warmup": "40 samples", "schedule": "wsd", "decay": "80 samples"}
@@ -121,7 +121,7 @@ def test_numbers_with_letters_are_read_in_points_too():
     assert (found.train.batch_ramp[0].begin, found.train.batch_ramp[0].global_batch) == (
         1956,
         1024,
-    )  # the first step of 4 that begins there or later
+    )  # the first step of 4 samples that begins there or later
     assert (found.data.phases[0].begin, found.data.phases[0].seq_len) == (4000, 16384)
     assert Phases.of(found).all[0].seq_len == 8192
 
@@ -135,5 +135,5 @@ def test_a_share_and_a_length_of_warmup_both_stand():
 
 def test_any_step_since_a_position_is_found_through_phases():
     spec = load({"batch_ramp": [{"begin": 40, "global_batch": 8}]}).spec
-    begin = Position(step=12, samples=36, updates=9)  # three updates of it were left out by a rewind, or passed over
+    begin = Position(step=12, samples=36, updates=9)  # three of its updates were undone by a rewind or skipped
     assert [read_numbers(spec, begin, step) for step in (12, 13, 15)] == [range(36, 40), range(40, 48), range(56, 64)]

@@ -1,4 +1,4 @@
-"""Presets are the published models: their modules have the published numbers of parameters."""
+"""Presets equal the published models: their modules have the published numbers of parameters."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ EXACT = {  # totals of the released checkpoints
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-PRINTED = {  # in the digits of the papers
+PRINTED = {  # in the precision of the papers
     "gpt3-125m": "125e6",
     "gpt3-760m": "760e6",
     "gpt3-1.3b": "1.3e9",
@@ -70,12 +70,12 @@ PRINTED = {  # in the digits of the papers
 OTHER = {
     "gpt3-350m": (350e6, 0.02),  # 355.9e6: the paper rounds down
     "kimi-k2": (1.04e12, 0.015),  # 1.026e12: the paper's own sizes give less than it prints
-    "deepseek-v3": (671e9 + 14e9, 0.01),  # the 14e9, for a further token, are with an embedding and a head that it shares
+    "deepseek-v3": (671e9 + 14e9, 0.01),  # the 14e9 for multi-token prediction include an embedding and a head that it shares
 }
 
 
 def parameters(model: ModelSpec) -> int:
-    """Every parameter once, from the modules; blocks that are alike are built once."""
+    """Count every parameter once, from the modules. Equal blocks are built once."""
     ends = [0, len(model.blocks) + 1]
     alike = {block: 1 + number for number, block in reversed([*enumerate(model.blocks)])}
     with torch.device("meta"):
@@ -85,7 +85,7 @@ def parameters(model: ModelSpec) -> int:
 
 
 def last_digit(printed: str) -> float:
-    """The worth of the last digit that is printed."""
+    """Return the value of one unit in the last printed digit."""
     digits, power = printed.split("e")
     return 10.0 ** (int(power) - len(digits.partition(".")[2]))
 
@@ -97,7 +97,7 @@ def test_a_preset_has_the_parameters_of_the_released_checkpoint(name: str):
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_preset_has_the_printed_number_of_parameters(name: str):
-    """Within 1 %, or as near as the digits printed tell."""
+    """Numbers agree within 1 %, or within the printed precision."""
     found, published = parameters(presets()[name].build().build()), float(PRINTED[name])
     assert abs(found - published) <= max(0.01 * published, last_digit(PRINTED[name]) / 2)
 
@@ -110,7 +110,7 @@ def test_a_preset_has_about_the_number_of_parameters_its_name_says(name: str):
 
 def test_every_published_preset_is_checked_against_its_publication():
     own = {name for name, preset in presets().items() if "of our own" in preset.source} - set(PRINTED)
-    between = {f"switch-base-{experts}" for experts in (8, 16, 32, 64, 256)}  # released, and their sizes printed nowhere
+    between = {f"switch-base-{experts}" for experts in (8, 16, 32, 64, 256)}  # released models without published sizes
     assert set(presets()) - own - between == EXACT.keys() | PRINTED.keys() | OTHER.keys()
 
 
@@ -152,7 +152,7 @@ def test_heads_of_every_llama_and_gpt_2_make_up_its_width():
 
 
 def test_gemma_2_scales_its_scores_by_what_the_paper_says():
-    """dim / heads for the 27B, the heads' own width for the others."""
+    """The scale uses dim / heads for the 27B, and the heads' own width for the others."""
     for name, scalar in (("gemma2-2b", 256), ("gemma2-9b", 256), ("gemma2-27b", 4608 / 32)):
         model = presets()[name].build()
         assert isinstance(model, Gemma2)

@@ -1,4 +1,4 @@
-"""How a model is cut into fragments, when they are due, and how many bytes they have."""
+"""The fragments of a model, the steps at which they are due, and their bytes."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_own_share_follows_the_overlap() -> None:
 
 @pytest.mark.parametrize("every", [1, 3, 10, 40])
 def test_sites_that_are_apart_hold_a_checkpoint_in_common(every: int) -> None:
-    """One is ahead by as much as it can be, and the other's newest save is still under way."""
+    """One site is as far ahead as possible, and the other's newest save is still being written."""
     sites = {"count": 2, "inner_steps": 30, "fragments": 4, "overlap": 5}
     run = tiny_run(sites=sites, checkpoint={"every": every, "keep": 2})
     assert run.sites is not None and run.sites.lead == 8 + 5
@@ -104,7 +104,7 @@ def test_each_site_has_its_cluster_also_in_a_file_beside_the_run_s(tmp_path: Pat
 
 
 def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
-    """Also the file that one site has saved, for another site."""
+    """This includes the file saved by one site and used by another."""
     file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
     sites = "[sites]\ncount = 2\n[[sites.each]]\nplan = { data = 2, zero = 3 }\n[[sites.each]]\nshare = 1\n"
     train = "[train]\nsteps = 3\nglobal_batch = 12\nseq_len = 32\n"

@@ -1,4 +1,5 @@
-"""Parameters without torch are those of the real modules: names, shapes, order and counts, for every family and for odd blocks."""
+"""Parameters computed without torch equal those of the real modules: names, shapes, order and counts, for every family and for
+unusual blocks."""
 
 from typing import Any
 
@@ -33,17 +34,17 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def stated(parameters: Any) -> Shapes:
-    """Return names and shapes as `spec.sizes` states them."""
+    """Return names and shapes according to `spec.sizes`."""
     return [(each.name, each.shape) for each in parameters]
 
 
 def made(module: nn.Module) -> Shapes:
-    """Return the names and shapes of a module's parameters, tied ones too."""
+    """Return the names and shapes of a module's parameters, including tied ones."""
     return [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters(remove_duplicate=False)]
 
 
 def agree(model: ModelSpec) -> None:
-    """Assert that a model's sizes are those of its modules, part by part and as a whole."""
+    """Assert that a model's sizes equal those of its modules, part by part and as a whole."""
     with torch.device("meta"):
         stage = Stage(model)
     for name, part in stage.parts():
@@ -90,7 +91,7 @@ moes = st.builds(
 
 @st.composite
 def blocks(draw: st.DrawFn) -> BlockSpec:
-    """Any legal block of odd sizes."""
+    """Draw any valid block of odd sizes."""
     attention, mamba, mlp = draw(
         st.one_of(
             st.tuples(attentions | latents, st.none(), st.none() | mlps | moes),
@@ -111,7 +112,7 @@ def blocks(draw: st.DrawFn) -> BlockSpec:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    """Any legal model of up to three odd blocks, with or without learned positions, tying and multi-token prediction."""
+    """Draw any valid model of up to three unusual blocks, with or without learned positions, tying and multi-token prediction."""
     vocab = draw(odd)
     ahead = draw(st.none() | st.builds(AheadSpec, depth=st.integers(1, 2), block=blocks()))
     return ModelSpec(
@@ -133,7 +134,7 @@ def test_any_model_has_the_parameters_that_its_sizes_state(model: ModelSpec):
 @given(blocks(), odd)
 @settings(deadline=None, max_examples=60)
 def test_a_role_is_that_of_the_module(block: BlockSpec, dim: int):
-    """Matrices are what linear layers and routers multiply with, experts and filters have modules of their own, and the rest is flat."""
+    """Matrices are the weights of linear layers and routers, experts and filters have modules of their own, and the rest is flat."""
     with torch.device("meta"):
         built = Block(dim, block)
     for each in sizes.block_parameters(block, dim):

@@ -1,4 +1,4 @@
-"""The arithmetic of bytes a parameter."""
+"""The arithmetic of bytes for each parameter."""
 
 import pytest
 
@@ -9,7 +9,8 @@ ADAMW = OPTIMIZERS["adamw"].slots
 
 
 def test_adamw_keeps_what_the_field_says() -> None:
-    """16 bytes a parameter in fp32, 18 with a bf16 copy to compute with, gradients in fp32; 12 of them last (Rajbhandari et al. 2019)."""
+    """16 bytes a parameter in fp32, 18 with a bf16 copy for computing and gradients in fp32; 12 of these are kept between steps
+    (Rajbhandari et al. 2019)."""
     assert bytes_each([MASTER, GRADIENT, *ADAMW]) == 16
     assert bytes_each(kept("bf16", ADAMW)) == 18
     assert bytes_each(lasting([MASTER, GRADIENT, *ADAMW])) == 12

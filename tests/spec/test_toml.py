@@ -1,4 +1,4 @@
-"""Values as TOML text."""
+"""Values written as TOML."""
 
 import tomllib
 

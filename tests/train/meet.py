@@ -1,4 +1,5 @@
-"""Program for torchrun in a test: meet, compute together, and in the first life lose a rank. `python -m tests.train.meet FOLDER`."""
+"""Program for torchrun in a test: ranks connect, compute together, and lose a rank in the first generation.
+`python -m tests.train.meet FOLDER`."""
 
 import os
 import signal

@@ -7,11 +7,11 @@ from pathlib import Path
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 
-VOCAB = 260  # bytes, the end of a text, and some that never occur
+VOCAB = 260  # bytes, the end of a text, and tokens that never occur
 
 
 def small_data(folder: Path, *, seed: int = 0) -> str:
-    """A prepared folder of two domains, in bytes; documents of 20 to 120 letters."""
+    """Write a prepared folder of two domains, tokenized as bytes, with documents of 20 to 120 letters."""
     draw = random.Random(seed)
     for name, documents in (("letters", 120), ("digits", 60)):
         alphabet = {"letters": "abcdefgh ", "digits": "0123456789"}[name]

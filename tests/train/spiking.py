@@ -1,4 +1,4 @@
-"""Small runs with spikes on purpose (`megalith.prove.spikes`)."""
+"""Small runs with planted spikes (`megalith.prove.spikes`)."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ BATCH = 8
 
 
 class Wrong(Watcher):
-    """A watcher that makes a weight wrong by far after some steps, each once."""
+    """A watcher that makes a weight badly wrong after each of some steps, once."""
 
     def __init__(self, *steps: int) -> None:
         self.left = set(steps)
@@ -31,7 +31,7 @@ class Wrong(Watcher):
 
 
 def spiky_run(data: str, *, plan: dict[str, Any] | None = None, steps: int = 60, **stability: Any) -> RunSpec:
-    """A run whose bands are made of 16 updates, and copies kept every ten steps."""
+    """A run whose bands are computed from 16 updates, with copies kept every ten steps."""
     return tiny_run(
         model={"layers": 2, "vocab": VOCAB},
         plan=plan or {},
@@ -44,5 +44,5 @@ def spiky_run(data: str, *, plan: dict[str, Any] | None = None, steps: int = 60,
 
 
 def spike(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...], wrong: tuple[int, ...] = (), **rest: Any) -> Ended:
-    """Train on one of the plan's ranks; after the steps `wrong`, a weight is wrong."""
+    """Train on one of the plan's ranks. After each step in `wrong`, a weight is made wrong."""
     return train(rank, spec, folder, faults, key=KEY, watchers=[Wrong(*wrong)], **rest)

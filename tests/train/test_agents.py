@@ -1,4 +1,4 @@
-"""Facts that an agent must know before it can join a run."""
+"""The information that an agent needs to join a run."""
 
 import os
 import signal
@@ -37,7 +37,8 @@ from tests.patience import PATIENCE
 
 @pytest.fixture(autouse=True)
 def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key in the environment, neither from outside nor from the test before, which takes one up for its ranks."""
+    """Remove the key from the environment: neither an outer one nor that of the previous test, which sets one for its
+    ranks, may remain."""
     monkeypatch.setenv(key.VARIABLE, "")
     monkeypatch.delenv(key.VARIABLE)
 
@@ -60,7 +61,7 @@ def test_the_engines_first_process_directs_unless_it_joins_a_run_that_goes_on(mo
 
 
 def test_the_directors_own_agent_joins_anew_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that was too busy to speak would otherwise be lost for good, and the run wait for it."""
+    """Otherwise a machine that was too busy to send heartbeats would be lost for good, and the run would wait for it."""
     told = tmp_path / "told"
 
     def serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], object]) -> int:
@@ -76,7 +77,7 @@ def test_the_directors_own_agent_joins_anew_as_any_other(tmp_path: Path, monkeyp
 
 
 def test_the_directors_own_agent_is_started_again_when_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine knows of it; one that leaves by itself is not called back."""
+    """No engine knows the agent. An agent that leaves by itself is not called back."""
     told = tmp_path / "told"
     program = f"import os, pathlib; pathlib.Path({str(told)!r}).write_text(os.environ[{MEETING!r}])"
     monkeypatch.setattr(agents, "_be_the_agent", lambda host, meeting, parent: signal.pause())
@@ -152,7 +153,7 @@ def _fork_agent(host: Host, meeting: str) -> int:
 
 
 class _Paced:
-    """A controller's clock, which waits for nodes that live: it goes no further than MOST seconds from the last sign of life of each."""
+    """A controller's clock that waits for live nodes: it advances at most MOST seconds beyond the last heartbeat of each."""
 
     MOST = 0.5
 
@@ -173,13 +174,13 @@ class _Paced:
 
 @pytest.mark.slow
 def test_by_default_a_node_that_falls_silent_is_lost_after_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connections stay up, so that only its silence tells; when it wakes up it finds that it was given up."""
+    """The agent's connections stay open, so that only its silence shows. When it wakes up it finds that it was given up."""
     monkeypatch.setenv(key.VARIABLE, KEY.text)
     server = listen("127.0.0.1", 0)
     meeting = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     keeper = serve(server, KEY)
     job = Job("tests.fleet.entries:wait", {}, ranks=2, run_dir=tmp_path, start_timeout=PATIENCE)
-    patient = FleetSpec(node_timeout=PATIENCE)  # of agents that cannot reach the store; it beats as often as by default
+    patient = FleetSpec(node_timeout=PATIENCE)  # timeout without the store; heartbeats have the default interval
     processes = {name: _fork_agent(Host(job, patient, name, "silence", open_data=lambda: None), meeting) for name in "ab"}
     clock = _Paced("ab")
     nodes = clock.nodes = RemoteNodes(StoreClient(meeting, KEY, seconds=PATIENCE), job, FleetSpec(), clock=clock)

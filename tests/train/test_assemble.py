@@ -23,7 +23,7 @@ def _holding(rank: int, plan: dict[str, Any]) -> dict[str, int]:
 def test_bytes_of_all_ranks_together_are_those_of_the_model(plan):
     elements = sum(p.numel() for p in stage(tiny_run().model).parameters())
     norms = sum(p.numel() for name, p in stage(tiny_run().model).named_parameters() if "norm" in name)
-    twice = norms if "tensor" in plan else 0  # norms are whole on every tensor rank
+    twice = norms if "tensor" in plan else 0  # every tensor rank has the norms whole
     held = run_ranks(_holding, 2, plan)
     assert sum(one["weights"] for one in held) == sum(one["gradients"] for one in held) == 4 * (elements + twice)
     assert sum(one["optimizer"] for one in held) == 8 * (elements + twice)
@@ -44,7 +44,7 @@ def test_the_state_is_weights_and_moments_by_their_names_with_global_shapes():
 
 
 def _moves(rank: int) -> bool:
-    """`state` returns the training state itself, so loading into it is enough."""
+    """`state` returns the training state's own tensors, so loading into them is enough."""
     trainer = trainer_of(tiny_run())
     for tensor in trainer.state.tensors().values():
         tensor.fill_(0.25)

@@ -1,4 +1,4 @@
-"""The global batch is cut without a remainder, whatever the plan."""
+"""The global batch is divided without a remainder under every plan."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def samples(**parts: Any) -> Samples:
 
 
 def test_a_batch_says_which_samples_and_positions_its_tokens_are():
-    """Also on a context rank, which has the first and the last of four chunks of each sequence."""
+    """This includes a context rank, which has the first and the last of four chunks of each sequence."""
     whole = to_batch(samples(), Cut(), device=CPU, loss_scale=1.0).work
     part = to_batch(samples(), Cut(contexts=2, context=0), device=CPU, loss_scale=1.0, wide=True).work
     assert whole is not None and part is not None

@@ -108,7 +108,8 @@ def test_only_updates_make_the_band() -> None:
 
 @pytest.mark.parametrize("stability", [STOP, SKIP])
 def test_an_overflow_is_skipped_with_a_smaller_scale_until_that_is_at_its_floor(stability: StabilitySpec) -> None:
-    """However many updates the run has left out, and without a second try. A loss that is not finite is no matter of the scale."""
+    """This holds however many updates the run has skipped, and without a second try. A loss that is not finite does not concern
+    the scale."""
     specs = {"optimizer": OptimizerSpec(), "stability": stability, "loss_scale": LossScaleSpec(hysteresis=1, floor=2)}
     found = decide(Vitals(1.0, math.inf, skipped=9, repeatable=True, scale=Scale(3)), **specs)
     assert isinstance(found, Skip) and found.scale == Scale(2, spent=1, overflows=1)

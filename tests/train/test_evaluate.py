@@ -1,4 +1,4 @@
-"""The loss on text is that of the logits, whatever the window."""
+"""The loss on text equals that computed from logits, for any window."""
 
 import json
 import math

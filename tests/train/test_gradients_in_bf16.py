@@ -1,4 +1,5 @@
-"""Gradients added up in bf16: the fp32 run's bits where nothing is added, the same under every place, and half of the bytes."""
+"""Gradients added up in bf16 have the fp32 run's bits if nothing is added, do not depend on the state's place, and take half of
+the bytes."""
 
 import os
 from functools import reduce
@@ -34,7 +35,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def _trained(rank: int, specs: list[RunSpec]) -> list[Trained]:
-    """Losses and this rank's state after some steps of each."""
+    """Return losses and this rank's state after some steps of each run."""
     found = []
     for spec in specs:
         trainer = trainer_of(spec)
@@ -60,7 +61,7 @@ def _variant(spec: RunSpec, **changes: dict[str, Any]) -> RunSpec:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS if FULL else ("adamw", "muon", "adafactor"))
 def test_one_microbatch_without_clipping_is_the_run_in_fp32(kind: str) -> None:
-    """A backward in bf16 gives bf16: until two of them are added, nothing is rounded."""
+    """A backward in bf16 gives bf16 gradients, so nothing is rounded until two are added."""
     spec = brief_run(
         plan={}, model={"layers": 2}, train={"precision": "bf16", "global_batch": 1}, optimizer={"kind": kind, "clip": 0.0}
     )
@@ -73,7 +74,7 @@ PLANS: list[dict[str, Any]] = [{"data": 2, "zero": 1}, {"data": 2, "zero": 3, "p
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_no_bit_changes_with_the_place_of_the_state(plan: dict[str, Any]) -> None:
-    """Clipping bites; with post-validation the update is undone. Master weights may be in halves, too."""
+    """Clipping is active; with post-validation the update is undone. Master weights may be in halves, too."""
     spec = brief_run(plan=plan, train=NARROW, optimizer={"clip": 0.05, "master": "split16"})
     places = [spec.plan.model_validate(spec.plan.model_dump() | {"state": place}) for place in ({}, HALF, DISK)]
     made = [spec.model_copy(update={"plan": plan}) for plan in places]
@@ -84,7 +85,7 @@ def test_no_bit_changes_with_the_place_of_the_state(plan: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion"])
 def test_large_tensors_on_disk_are_updated_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 2,048 numbers, which are no whole rows of 48."""
+    """Chunks have 2,048 numbers, which is not a multiple of rows of 48."""
     monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 13)
     spec = brief_run(plan={}, train=NARROW, optimizer={"kind": kind, "clip": 0.05}, model={"vocab": 331, "dim": 48})
     away = spec.plan.model_validate(spec.plan.model_dump() | {"state": {"optimizer": "disk", "chunk": 1}})
@@ -102,7 +103,7 @@ def test_large_tensors_on_disk_are_updated_in_pieces(kind: str, monkeypatch: pyt
     ids=str,
 )
 def test_a_plan_trains_like_one_process(plan: dict[str, Any]) -> None:
-    """Within the limits of bf16; that one adds up in fp32."""
+    """Equal within the limits of bf16 to the reference, which adds up in fp32."""
     model = {"preset": "mixtral-8x7b"} if "expert" in plan else {}
     spec = shrink(tiny_run(plan=plan, model=model, train={"global_batch": 8, **NARROW}), steps=3)
     proof = prove(Draw((), spec.model_copy(update={"name": "tiny"})), references={})
@@ -121,8 +122,8 @@ def _gradients(rank: int, spec: RunSpec) -> tuple[set[torch.dtype], int, int]:
 
 
 def _added_up(rank: int, spec: RunSpec) -> list[str]:
-    """Names of parameters whose gradient is not the sum of the microbatches' own, each addition rounded to bf16: over ranks, then over
-    microbatches."""
+    """Return the parameters whose gradient is not the sum of the microbatches' gradients, added over ranks and then over microbatches
+    with each addition rounded to bf16."""
     trainer = trainer_of(spec)
     weights = {w for r in trainer.runners.values() for used in r.buckets for bucket in used for w in bucket.weights}
     seen: dict[int, list[Tensor]] = {id(weight.kept): [] for weight in weights}

@@ -1,4 +1,4 @@
-"""Findings of a rank about its own state and gradients, its blame, and its silence where the check is off."""
+"""A rank's findings about its own state and gradients, the ranks that it blames, and no findings if the check is off."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,12 +26,12 @@ from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
 STEPS = 4
-BAD = 2  # the step at which something happens
+BAD = 2  # the step with the fault
 Moment = Callable[[Trainer, int], None]
 
 
 class Fault:
-    """Does one thing at one moment of step BAD."""
+    """Does one act at one point of step BAD."""
 
     def __init__(self, **acts: Moment) -> None:
         self.acts = acts
@@ -62,12 +62,13 @@ def read_of(trainer: Trainer, step: int, data_rank: int) -> list[Any]:
 
 
 def flip(tensor: torch.Tensor, at: int = 3) -> None:
-    """One bit of a mantissa."""
+    """Flip one bit of a mantissa."""
     tensor.view(-1)[at : at + 1].view(torch.int32).bitwise_xor_(1 << 20)
 
 
 def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> None:
-    """Add to one element of this rank's own gradient, before it is reduced: `times` times, or always (-1); not the first `after` times."""
+    """Add to one element of this rank's own gradient before it is reduced: `times` times, or always (-1), after the first `after`
+    times."""
     parameter = next(p for p in trainer.runners[max(trainer.runners)].stage.parameters() if p.requires_grad)
     left, skip = [times], [after]
 
@@ -86,7 +87,7 @@ def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> Non
 
 
 class Outcome:
-    """Outcome of one rank: its reports, its reason to end, and its final bits."""
+    """The outcome on one rank: its reports, its reason to end, and its final bits."""
 
     def __init__(self, signs: list[Sign], ended: str, bits: dict[str, torch.Tensor]) -> None:
         self.signs, self.ended, self.bits = signs, ended, bits
@@ -134,7 +135,7 @@ def only(rank: int, **acts: Moment) -> Callable[[int], Watcher | None]:
     return lambda here: Fault(**acts) if here == rank else None
 
 
-# --- bits that flip at rest ---
+# --- bits that flip between steps ---
 
 ALONE: dict[str, Any] = {"plan": {}}
 
@@ -202,7 +203,7 @@ UNSEEN = [(3, "all"), (1, "one")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "verify"), UNSEEN, ids=["another step is verified", "another computation is"])
 def test_an_error_that_came_once_elsewhere_than_what_is_verified_is_never_found(every: int, verify: str) -> None:
-    """So that with `verify = "all"` one that comes at any step is found with probability 1 / verify_every."""
+    """So with `verify = "all"` a one-off error at any step is found with probability 1 / verify_every."""
     assert BAD % 3
     run = REPLICAS | {"fleet": {"verify_every": every, "verify": verify}}
     found = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1)))
@@ -247,7 +248,7 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
 
 
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
-    """Rank 0's node is a spare that has just come; rank 1 holds the copy of step 1, the last that was verified. The run goes on from 3."""
+    """Rank 0's node is a spare that has just joined. Rank 1 holds the copy of step 1, the last verified step. The run resumes from 3."""
     trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Sign]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
     if rank == 1:
@@ -265,7 +266,7 @@ def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sig
 
 
 def test_what_was_verified_last_is_what_all_ranks_know_of_however_new_their_nodes_are(tmp_path: Path) -> None:
-    """A spare restores a state that nobody has verified, and whose last steps may be what is found to be wrong now."""
+    """A spare restores an unverified state, whose last steps may contain the error found now."""
     run = REPLICAS | {"fleet": {"verify_every": 4, "verify": "all"}}
     (sign,) = [sign for signs in run_ranks(_after_a_replacement, 2, run, tmp_path) for sign in signs]
     assert isinstance(sign, GradientWrong) and sign.good_step == 1
@@ -275,7 +276,7 @@ def test_what_was_verified_last_is_what_all_ranks_know_of_however_new_their_node
 
 
 def flip_moment(trainer: Trainer, step: int) -> None:
-    """Before the digest is taken: at rest nothing changes."""
+    """The error comes before the digest is taken, so nothing changes between steps."""
     flip(next(iter(trainer.state.shares("optimizer").values())))
 
 
@@ -286,7 +287,7 @@ def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path
 
 
 def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) -> None:
-    """Sharded, so that no replica has it. The buddy ends; a supervisor would end the others."""
+    """The state is sharded, so no replica has it. The buddy ends; a supervisor would end the others."""
     run = {"plan": {"data": 2, "zero": 1}, "fleet": {"verify_every": 2}}
     with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD + 1} is not"):
         run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True)

@@ -1,4 +1,4 @@
-"""Effects of faults of tensors and computations on one rank, and nothing else."""
+"""Faults of tensors and computations have their effect on one rank, and no other effect."""
 
 import time
 from pathlib import Path
@@ -36,7 +36,7 @@ def _injector(kind: str, folder: Path) -> Injector:
 
 
 def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
-    """After steps 0 to 2, how many elements of which tensors are others once the state has rested."""
+    """Return for steps 0 to 2 how many elements of which tensors changed between steps."""
     trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
     for step in range(3):
         train_step(trainer, microbatches(trainer, step), step=step)
@@ -54,7 +54,7 @@ def _gradients(trainer: Trainer, step: int) -> torch.Tensor:
 
 
 def _spoilt(kind: str, folder: Path) -> list[tuple[int, int, float]]:
-    """In steps 0 to 2, how many elements of the gradients are others, and of those of the same step computed once more; seconds of work."""
+    """Return for steps 0 to 2 how many elements of the gradients changed, how many when the step is recomputed, and the seconds of work."""
     trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
     whole = [_gradients(trainer, step) for step in range(3)]
     for step in range(3):
@@ -107,7 +107,7 @@ def test_a_bit_of_the_data_that_is_read_next_flips_once_and_only_in_data_made_fo
     shard = tmp_path / "data" / "shard.bin"
     shard.parent.mkdir()
     shard.write_bytes(bytes(100))
-    trainer: Any = None  # it is not looked at
+    trainer: Any = None  # its value is not used
     with pytest.raises(AssertionError, match="others need"):
         _injector("shard", tmp_path).before_step(trainer, 1)
     (shard.parent / injection.OWN_DATA).touch()

@@ -1,4 +1,4 @@
-"""A training state that memory has no room for trains within it, from disk, to the bits of a run that has the room."""
+"""A training state larger than the memory limit trains from disk within that limit, with the bits of a run without the limit."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from megalith.train.step import train_step
 MIB = 1 << 20
 MODEL = {"layers": 14, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 8192, "context": 32}
 A_PARAMETER = 16
-"""Bytes of training state of a parameter: weight 2, gradient 2, master weight 4, moments 8."""
+"""Bytes of training state for each parameter: weight 2, gradient 2, master weight 4, moments 8."""
 ROOM = 752 * MIB
-"""Bytes that a process may have beyond those of its parent; threads' stacks count, too."""
+"""Bytes that a process may have in addition to its parent's. Stacks of threads count, too."""
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "within_memory.py"
 
 
@@ -40,7 +40,7 @@ def _spec(state: dict[str, Any]) -> RunSpec:
 
 
 def _trained(rank: int, spec: RunSpec, room: int | None) -> tuple[list[float], int]:
-    """Losses and the bytes of the training state, with so much room for data: the kernel refuses more."""
+    """Return losses and the bytes of the training state, with this limit on data: the kernel refuses more."""
     if room is not None:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
         most = int(line.split()[1]) * 1024 + room
@@ -66,8 +66,8 @@ def test_a_state_that_memory_has_no_room_for_trains_from_disk(tmp_path: Path) ->
 
 @pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="MEGALITH_FULL=1 trains 90M parameters in a group of 900 MiB")
 def test_all_of_a_process_fits_a_group_with_less_memory_than_its_state(tmp_path: Path) -> None:
-    """Also Python and torch, and building; the losses are those of a process that has the room, and one with its state in memory is
-    killed."""
+    """The limit includes Python, torch and building the model. Losses equal those of a process without the limit, and a process
+    with its state in memory is killed."""
 
     def trained(*options: str) -> subprocess.CompletedProcess[str]:
         asked = [sys.executable, str(SCRIPT), "--steps", "2", "--json", "--folder", str(tmp_path), *options]
@@ -75,7 +75,7 @@ def test_all_of_a_process_fits_a_group_with_less_memory_than_its_state(tmp_path:
 
     within = trained("--limit", "900")
     if "no memory control group can be made" in within.stderr:
-        # a control group needs root and cgroup v1; the bound by RLIMIT_DATA above is tested everywhere
+        # a memory cgroup needs root and cgroup v1; the limit by RLIMIT_DATA above is tested everywhere
         pytest.skip(within.stderr.strip())
     assert within.returncode == 0, within.stderr
     found, with_room = json.loads(within.stdout), json.loads(trained("--inside", "--place", "device").stdout)

@@ -1,4 +1,4 @@
-"""Reports of a run's saves to the fleet."""
+"""A run reports its saves to the fleet."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Start of a run: at its first step, at its newest checkpoint, or with another run's weights."""
+"""The start of a run: at its first step, at its newest checkpoint, or with another run's weights."""
 
 import errno
 import hashlib
@@ -36,7 +36,7 @@ def run_of(data: str, **parts: dict[str, Any]) -> RunSpec:
 
 
 def start(spec: RunSpec, folder: Path) -> tuple[Trainer, Checkpointer, Position, list[str]]:
-    """A trainer restored from `folder`, its position, and what was warned of."""
+    """Return a trainer restored from `folder`, its position, and the warnings."""
     warnings: list[str] = []
     trainer, checkpointer = trainer_of(spec), Checkpointer(folder / "checkpoints")
     position = restore(trainer, checkpointer, open_stream(spec, "train"), group=None, warn=warnings.append)
@@ -113,7 +113,7 @@ def _init_from(rank: int, data: str, folder: Path) -> None:
     save(second, checkpointer, Position(1, 8))
     third, _, position, warned = start(spec, folder / "second")
     assert not warned
-    assert position == Position(1, 8)  # its own checkpoint, not what it once began with
+    assert position == Position(1, 8)  # its own checkpoint, not the one that it began with
     assert same(copies(third), copies(second))
 
 
@@ -131,7 +131,8 @@ def test_init_from_a_folder_without_a_checkpoint_is_an_error(data, tmp_path):
 
 
 def _more_rows(rank: int, data: str, folder: Path, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of a run with 64 more tokens and a block less than the checkpoint in `first`, which this makes if there is none."""
+    """Return the weights of a run with 64 more tokens and one block fewer than the checkpoint in `first`, which is made if it does
+    not exist."""
     if not (folder / "first").exists():
         first, checkpointer, _, _ = start(run_of(data), folder / "first")
         train_step(first, microbatches(first), step=0)
@@ -180,7 +181,7 @@ OTHERS: list[dict[str, dict[str, Any]]] = [
     {"model": {"heads": 2, "kv_heads": 1, "head_dim": 16}},
     {"model": {"rope_theta": 500.0}},
 ]
-"""Runs whose tensors have the shapes of `run_of`'s."""
+"""Return runs whose tensors have the shapes of `run_of`'s."""
 
 
 def _of_another(rank: int, data: str, folder: Path) -> None:

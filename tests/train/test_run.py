@@ -1,5 +1,5 @@
-"""A run whose data changes on the disk: it reads another copy and ends as if nothing had happened, or stops and says what is wrong. And one
-that is not to recover from anything."""
+"""If data changes on the disk, a run reads another copy and ends as if nothing had happened, or stops with the cause. The module also tests
+a run without recovery."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def _spec(data: Path, *copies: Path) -> RunSpec:
 
 
 def _run(spec: RunSpec, folder: Path) -> Outcome:
-    """Through faults, with one: a bit of what rank 1 reads in step 3 flips right before it is read."""
+    """Train with an injected fault: a bit of rank 1's data in step 3 flips right before it is read."""
     folder.mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
     injection.save(folder / "faults.json", [Injection(0, "shard", 3, "reading", (1,), place=0.5)])
@@ -109,7 +109,7 @@ def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(d
 
 
 def _kill_a_rank() -> None:
-    """One that the fork server of this process has forked."""
+    """Return a process that this process's fork server has forked."""
     server, *_ = psutil.Process().children()
     server.children()[-1].kill()
 
@@ -118,7 +118,7 @@ def _kill_a_rank() -> None:
 def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_and_never_trained_with(
     file: str, data: Path, tmp_path: Path
 ) -> None:
-    """A rank dies after the change. It is no use to start again and again, and no other run comes of it."""
+    """A rank dies after the change. Restarts are useless, and must not continue as another run."""
     own, folder = shutil.copytree(data, tmp_path / "data"), tmp_path / "run"
     spec = _spec(own)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 100_000})})
@@ -143,7 +143,7 @@ def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_an
 
 
 def test_a_run_that_another_owner_takes_over_ends_in_the_same_bits_under_names_of_its_own(data: Path, tmp_path: Path) -> None:
-    """The earlier owner's ranks were killed; whatever it still writes is in the plain names."""
+    """The earlier owner's ranks were killed. Whatever it still writes goes to the names without a number."""
     spec = _spec(data)
     spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": 2, "asynchronous": False})})
     train(spec, tmp_path / "whole")
@@ -191,7 +191,7 @@ def _said(folder: Path) -> list[str]:
     ("error", "reason"), [(ValueError("wrong"), "failed"), (LOST_PEER, "lost"), (Reported("a flipped bit"), "lost")]
 )
 def test_a_run_that_may_get_further_does_not_end_as_one_that_failed(error: Exception, reason: str, tmp_path: Path) -> None:
-    """Engines start it again by this word."""
+    """Engines restart the run because of this status."""
     _last_words(error, tmp_path, EventLog(tmp_path), rank=0)
     assert _said(tmp_path) == [reason]
 

@@ -1,4 +1,4 @@
-"""Tensors that a rank keeps, according to the table of slots."""
+"""The tensors that a rank keeps, according to the table of slots."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _factored(rank: int, plan: dict[str, int]) -> dict[str, tuple[tuple[int, ...
     found = {}
     for key, whole in state.tensors("optimizer").items():
         assert isinstance(whole, DTensor)
-        marked = torch.ones_like(whole).full_tensor()  # gathers by the placements: raises where they contradict the shares
+        marked = torch.ones_like(whole).full_tensor()  # gathers by the placements, and raises if they contradict the shares
         assert tuple(marked.shape) == tuple(whole.shape) and bool((marked == 1).all())
         found[key] = tuple(whole.shape), tuple(state.shares("optimizer")[key].shape), whole.dtype
     return found

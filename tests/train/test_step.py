@@ -1,4 +1,4 @@
-"""One step: what it reports, what stops it, and bf16 beside fp32."""
+"""One step: its reports, errors that stop it, and bf16 compared with fp32."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ BREAKDOWN = {"data", "forward", "backward", "bubble", "communication", "optimize
 
 
 def test_a_step_s_random_numbers_are_those_of_the_run_s_seed_and_the_step() -> None:
-    """The numbers are those of torch.manual_seed, and the same if the step runs again."""
+    """Random numbers follow from torch.manual_seed, and are the same if the step is repeated."""
     trainer: Any = SimpleNamespace(spec=tiny_run(train={"seed": 3}), device=CPU)
     drawn = []
     for step in (5, 6, 5):
@@ -77,7 +77,8 @@ def test_memory_counts_shares_and_what_the_process_holds():
 
 
 def _clipped(rank: int) -> tuple[float, float, list[float]]:
-    """The norm a step reports, its limit, and the norms of gradients as the optimizer sees them with and without clipping."""
+    """Return the norm that a step reports, its limit, and the norms of the gradients that the optimizer gets with and without
+    clipping."""
     seen = []
     for limit in (0.05, 0.0):
         trainer = trainer_of(tiny_run(optimizer={"clip": limit}))
@@ -134,7 +135,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_gradients_and_moments_in_fp32(p
 
 
 def _tiny_steps(rank: int) -> tuple[bool, bool]:
-    """Updates far below bf16's spacing: do the master weights keep them?"""
+    """Return whether updates far below bf16's spacing changed the master weights, and left their bf16 values unchanged."""
     trainer = trainer_of(tiny_run(train={"precision": "bf16", "steps": 3}, optimizer={"lr": 1e-6, "weight_decay": 0.0}))
     before = {name: local(p.detach()).clone() for name, p in trainer.parameters.items()}
     for step in range(3):

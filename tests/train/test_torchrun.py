@@ -28,7 +28,8 @@ time.sleep(600)
 
 
 def test_a_rank_ends_with_the_torchrun_that_started_it() -> None:
-    """Killed, torchrun leaves its processes to themselves: they would go on writing to the run folder, beside those of the next start."""
+    """A killed torchrun leaves its processes running: they would continue to write to the run folder, together with those of the next
+    start."""
     place = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -44,15 +45,15 @@ def test_a_rank_ends_with_the_torchrun_that_started_it() -> None:
         rank = int(torchrun.stdout.readline())
         assert is_alive(rank)
         torchrun.kill()
-        torchrun.stdout.read()  # comes to its end when no process has it open any more
-    until(lambda: not is_alive(rank), seconds=PATIENCE)  # its output is closed a moment before it is gone
+        torchrun.stdout.read()  # reaches its end when no process has it open any more
+    until(lambda: not is_alive(rank), seconds=PATIENCE)  # a process closes its output shortly before it is gone
 
 
 @pytest.mark.slow
 def test_ranks_meet_again_after_torchrun_has_started_them_anew(tmp_path: Path) -> None:
-    """torch 2.15 starts ranks again beside the same store and under the same keys: with gloo they would call dead ranks for ever.
+    """torch 2.15 restarts ranks with the same store and the same keys, so with gloo they would call dead ranks for ever.
 
-    torchrun's own way of sharing its store is left on, as that is what fails.
+    torchrun's sharing of its store is left on, because this is the failing case.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     words = "--nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1 --rdzv-backend c10d --rdzv-endpoint localhost:0 -m"
@@ -71,7 +72,8 @@ def test_ranks_meet_again_after_torchrun_has_started_them_anew(tmp_path: Path) -
 
 
 def test_torchrun_still_has_no_option_for_its_wait_at_the_end() -> None:
-    """It waits five minutes for machines that are gone. Once this fails, the launch files should set what torch offers."""
+    """torchrun waits five minutes for machines that are gone. Once this test fails, the launch files should set torch's
+    new option."""
     assert "exit_barrier_timeout" in inspect.signature(LocalElasticAgent).parameters
     assert "exit_barrier_timeout" not in {field.name for field in dataclasses.fields(LaunchConfig)}
     assert not [action.dest for action in get_args_parser()._actions if "barrier" in action.dest]

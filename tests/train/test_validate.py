@@ -1,4 +1,4 @@
-"""Held-out loss is the plain model's on the same samples, whatever the plan."""
+"""The held-out loss equals the plain model's on the same samples, under any plan."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def _validated(rank: int, spec: RunSpec) -> tuple[float, dict[str, float]]:
 
 @torch.no_grad()
 def plainly(spec: RunSpec) -> tuple[float, dict[str, float], dict[str, int]]:
-    """Loss over all targets, by domain, and samples of each domain, one by one through the plain model."""
+    """Return the loss over all targets, by domain, and the samples of each domain, one by one through the plain model."""
     model, stream = stage(spec.model), open_stream(spec, "validation")
     totals, counts, sizes = {}, {}, {}
     for domain in stream.domains:
@@ -72,7 +72,7 @@ def plainly(spec: RunSpec) -> tuple[float, dict[str, float], dict[str, int]]:
 def test_the_loss_is_that_of_the_plain_model_on_the_same_samples(plan, samples, data):
     spec = run_of(data, plan, samples=samples)
     loss, domains, sizes = plainly(spec)
-    assert samples != 1000 or len(set(sizes.values())) == 2  # all of them: domains of different sizes, one of them odd
+    assert samples != 1000 or len(set(sizes.values())) == 2  # all samples: domains of different sizes, one of them odd
     for found, by_domain in run_ranks(_validated, spec.plan.ranks, spec):
         assert found == pytest.approx(loss, abs=1e-5)
         assert by_domain == pytest.approx(domains, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The ranks that train are a group like others: they need not be all that have met, nor begin at rank 0."""
+"""The ranks that train are an explicit group: they need not be all connected ranks, nor begin at rank 0."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "context, experts": {"plan": {"data": 2, "context": 2, "expert": 4}, "model": {"preset": "deepseek-tiny", "layers": 2}},
 }
 SOURCES = [None, Source(STEPS, Tier.MEMORY), Source(STEPS, Tier.MEMORY, ((0, Tier.BUDDY),))]
-"""The checkpoint; the nodes' memory; the first node's pieces from its buddy."""
+"""The checkpoint, the nodes' memory, and memory with the first node's pieces from its buddy."""
 
 
 def _run(plan: str, data: str) -> RunSpec:
@@ -42,7 +42,7 @@ def _run(plan: str, data: str) -> RunSpec:
 
 
 def _prepared(rank: int, first: int, spec: RunSpec, folder: Path, source: Source | None) -> Loop | None:
-    """The run of the ranks from `first` on; None on those before."""
+    """Return the result of the run on the ranks from `first` on, and None on earlier ranks."""
     if rank < first:
         return None
     members = list(range(first, first + RANKS))
@@ -57,7 +57,7 @@ def _prepared(rank: int, first: int, spec: RunSpec, folder: Path, source: Source
 
 
 def _bits(loop: Loop) -> dict[str, str]:
-    """Digests of this rank's shares of weights and moments."""
+    """Return digests of this rank's shares of weights and moments."""
     shares = loop.trainer.state.shares()
     return {name: hashlib.sha256(share.detach().contiguous().numpy().tobytes()).hexdigest() for name, share in shares.items()}
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe by its own protocol (Chrome DevTools): no driver, no port."""
+"""A headless Chromium, controlled over a pipe by the Chrome DevTools protocol, without a driver or a port."""
 
 import base64
 import contextlib
@@ -18,7 +18,7 @@ SECONDS = 60.0
 
 
 class Browser:
-    """One page. `said` are errors and warnings of its console, `asked` the addresses that it asked for."""
+    """One page. `said`: errors and warnings in its console; `asked`: the addresses that it requested."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM, "make browser installs it"
@@ -28,7 +28,7 @@ class Browser:
             f"--user-data-dir={profile}", "--no-first-run", "--disable-extensions", "about:blank",
         ]  # fmt: skip
 
-        script = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'  # the numbers that the browser expects its pipes at
+        script = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'  # the file descriptors at which the browser expects its pipes
         self._process = subprocess.Popen(
             ["bash", "-c", script, "bash", *command],
             pass_fds=(ours[0], theirs[1]),
@@ -49,7 +49,7 @@ class Browser:
             self.call(f"{what}.enable")
 
     def call(self, method: str, **give: Any) -> dict[str, Any]:
-        """Have the browser do something; what it answers."""
+        """Send a command to the browser, and return its reply."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": give} | ({"sessionId": self._session} if self._session else {})
         os.write(self._out, json.dumps(message).encode() + b"\0")
@@ -80,7 +80,7 @@ class Browser:
             self.asked.append(what["request"]["url"])
 
     def open(self, address: str, *, width: int = 1400, height: int = 1000, dark: bool = False, wait: float = 1.5) -> None:
-        """Open an address in a window of this size, and wait for it to be drawn."""
+        """Open an address in a window of this size, and wait until it is drawn."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -88,7 +88,7 @@ class Browser:
         self.rest(wait)
 
     def until(self, script: str, seconds: float = SECONDS) -> bool:
-        """Wait until an expression in the page is true; whether it became so."""
+        """Wait until an expression in the page is true. Return False if it does not become true in time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.run(script):
@@ -97,25 +97,25 @@ class Browser:
         return False
 
     def leave(self) -> None:
-        """Leave the page, and forget what it said and asked for."""
+        """Leave the page, and clear its messages and requests."""
         self.call("Page.navigate", url="about:blank")
         self.rest(0.3)
         self.said.clear()
         self.asked.clear()
 
     def rest(self, seconds: float) -> None:
-        """Let the page go on for a while."""
+        """Let the page run for a while."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             for _ in self._hear(left):
                 pass
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         return self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)["result"].get("value")
 
     def picture(self, path: Path, *, height: int | None = None) -> None:
-        """Write what the page looks like, all of it or its upper `height` pixels."""
+        """Write a picture of the page, all of it or its upper `height` pixels."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]))

@@ -11,12 +11,12 @@ from megalith.watch.alerts import Alert, Alerts
 from megalith.watch.source import Source
 
 RULES = AlertsSpec(run="true", on=("ended", "silent", "loss", "memory", "experts"))
-"""Alerts of all signs but "slow": a busy machine is slow."""
+"""Alerts for all signs except "slow", since a busy machine is slow."""
 
 
 def one_page(run: Path, again: Path) -> tuple[dict[int, float], list[str], list[Alert]]:
-    """Show a run's log once more, an event at a time and at its own time, from the empty folder `again`. Return its losses by step as the
-    page draws them, the kinds of its marks in the order of their steps, and the alerts that were sent."""
+    """Replay a run's log event by event, each at its own time, in the empty folder `again`. Return the losses by step as drawn by the
+    page, the kinds of its marks in the order of their steps, and the alerts sent."""
     again.mkdir()
     (again / FILE).touch()
     told, source = list[Alert](), Source(again, predicts=False)
@@ -37,7 +37,7 @@ def one_page(run: Path, again: Path) -> tuple[dict[int, float], list[str], list[
 
 
 def _counted(steps: Sequence[int], losses: Sequence[float]) -> dict[int, float]:
-    """The steps that count: what was done again comes again."""
+    """Return the steps that count. Repeated steps replace the earlier ones."""
     found: dict[int, float] = {}
     for step, loss in zip(steps, losses, strict=True):
         if step in found:

@@ -34,7 +34,8 @@ STEPS, SLOW, SINCE = 900, 37, 760
 
 
 def write(folder: Path, *, steps: int = STEPS, slow: float = 1.2) -> Path:
-    """A run on 64 devices of which rank SLOW gets slower at step SINCE; one node failed at step 410. It "trains" now."""
+    """Write a run on 64 devices in which rank SLOW gets slower at step SINCE and one node failed at step 410. It is
+    still "training"."""
     spec = files.load(ROOT / "recipes" / "llama3.1-8b-h100.toml", overrides=SETTINGS).spec
     folder.mkdir(parents=True)
     (folder / "spec.json").write_text(files.spec_text(spec))
@@ -125,7 +126,7 @@ def write(folder: Path, *, steps: int = STEPS, slow: float = 1.2) -> Path:
 
 
 def serve(folders: Sequence[Path]) -> Server:
-    """The pages of runs, once the planner has answered."""
+    """Return the pages of runs, once the planner's prediction is there."""
     sources = [Source(folder) for folder in folders]
     for source in sources:
         while source.poll():
@@ -137,13 +138,13 @@ def serve(folders: Sequence[Path]) -> Server:
 
 
 def main() -> None:
-    """Take them."""
+    """Take the pictures."""
     with tempfile.TemporaryDirectory() as scratch:
         server = serve([write(Path(scratch) / "llama-8b")])
         browser = Browser(Path(scratch) / "profile")
         browser.open(server.address, width=1400, wait=4)
         top = browser.run("[...document.querySelectorAll('.card')].at(-1).getBoundingClientRect().top + scrollY")
-        browser.picture(OUT / "watch.png", height=int(top) - 6)  # without what says where on this machine the run lies
+        browser.picture(OUT / "watch.png", height=int(top) - 6)  # without the run's path on this machine
         browser.open(server.address, width=400, dark=True, wait=4)
         browser.picture(OUT / "watch-phone.png", height=1500)
         browser.close()

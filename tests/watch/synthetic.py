@@ -1,4 +1,4 @@
-"""The folder of a run of any length and size, as it is after all its steps: each level of the pyramids holds its newest records."""
+"""Writes the folder of a finished run of any length and size: each level of the pyramids holds its newest records."""
 
 import struct
 import zlib
@@ -14,7 +14,7 @@ from tests.report import run_folder
 
 
 def write_level(folder: Path, kind: pyramid.Kind, width: int, level: int, steps: int, make, *, least: int, keep: int) -> None:
-    """The files of one level after `steps` steps: records are kept by the same rule by which a writer drops them."""
+    """Write the files of one level after `steps` steps. Records are kept by the same rule by which a writer drops them."""
     size = pyramid.record_bytes(kind, width, level)
     a_file = max(keep // pyramid.SEGMENTS // size, least // pyramid.SEGMENTS)
     a_record = pyramid.FAN**level
@@ -42,7 +42,7 @@ def write(
     least: int = pyramid.LEAST,
     keep: int = pyramid.KEEP,
 ) -> Path:
-    """A run in which rank `slow` works 1.3 times as long as its peers in the last tenth of the steps."""
+    """Write a run in which rank `slow` works 1.3 times as long as its peers in the last tenth of the steps."""
     ranks = data * pipeline * tensor
     plan = run_folder.PLAN.model_copy(update={"data": data, "pipeline": pipeline, "tensor": tensor, "zero": 1})
     start = run_folder.start(plan=plan)

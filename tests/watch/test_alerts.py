@@ -1,4 +1,4 @@
-"""A person is told what is wrong, why, and once."""
+"""A user gets one alert with the fault and its cause."""
 
 import json
 import signal
@@ -140,7 +140,7 @@ def test_a_command_gets_json_and_no_word_of_it_is_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[Any]]]:
-    """A server on loopback; its answer is in the path."""
+    """A server on loopback whose reply is given by the path."""
     got: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -180,7 +180,7 @@ def test_an_address_gets_json_and_may_be_a_secret(receiver, monkeypatch: pytest.
 
 
 def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
-    """The training command starts it like this; the command's end, or a kill of it, closes the pipe."""
+    """The training command starts the process in this way. When the command ends or is killed, the pipe closes."""
     run_dir = tmp_path / "run"
     _live(run_dir).close()
     rules = AlertsSpec(run=f"cat >> {tmp_path}/got")
@@ -196,7 +196,7 @@ def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
 
 
 def test_alerts_of_a_run_file_and_none_of_a_folder(tmp_path: Path) -> None:
-    """A folder may be anybody's: a command that it names is not run."""
+    """A folder may come from anybody, so a command that it names is not run."""
     run_dir = tmp_path / "run"
     source = _live(run_dir, age=500.0)
     source.spec["alerts"] = {"run": f"touch {tmp_path}/ran"}

@@ -1,4 +1,5 @@
-"""The live page in a real browser: painted at once, no error, no other host, nothing wider than a telephone, no text of a run obeyed."""
+"""The live page in a real browser: it is painted at once, without errors or requests to other hosts, fits a phone's width, and never
+executes a run's text."""
 
 import os
 import resource
@@ -46,7 +47,7 @@ def _is_clean(browser: Browser, server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs."""
+    """Write two runs."""
     folder = tmp_path_factory.mktemp("runs")
     return pictures.write(folder / "one"), pictures.write(folder / "two", steps=200)
 
@@ -83,7 +84,8 @@ def test_what_a_run_does_not_know_is_not_shown_as_null(browser: Browser, tmp_pat
 
 
 def test_ten_million_steps_and_16384_ranks_are_painted_within_a_second(browser: Browser, tmp_path: Path) -> None:
-    """Measured here: the server's own work for the page, and from navigation to the first paint with contents, in the browser's clock."""
+    """This measures the server's work for the page, and the time from navigation to the first contentful paint, by the browser's
+    clock."""
     folder = synthetic.write(tmp_path / "run", steps=10_000_000, data=256, pipeline=8, tensor=8, slow=777, keep=0)
     server = _serve(folder)
     began = time.perf_counter()
@@ -95,7 +97,7 @@ def test_ten_million_steps_and_16384_ranks_are_painted_within_a_second(browser: 
     print(
         f"first paint {paint:.0f} ms, at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB with this test"
     )
-    if os.getloadavg()[0] < (os.cpu_count() or 1):  # else it says how long others take
+    if os.getloadavg()[0] < (os.cpu_count() or 1):  # otherwise it measures other processes
         assert paint < 1000
     assert "16,384 ranks" in browser.run("document.body.textContent")
     _is_clean(browser, server)

@@ -1,4 +1,4 @@
-"""Blame and cost of slow ranks, and no blame where nothing is slow."""
+"""Slow ranks are named with their cost, and none is named if nothing is slow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,8 @@ def _plan(schedule: str) -> Plan:
 
 
 def _window(plan: Plan, *, slow: dict[int, float], noise: float, seed: int = 0) -> Window:
-    """Steps as beats tell of them: rounded to codes, the last stage with a tenth more work, tensor ranks that wait not counted."""
+    """Return steps as heartbeats encode them: rounded to codes, with a tenth more work on the last stage, and without the waits of
+    tensor ranks."""
     mesh, random = Mesh.of(plan), np.random.default_rng(seed)
     places = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
     own = np.array([0.5 * (1.1 if place["pipeline"] == plan.pipeline - 1 else 1.0) for place in places])
@@ -46,7 +47,7 @@ def _replay(plan: Plan, seen: Window, microbatches: int = 8) -> Replay:
 
 
 def _true_seconds(plan: Plan, work: NDArray[np.float64], microbatches: int = 8) -> float:
-    """The simulator's own step: `work` seconds of each pipeline rank, dealt by WEIGHTS among what it computes."""
+    """Simulate a step: `work` seconds of each pipeline rank, divided by WEIGHTS among its computations."""
     program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks), plan.zero)
     computing = [[a for slot in row for a in parts(slot) if isinstance(a, Action) and a.kind in WEIGHTS] for row in program.rows]
     seconds = {}
@@ -109,7 +110,7 @@ def test_a_rank_without_peers_is_measured_by_its_own_past() -> None:
 @pytest.mark.parametrize("slowdown", [1.1, 1.5, 3.0])
 @pytest.mark.parametrize("place", range(4))
 def test_a_step_replayed_without_a_slow_stage_is_the_simulated_one(slowdown: float, place: int) -> None:
-    """Traces that the simulator makes with a known slowdown; test_whatif.py has published ones."""
+    """Traces from the simulator with a known slowdown. test_whatif.py has published traces."""
     plan = _plan("1f1b")
     seen = _window(
         plan, slow=dict.fromkeys(np.flatnonzero(_window(plan, slow={}, noise=0).pipeline == place).tolist(), slowdown), noise=0.01
@@ -148,7 +149,8 @@ def test_uneven_samples_slow_another_data_rank_each_time() -> None:
 
 
 def test_a_cause_that_another_plan_remedies_says_what_the_planner_expects(tmp_path: Path) -> None:
-    """The run's communication takes three times what was predicted. So a plan without it gains three times the predicted seconds."""
+    """The run's communication takes three times as long as predicted, so a plan without it gains three times the predicted
+    seconds."""
     parts = {"forward": 0.2, "backward": 0.4, "communication": 0.3, "bubble": 0.1}
     source = _run(
         tmp_path, [run_folder.start(), *(run_folder.step(number, seconds=1.0, breakdown=parts) for number in range(1, 31))]

@@ -1,4 +1,4 @@
-"""The index of a log says what the log says, from wherever it goes on."""
+"""The index of a log agrees with the log, wherever indexing resumes."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def _logged(folder: Path) -> list[tuple[int, float]]:
 
 def test_a_source_knows_every_step_and_event_of_a_log(tmp_path: Path) -> None:
     source = _source(write_run(tmp_path))
-    assert _losses(source) == _logged(tmp_path)  # 21 to 25 twice, as they were done
+    assert _losses(source) == _logged(tmp_path)  # 21 to 25 twice, since they were trained twice
     assert len(source.starts) == 2 and len(source.holdings) == 4 and len(source.spans) == 1
     assert source.finished is not None and source.finished.reason == "finished"
     assert source.last_step() == 40
@@ -40,12 +40,12 @@ def test_a_source_knows_every_step_and_event_of_a_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 13, 40, 41, 52, 60])
 def test_what_was_kept_and_what_came_later_make_the_whole(cut: int, tmp_path: Path) -> None:
-    """Whoever keeps the index may end anywhere, and another goes on, or only watches."""
+    """The process that writes the index may end anywhere, and another one continues, or only reads."""
     write_run(tmp_path)
     lines = (tmp_path / events.FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / events.FILE).write_bytes(b"".join(lines[:cut]) + lines[cut][:20])
     kept = Index(tmp_path, tmp_path / index.FOLDER)
-    kept.poll()  # and is killed: it is never closed
+    kept.poll()  # the writer is killed, so the index is never closed
     (tmp_path / events.FILE).write_bytes(b"".join(lines))
     watching = _source(tmp_path)
     assert _losses(watching) == _logged(tmp_path)

@@ -1,4 +1,4 @@
-"""Scaling laws fitted to loss curves find the law that made them, and say where a run leads."""
+"""Scaling laws fitted to loss curves recover the law that generated the curves, and predict a run's final loss."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def _curve(parameters: float, most: float, *, noise: float = 0.0, seed: int = 0)
 
 
 def _run(folder: Path, parameters: int, *, steps: int, of: int, noise: float = 0.01, above: float = 0.0) -> Source:
-    """A run of `of` steps after `steps`, whose loss is the true law's, and `above` of it more."""
+    """Return a run of `of` steps, after `steps` of them, whose loss is the true law's times 1 + `above`."""
     random, log, begun = np.random.default_rng(parameters), events.EventLog(folder), start()
     object.__setattr__(begun, "parameters", parameters)
     begun.spec["train"]["steps"] = of

@@ -1,4 +1,4 @@
-"""The page shows what the files say: live, after restarts, of earlier versions, of nothing."""
+"""The page agrees with the files: live, after restarts, with files of earlier versions, and without files."""
 
 import base64
 import io
@@ -36,7 +36,7 @@ def _source(folder: Path) -> Source:
 
 
 def _all(source: Source) -> dict[str, Any]:
-    """Every panel, as JSON can hold it."""
+    """Return every panel as JSON."""
     found = {name: panels.panel(source, name) for name in panels.PANELS}
     return json.loads(json.dumps(found, allow_nan=False, default=str))
 
@@ -117,7 +117,7 @@ def test_throughput_that_falls(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_resumed_compares_nothing_with_the_generation_before(tmp_path: Path) -> None:
-    """A restart under another plan is slower, and has another loss for a while: no alarm about that."""
+    """A restart under another plan is slower, and has another loss for a while. This raises no alarm."""
     source = _live(tmp_path, loss=3.0)
     log = events.EventLog(tmp_path)
     log.write(events.RunStarted(**{**vars(start(60)), "time": time.time()}))
@@ -131,7 +131,7 @@ def test_a_run_that_was_resumed_compares_nothing_with_the_generation_before(tmp_
 def test_a_kill_another_plan_a_shrink_and_a_rewind_are_one_page_without_a_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at after every event of the log, by the page and by alerts of all signs, in the log's own time."""
+    """The page and alerts of all signs are evaluated after every event of the log, in the log's own time."""
     rules = AlertsSpec(run="true", on=("ended", "silent", "loss", "slow", "memory", "experts"))
     now, log, told = [1000.0], events.EventLog(tmp_path), list[Alert]()
     monkeypatch.setattr("time.time", lambda: now[0])
@@ -241,7 +241,7 @@ def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: P
     began = time.process_time()
     source = _source(folder)
     found = _all(source)
-    assert time.process_time() - began < 5  # a second where nothing else runs
+    assert time.process_time() - began < 5  # a second on an idle machine
     assert found["loss"]["step"][0] < 100_000 and found["loss"]["step"][-1] > 9_990_000
     assert found["rank-heatmap"]["ranks"] == 1024 and len(found["rank-heatmap"]["rows"]) == 256
     assert found["what-if"]["causes"][0]["who"] == [77]
@@ -259,7 +259,7 @@ def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: py
 
 
 def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
-    """Sums are over all merges, also those that are no longer drawn."""
+    """Totals include all merges, even those that are no longer drawn."""
     merge = {"fragment": 0, "sites": 3, "losses": [3.0, None, 3.2], "bytes_received": 0, "seconds": 0.5}
     made = [
         events.Merge(step=10 * i, sent=10 * i, bytes_sent=700, waited=0.25, norm=1.0 / i, spread=0.5 / i, **merge)
@@ -277,7 +277,7 @@ def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
 
 
 def test_the_live_line_and_the_page_show_the_same_figures(tmp_path: Path) -> None:
-    """Speed, MFU and time left: in a run that left updates out, and speeds up; also for a page that is opened later."""
+    """Speed, MFU and time left are correct in a run that skipped updates and speeds up, also for a page that is opened later."""
     log, console = events.EventLog(tmp_path), Console(file=io.StringIO(), width=200)
     log.write(start())
     follow = Follow(tmp_path, run_folder.STEPS, console)
@@ -297,7 +297,7 @@ def test_the_live_line_and_the_page_show_the_same_figures(tmp_path: Path) -> Non
 
 
 def _reopened(folder: Path) -> Source:
-    """A run of which an index was kept, as a page finds it that is opened later."""
+    """Return a run with an index, as seen by a page that is opened later."""
     kept = index.Index(folder, folder / index.FOLDER)
     while kept.poll():
         pass

@@ -1,4 +1,4 @@
-"""The server hands out a run's page to who has its address, and nothing else to anybody, whatever is asked."""
+"""The server sends a run's page only to clients with its address, and nothing else to anybody, whatever the request."""
 
 import contextlib
 import ctypes
@@ -87,7 +87,7 @@ def test_a_panel_that_is_dear_to_make_stands_and_one_that_tells_of_time_does_not
 
     monkeypatch.setattr(server.panels, "panel", panel)
     monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
-    for at in range(41):  # a page that asks each second
+    for at in range(41):  # a page that sends a request each second
         now[0] = 1000.0 + at
         for name, asked in (("loss", {}), ("loss", {"from": "7"}), ("alive", {}), ("run", {})):
             whole, stands = served._panel_data(served.sources[0], name, asked)
@@ -115,7 +115,7 @@ def test_paths_outside_of_it(path: str, status: int, served: Server) -> None:
 
 
 def test_another_host_in_the_head_is_refused(served: Server) -> None:
-    """A page of a foreign host whose name leads to 127.0.0.1 must not read it."""
+    """A page from a foreign host whose name resolves to 127.0.0.1 must not be able to read it."""
     assert _ask(served, _path(served), head={"Host": f"evil.example:{served.port}"})[0] == 403
     assert _ask(served, _path(served), head={"Host": f"localhost:{served.port}"})[0] == 200
 
@@ -258,7 +258,7 @@ def test_a_run_that_vanishes_leaves_its_page(tmp_path: Path) -> None:
 
 
 def test_it_ends_well_when_it_is_told_to_while_it_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads the address may tell it to end before the command has begun to wait."""
+    """The program that reads the address may tell the command to end before it has begun to wait."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("builtins.print", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     try:
@@ -270,14 +270,15 @@ def test_it_ends_well_when_it_is_told_to_while_it_speaks(tmp_path: Path, monkeyp
 
 
 def test_it_ends_when_it_is_told_to_whichever_thread_is_told(tmp_path: Path) -> None:
-    """The system gives a signal to any thread of a process. Python's handlers run in the main one, which must not sleep on."""
+    """The system delivers a signal to any thread of a process. Python's handlers run in the main thread, which must not keep
+    sleeping."""
     run = write_run(tmp_path / "run")
     command = [sys.executable, "-m", "megalith.cli", "watch", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and "http://127.0.0.1" in process.stdout.readline()
-        process.stdout.readline()  # all that it says has been said, so its threads run
+        process.stdout.readline()  # its whole output is there, so its threads run
         tasks = {int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()}
-        others = sorted(tasks - {process.pid}, reverse=True)  # the youngest may have ended meanwhile
+        others = sorted(tasks - {process.pid}, reverse=True)  # the youngest thread may have ended meanwhile
         assert any(ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0 for other in others)
         try:
             assert process.wait(60) == 0

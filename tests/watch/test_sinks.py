@@ -1,4 +1,4 @@
-"""Other tools get a run's numbers as one run, and whatever they do costs their own curves alone.
+"""Other tools get a run's numbers as one run, and a fault in a tool affects only that tool's curves.
 
 Each tool is a small stand-in here, with the calls that its documentation has.
 """
@@ -25,7 +25,7 @@ REST: dict[str, Any] = {"grad_norm": 2.0, "lr": 0.1, "tokens": 8, "seconds": 1.0
 
 
 class Tools:
-    """Stand-ins of all three tools, and what they were given: runs by identity, each with its points."""
+    """Stand-ins for all three tools, and the data they were given: runs by identity, each with its points."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, list[tuple[int, dict[str, float]]]]] = {name: {} for name in SERVED}
@@ -135,7 +135,7 @@ def test_a_run_that_is_resumed_is_one_run_without_a_point_twice(tools: Tools, tm
 
 
 def test_a_new_epoch_of_the_log_is_sent_from_where_it_differs(tools: Tools, tmp_path: Path) -> None:
-    """Its owner copied the log when it began: perhaps before the last lines of the owner before it."""
+    """The epoch's owner copied the log when it began, perhaps before the last lines of the previous owner."""
 
     def sent(*steps: int) -> list[int]:
         write(tmp_path, *steps)
@@ -187,7 +187,7 @@ def test_a_log_of_which_half_a_line_is_there_waits(tools: Tools, tmp_path: Path)
 
 
 def test_tensorboard_shows_one_run_of_a_run_that_is_resumed(tmp_path: Path) -> None:
-    """Steps that are trained again after a fault are shown once, and a start from an older log replaces what was there."""
+    """Steps that are repeated after a fault are shown once, and a start from an older log replaces the earlier points."""
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra tensorboard"
     )
@@ -221,12 +221,12 @@ def test_numbers_are_named_alike_everywhere() -> None:
 
 
 def test_the_process_beside_a_training_feeds_them_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the packages each tool is given up, in the log; the process that trains sees nothing of it."""
+    """Without its package each tool is given up, with a note in the log. The training process is not affected."""
     run = tmp_path / "run"
     write(run, 1)
     (run / "run.toml").write_text("")
     lacking = [name for name in SINKS if subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode]
-    if not lacking:  # each tool's own tests are above; this one is about a tool that is not there
+    if not lacking:  # each tool's own tests are above; this one covers a missing tool
         pytest.skip("all tools are installed, and none can be given up")
     with Beside(run, serves=False, log=LogSpec.model_validate(dict.fromkeys(lacking, True))) as beside:
         beside.poll()

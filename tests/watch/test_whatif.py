@@ -1,4 +1,4 @@
-"""Our replay of published traces finds the slowdowns that their authors found."""
+"""Our replay of published traces gives the same slowdowns as their authors found."""
 
 import warnings
 from pathlib import Path
@@ -11,7 +11,7 @@ from megalith.watch.whatif import medians
 
 FOLDER = Path(__file__).parent / "traces"
 """Seconds of the computations in three traces of Lin et al. 2025 (arXiv:2505.05713; github.com/ByteDance-Seed/StragglerAnalysis,
-Apache-2.0), and the slowdowns that they publish: `benchmarks/stragglers.py --keep` made them."""
+Apache-2.0), and the published slowdowns, written by `benchmarks/stragglers.py --keep`."""
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -28,5 +28,5 @@ def test_medians_of_columns_are_those_of_numpy(rows: int) -> None:
     values = random.standard_normal((rows, 300))
     values[random.random(values.shape) < 0.3] = np.nan
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a column without any number
+        warnings.simplefilter("ignore", RuntimeWarning)  # a column without numbers
         np.testing.assert_array_equal(medians(values), np.nanmedian(values, axis=0))

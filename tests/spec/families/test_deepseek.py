@@ -1,4 +1,4 @@
-"""DeepSeek's presets have the published sizes, and sizes that contradict each other are named."""
+"""DeepSeek's presets have the published sizes, and contradictory sizes are named."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from megalith.spec.model import LatentAttentionSpec, MlpSpec, MoeSpec, YarnScali
 from megalith.spec.presets import presets
 from tests.models.deepseek import SIZES, deepseek
 
-PUBLISHED = {  # all parameters and those a token uses, without further tokens' modules; in the digits that are printed
+PUBLISHED = {  # all parameters and those that a token uses, without multi-token prediction; in the printed digits
     "deepseek-v2": (236e9, 21e9),
     "deepseek-v2-lite": (15.7e9, 2.4e9),
     "deepseek-v3": (671e9, 37e9),
-    "kimi-k2": (1.026e12, 32.6e9),  # all: of the released weights; the paper prints 1.04 T
+    "kimi-k2": (1.026e12, 32.6e9),  # all parameters of the released weights; the paper prints 1.04 T
 }
-SHARED_TABLES = {"deepseek-v2": 1, "deepseek-v2-lite": 1, "deepseek-v3": 1, "kimi-k2": 0}  # tables that are not counted as used
+SHARED_TABLES = {"deepseek-v2": 1, "deepseek-v2-lite": 1, "deepseek-v3": 1, "kimi-k2": 0}  # tables that do not count as used
 
 
 def preset(name: str) -> DeepSeek:
@@ -26,7 +26,7 @@ def preset(name: str) -> DeepSeek:
 
 
 def counted(spec: DeepSeek) -> tuple[int, int]:
-    """All parameters of the modules, and those a token uses."""
+    """Return the number of all parameters of the modules, and of those that a token uses."""
     with torch.device("meta"):
         model = Stage(spec.build())
     total = used = 0
@@ -43,7 +43,7 @@ def test_a_preset_has_the_published_number_of_parameters(name):
     total, used = counted(spec)
     used -= SHARED_TABLES[name] * spec.vocab * spec.dim  # DeepSeek leaves the embedding's table out
     assert total == pytest.approx(all_printed, rel=0.01)
-    digits = 0.05e9 if used_printed < 10e9 else 0.5e9  # what rounding to the printed digits hides
+    digits = 0.05e9 if used_printed < 10e9 else 0.5e9  # the error of rounding to the printed digits
     assert abs(used - used_printed) <= max(0.01 * used_printed, digits) + 0.005e9
 
 

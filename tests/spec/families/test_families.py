@@ -1,4 +1,4 @@
-"""The families that `[model]` may hold."""
+"""The families of models that `[model]` can describe."""
 
 import pytest
 from pydantic import ValidationError
@@ -68,7 +68,7 @@ def test_a_shrunk_model_divides_evenly(model: Model, layers: int, unit: int, hea
 
 
 def structure(model: ModelSpec) -> set[tuple]:
-    """Everything about a model that is not a size: the set of its kinds of blocks, and what its ends do."""
+    """Return everything about a model except its sizes: the set of its kinds of blocks, and the functions of its ends."""
     kinds = set()
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
@@ -103,7 +103,7 @@ def test_a_shrunk_model_keeps_what_makes_the_family(model: Model):
 
 @every_family
 def test_tokens_can_be_dealt_out_evenly_wherever_there_are_experts(model: Model):
-    """For benchmarks, from a run file: `model.balanced = true` reaches every router, also of blocks that predict further tokens."""
+    """For benchmarks, `model.balanced = true` in a run file reaches every router, also those of multi-token prediction."""
     built = model.build()
     routed = any(isinstance(block.mlp, MoeSpec) for block in built.blocks)
     assert ("balanced" in type(model).model_fields) == routed

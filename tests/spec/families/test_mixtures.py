@@ -10,15 +10,15 @@ from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.spec.presets import presets
 
-PUBLISHED = {  # billions: all parameters, and those a token goes through where they are published
+PUBLISHED = {  # billions: all parameters, and those that a token uses if they are published
     "mixtral-8x7b": (46.7, 12.9),  # mistral.ai, "Mixtral of experts"; arXiv:2401.04088 rounds both
     "mixtral-8x22b": (141, 39),  # mistral.ai, "Cheaper, better, faster, stronger"
     "qwen3-30b-a3b": (30.5, 3.3),  # model card
     "qwen3-235b-a22b": (235, 22),  # arXiv:2505.09388
-    "nemotron3-nano-30b-a3b": (31.6, 3.6),  # arXiv:2512.20848, embeddings among the active
-    "grok-1": (314, None),  # x.ai; "25 % of the weights are active" is no more exact
+    "nemotron3-nano-30b-a3b": (31.6, 3.6),  # arXiv:2512.20848, which counts embeddings as active
+    "grok-1": (314, None),  # x.ai; it publishes only "25 % of the weights are active"
     "switch-base-128": (7.4, None),  # arXiv:2101.03961, table 9 and the released checkpoints; encoder and decoder, with 5 % more
-    "switch-base-256": (14.7, None),  # attention in the smallest, for which this is no test
+    "switch-base-256": (14.7, None),  # attention in the smallest model, for which this is no test
     "switch-large-128": (26.3, None),
     "switch-xxl-128": (395, None),
     "switch-c-2048": (1571, None),
@@ -26,7 +26,7 @@ PUBLISHED = {  # billions: all parameters, and those a token goes through where 
 
 
 def billions(name: str) -> tuple[float, float]:
-    """All parameters, and those a token goes through."""
+    """Return the number of all parameters, and of those that a token uses."""
     spec = presets()[name].build().build()
     ends = spec.embedding.vocab * spec.dim * (1 if spec.head.tied else 2) + spec.dim
     total = active = ends

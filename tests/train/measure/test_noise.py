@@ -1,4 +1,4 @@
-"""Norms before the reduction are those of each part's gradient, under any plan that shows them, and cost no message."""
+"""Norms before the reduction equal those of each part's gradient, under any plan in which parts exist, and cost no message."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Peak for MFU: that of the device that computes, never of one that was only named."""
+"""The peak for MFU is that of the actual device, never of one that was only named."""
 
 import os
 import threading
@@ -63,7 +63,7 @@ def test_the_measured_rate_is_that_of_a_matrix_product_and_takes_its_time():
 def test_a_processor_that_is_slow_in_a_precision_is_measured_with_small_products(
     rate: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16 takes some CPUs seconds for what others do in milliseconds; a run is to begin soon on either."""
+    """Some CPUs take seconds in bf16 for work that others do in milliseconds. A run must start quickly on both."""
     taken: list[tuple[int, float]] = []
 
     def product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Precision watch: errors that no plan changes, steps that it leaves as they are, and blocks that stay wide from then on."""
+"""Precision watch: no plan changes the errors, comparisons do not change steps, and blocks that become wide stay so."""
 
 from math import inf
 from pathlib import Path
@@ -51,8 +51,8 @@ def errors(plan: dict[str, Any], **rest: Any) -> dict[str, float | None]:
     ids=str,
 )
 def test_every_rank_knows_the_errors_of_one_process(plan: dict[str, Any], model: dict[str, Any]) -> None:
-    """The one process computes the microbatches of all ranks as one; bf16 rounds the gradient of each by itself."""
-    both = 4 if plan.get("schedule") == "dualpipe" else 1  # it needs as many microbatches
+    """One process computes the microbatches of all ranks as one, while ranks round each microbatch's gradient to bf16."""
+    both = 4 if plan.get("schedule") == "dualpipe" else 1  # this schedule needs that many microbatches
     alone = errors({"microbatch": plan["microbatch"] * plan.get("data", 1) * both}, model=model)
     assert alone.keys() >= {"embedding", "blocks.0", "blocks.1", "head"} and all(
         0 < (error or 0) < 0.5 for error in alone.values()
@@ -93,7 +93,7 @@ def looks(folder: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_blocks_stay_wide_in_a_run_that_resumes_and_under_another_plan(tmp_path: Path) -> None:
-    """With two blocks made wide nothing narrow is left."""
+    """After two blocks became wide none is narrow."""
     choices = {"tile": 4, "auto": 1e-6}
     parts: dict[str, Any] = {
         "plan": {"data": 2, "zero": 3},
@@ -120,7 +120,7 @@ def test_blocks_stay_wide_in_a_run_that_resumes_and_under_another_plan(tmp_path:
 
 
 def test_a_dry_run_has_the_second_copy_of_the_gradients() -> None:
-    """With one microbatch a step and a comparison are alike but for it."""
+    """With one microbatch, a step with a comparison differs from one without only by the comparison."""
     parts: dict[str, Any] = {"plan": {"data": 2, "zero": 2}, "model": {"layers": 4, "ffn": 256}}
     train = {"precision": "fp8", "global_batch": 2}
     watching, without = (brief_run(**parts, train=train, precision={"tile": 4, "watch_every": every}) for every in (2, 0))

@@ -1,4 +1,4 @@
-"""Traced steps of a run: those that its log calls by the requested numbers."""
+"""The traced steps of a run are those with the requested numbers in its log."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ from megalith.train.measure.profiler import Profile, idle_profile
 
 
 def traced(folder: Path, asked: str, *, done: int = 0, steps: int = 6) -> dict[str, int]:
-    """Train from a step on, where step N takes N sines: how many of them are in each span of the trace. Empty without one."""
+    """Train from a given step, where step N computes N sines. Return their number in each span of the trace, or nothing
+    without a trace."""
     with Profile(folder, asked, 3, steps=steps) as tick:
         tick(done)
         for step in range(done + 1, steps + 1):
@@ -33,7 +34,7 @@ def traced(folder: Path, asked: str, *, done: int = 0, steps: int = 6) -> dict[s
     [
         ("3:5", 0, {"step 3": 3, "step 4": 4}),
         ("1:2", 0, {"step 1": 1}),
-        ("3:6", 3, {"step 4": 4, "step 5": 5}),  # the run goes on from a checkpoint
+        ("3:6", 3, {"step 4": 4, "step 5": 5}),  # the run resumes from a checkpoint
         ("6:100", 0, {"step 6": 6}),
         ("3:5", 4, {}),
         ("7:9", 0, {}),

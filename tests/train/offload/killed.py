@@ -1,4 +1,4 @@
-"""A run with state on disk whose rank is killed in the midst of an update, again and again."""
+"""A run with state on disk in which a rank is killed repeatedly in the middle of an update."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from tests.specs import tiny_run
 
 
 def two_ranks(data: Path, place: dict[str, Any], **parts: dict[str, Any]) -> RunSpec:
-    """Eight steps of two ranks, with state at `place`; keyword arguments update further tables."""
+    """Return a run of eight steps on two ranks, with state at `place`. Keyword arguments update further tables."""
     return tiny_run(
         model={"layers": 2, "vocab": 264},
         plan={"data": 2, "zero": 1, "state": place},
@@ -34,12 +34,12 @@ def two_ranks(data: Path, place: dict[str, Any], **parts: dict[str, Any]) -> Run
 
 
 def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
-    """Train to the end, while the second rank dies so many times when half of a chunk is written, at random ones."""
+    """Train to the end, while the second rank dies this many times when half of a random chunk is written."""
     random = Random(seed)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
     number = run_ranks(chunks, 2, spec)[1]
     for _ in range(times):
-        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
+        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights and the loaded state
             patch.setattr(Slots, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
             codes = finish(start(spec, folder))
         assert codes[1] == -signal.SIGKILL
@@ -54,7 +54,7 @@ def chunks(rank: int, spec: RunSpec) -> int:
 
 
 def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `Slots.write` that is the rank's end when it comes the `at`-th time."""
+    """A `Slots.write` that kills the rank at its `at`-th call."""
     write, calls = Slots.write, count_up()
 
     def written(self: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:

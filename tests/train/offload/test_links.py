@@ -1,4 +1,4 @@
-"""Checkpoints of state on disk: the file that keeps it gets a second name, and training goes on in another one."""
+"""Checkpoints of state on disk: the file with the state gets a second name, and training continues in another file."""
 
 import errno
 import os
@@ -48,7 +48,8 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def _ten_steps_later(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, bool]:
-    """State as saved after two steps; whether the checkpoint has the same bytes ten steps and five more checkpoints later."""
+    """Return the state as saved after two steps, and whether the checkpoint has the same bytes ten steps and five checkpoints
+    later."""
     trainer, saver = trainer_of(spec), Checkpointer(folder, keep=9)
     _train(trainer, 0, 2)
     saver.save(2, trainer.state.laid(), {})
@@ -64,7 +65,7 @@ def _ten_steps_later(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, bool
 
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 3}], ids=str)
 def test_a_checkpoint_has_its_bytes_ten_steps_later(plan: dict[str, Any], tmp_path: Path) -> None:
-    """It is a link: what ranks write beside it are the weights that compute."""
+    """The state is a link, and beside it ranks write only compute weights."""
     spec, folder = _spec({"folder": str(tmp_path / "state")}, plan), tmp_path / "checkpoints"
     found = run_ranks(_ten_steps_later, spec.plan.ranks, spec, folder)
     assert all(same for _, same in found)
@@ -87,7 +88,7 @@ def _index(checkpoint: Path) -> files.Index:
 
 
 def _copied(rank: int, spec: RunSpec, folder: Path) -> Held:
-    """State as saved, where three steps pass before a byte of it is written."""
+    """Return the state as saved if three steps pass before a byte of it is written."""
     trainer, saver = trainer_of(spec), Checkpointer(folder)
     _train(trainer, 0, 2)
     trained, write = threading.Event(), tensors.write
@@ -144,13 +145,13 @@ def test_without_room_for_another_file_training_waits_for_a_copy(tmp_path: Path)
 def _twice(rank: int, spec: RunSpec, folder: Path) -> None:
     trainer, saver = trainer_of(spec), Checkpointer(folder, keep=1)
     _train(trainer, 0, 2)
-    for step in (2, 3):  # the step between them was left out
+    for step in (2, 3):  # the step between them was skipped
         saver.save(step, trainer.state.laid(), {})
     saver.wait()
 
 
 def test_ranks_that_hold_the_same_state_copy_a_part_each(tmp_path: Path) -> None:
-    """Links to both files would keep all of it twice."""
+    """Links to both files would keep all of the state twice."""
     spec = _spec({"folder": str(tmp_path / "state")}, {"data": 2, "zero": 0})
     run_ranks(_twice, 2, spec, tmp_path / "saved")
     checkpoint = tmp_path / "saved" / files.name(3)

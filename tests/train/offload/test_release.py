@@ -1,5 +1,5 @@
-"""Gradients that are released inside the backward: the bits of a run that holds them all, whether a step is clipped, left out or computed
-again, in less memory."""
+"""Gradients released inside the backward give the bits of a run that holds them all, whether a step is clipped, skipped or repeated, with
+less memory."""
 
 import os
 from pathlib import Path
@@ -92,7 +92,8 @@ PLANS += [
 
 
 def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
-    """A run that holds its gradients, and one that releases them: where no step is clipped, some are, and all are."""
+    """Compare a run that holds its gradients with one that releases them, when no step is clipped, when some are, and
+    when all are."""
     (free,) = _trained(rank, [_placed(spec, {}, clip=0.0)], steps)
     norms = sorted(each.grad_norm for each in free[0])
     some = (norms[steps // 2] + norms[steps // 2 - 1]) / 2
@@ -102,7 +103,7 @@ def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
 
 @pytest.mark.parametrize(("plan", "model", "train"), PLANS, ids=str)
 def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> None:
-    """A step that is clipped takes two passes, another one."""
+    """A clipped step takes two passes, any other step one."""
     spec = _run(plan, model, **train)
     for found in run_ranks(_compared, spec.plan.ranks, spec, 4):
         for one, passes in enumerate(({1}, {1, 2}, {2})):
@@ -122,7 +123,7 @@ def test_no_bit_changes_under_any_rule_that_looks_at_one_number(kind: str, more:
 
 
 def test_a_share_of_clipped_steps_above_half_pauses_updates_before_the_norm() -> None:
-    """Steps then measure first, and no bit changes."""
+    """Steps then measure the norm first, and no bit changes."""
     spec = _run({}, {"layers": 2}, optimizer={"clip": 0.05})
     (found,) = run_ranks(_trained, 1, [_placed(spec, place) for place in (DISK, RELEASED)], MOST + 3)
     _assert_same(found)
@@ -141,7 +142,7 @@ def test_a_pause_ends_once_few_of_the_last_updates_were_clipped() -> None:
 
 
 def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
-    """The number of chunks, and how many each step writes."""
+    """Return the number of chunks, and of those that each step writes."""
     trainer, written, write = trainer_of(spec), list[int](), Slots.write
 
     def counted(self: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:
@@ -165,7 +166,7 @@ def test_a_step_that_measures_first_writes_nothing_in_vain() -> None:
 
 
 def _poisoned(rank: int, spec: RunSpec) -> tuple[str, bool]:
-    """The error of a step with a gradient that is not finite, and whether the state is that from before it."""
+    """Return the error of a step with a gradient that is not finite, and whether the state is unchanged."""
     trainer = trainer_of(spec)
     train_step(trainer, microbatches(trainer), step=0)
     before, (runner,) = _held(trainer), trainer.runners.values()
@@ -194,7 +195,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at three."""
+    """A rank dies when half of a chunk is written: at fifty points with MEGALITH_FULL, otherwise at three."""
     clipped, folder = {"clip": 1.4}, tmp_path / "killed"
     train(two_ranks(data, {}, optimizer=clipped), tmp_path / "whole")
     train_killed(two_ranks(data, RELEASED, optimizer=clipped), folder, times=50 if FULL else 3, seed=7)

@@ -1,4 +1,4 @@
-"""Chunks with two slots: what counts is what was settled, and what the disk alters is named."""
+"""Chunks with two slots: the settled slot counts, and chunks that the disk altered are named."""
 
 import contextlib
 import errno
@@ -32,14 +32,14 @@ def _value(file: Slots, chunk: int) -> int:
     body = _body(file, 77)
     file.read(chunk, body)
     assert body[:40].unique().numel() == body[PAGE : PAGE + 5000].unique().numel() == 1
-    assert not body[40:PAGE].any()  # no other chunk's bytes
+    assert not body[40:PAGE].any()  # bytes of no other chunk
     return int(body[0])
 
 
 def test_what_was_never_written_is_zeros(tmp_path: Path) -> None:
     file = _file(tmp_path)
     assert _value(file, 2) == file.sum == 0
-    assert file.bytes == 3 * (1 + 3 * 3) * PAGE  # a page for the header
+    assert file.bytes == 3 * (1 + 3 * 3) * PAGE  # one page for the header
 
 
 def test_an_update_counts_once_it_is_settled_and_can_be_undone_once(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_an_update_counts_once_it_is_settled_and_can_be_undone_once(tmp_path: Pa
         file.write(chunk, _body(file, 1), counts=True)
     known = file.sum
     file.write(0, _body(file, 2))
-    assert _value(file, 0) == 2 and file.sum == known  # read within the update, and not yet in force
+    assert _value(file, 0) == 2 and file.sum == known  # read during the update, which is not yet in effect
     file.undo()
     assert _value(file, 0) == 1
     for chunk in range(3):
         file.write(chunk, _body(file, 3))
-    file.write(1, _body(file, 4))  # an update that goes over its parts twice
+    file.write(1, _body(file, 4))  # an update that visits its parts twice
     file.settle()
     assert [_value(file, chunk) for chunk in range(3)] == [3, 4, 3] and file.sum != known
     file.undo()
@@ -85,7 +85,7 @@ def test_an_altered_byte_is_named(tmp_path: Path, where: int) -> None:
 
 
 def test_a_torn_write_is_named(tmp_path: Path) -> None:
-    """The disk kept one of a chunk's three pages."""
+    """The disk kept only one of a chunk's three pages."""
     file = _file(tmp_path)
     file.write(1, _body(file, 6), counts=True)
     at = file.layout.starts[1]
@@ -144,17 +144,17 @@ def test_an_error_on_the_way_is_raised_where_the_chunks_are_used(tmp_path: Path)
     with pytest.raises(StateFileError, match="chunk 7"):
         for _ in stream.over(range(9)):
             pass
-    assert [chunk for chunk, _ in stream.over(range(7), counts=None)] == [*range(7)]  # and goes on to work
+    assert [chunk for chunk, _ in stream.over(range(7), counts=None)] == [*range(7)]  # and the slots still work
     stream.close()
 
 
 def test_a_held_file_is_never_written_again(tmp_path: Path) -> None:
-    """Ten updates later it has its bytes still, and so after state was loaded, which counts at once."""
+    """Ten updates later the file still has its bytes, also after state was loaded, which takes effect at once."""
     file = _file(tmp_path)
     for value in (1, 2):
         _update(file, value)
     held, name = file.hold(), tmp_path / "linked"
-    assert held is not None and held is file.hold()  # nothing was written since: it is held once
+    assert held is not None and held is file.hold()  # nothing was written since, so it is held once
     digest, saved = held.link(name), name.read_bytes()
     for chunk in range(3):
         file.write(chunk, _body(file, 9), counts=True)
@@ -188,7 +188,8 @@ def test_updates_are_undone_to_what_a_checkpoint_holds_and_not_beyond(tmp_path: 
 
 
 def test_files_that_nothing_needs_give_their_room_back(tmp_path: Path) -> None:
-    """Each update is saved, and only the newest checkpoint is kept: three files, as `bytes` has it, and one more within a save."""
+    """Each update is saved, and only the newest checkpoint is kept. That takes three files, the number in `bytes`, and one more
+    during a save."""
     file = _file(tmp_path)
     for value in range(10):
         _update(file, value)
@@ -216,7 +217,7 @@ def test_without_room_nothing_is_held_and_nothing_is_lost(tmp_path: Path, monkey
     _update(file, 2)
     assert _value(file, 0) == 2 and len(_room(tmp_path)) == 2
     file.write(0, _body(file, 3))
-    assert file.hold() is None  # in the midst of an update
+    assert file.hold() is None  # in the middle of an update
     file.drop()
     assert file.hold() is not None, "there is room again"
 
@@ -228,7 +229,7 @@ def _update(file: Slots, value: int) -> None:
 
 
 def _room(folder: Path) -> list[int]:
-    """The sizes of the files in a folder, with those that have no name and are open here."""
+    """Return the sizes of the files in a folder, including unnamed files that are open here."""
     opened = (number.stat() for number in _open_in(folder))
     return [*{found.st_ino: found.st_size for found in (*opened, *(path.stat() for path in folder.iterdir()))}.values()]
 
@@ -250,7 +251,7 @@ def _descriptor(file: Slots) -> int:
 
 
 def _flip(file: Slots, at: int) -> None:
-    """Change one bit of the file that counts."""
+    """Change one bit of the file with the current state."""
     page, start = memory_of(PAGE), at // PAGE * PAGE
     os.preadv(_descriptor(file), [page.numpy().data], start)
     page[at - start] ^= 4

@@ -1,4 +1,4 @@
-"""AdamW is torch's own, on whatever share of a parameter a rank holds."""
+"""AdamW equals torch's, on any share of a parameter that a rank holds."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = {"matrix": (6, 4), "norm": (6,), "table": (10, 3), "cube": (2, 3, 2), "
 
 
 class Trained:
-    """Parameters with the state of AdamW, and its rule."""
+    """Return parameters with AdamW's state, and its rule."""
 
     def __init__(self, held: dict[str, nn.Parameter], spec: OptimizerSpec) -> None:
         decays = {name: spec.weight_decay if parameter.dim() >= 2 else 0.0 for name, parameter in held.items()}
@@ -90,7 +90,7 @@ def test_shares_that_are_empty_on_this_rank_are_passed_over():
     both, alone = Trained(held | empty, OptimizerSpec()), parameters()
     set_gradients(held, 0)
     set_gradients(alone, 0)
-    both.step(0, lr=LR)  # an empty share may or may not have got a gradient
+    both.step(0, lr=LR)  # an empty share may or may not have a gradient
     Trained(alone, OptimizerSpec()).step(0, lr=LR)
     assert all(torch.equal(held[name], alone[name]) for name in alone)
     assert both.slot("moments.first", "nothing").shape == (0, 4)

@@ -1,4 +1,4 @@
-"""Master weights in two halves: the numbers of fp32 with 16 bits, the same bits under every plan and place, and one form in checkpoints."""
+"""Master weights in two halves: with 16 bits they equal fp32, their bits do not depend on plan and place, and checkpoints have one form."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ HALF, DISK = {"optimizer": "host", "share": 0.5}, {"optimizer": "disk"}
 
 
 def _state(trainer: Trainer) -> Held:
-    """This rank's shares as a checkpoint holds them."""
+    """Return this rank's shares in the form of a checkpoint."""
     return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
@@ -53,7 +53,7 @@ def _train(trainer: Trainer, first: int = 0, steps: int = 3) -> list[float]:
 
 
 def _trained(rank: int, specs: list[RunSpec]) -> list[tuple[list[float], Held]]:
-    """Losses and state after some steps of each. fp32 master weights are rounded as the halves are."""
+    """Return losses and state after some steps of each run. fp32 master weights are rounded like the halves."""
     wide = Weight.share
     found = []
     for spec in specs:
@@ -96,7 +96,7 @@ CASES += [
 def test_sixteen_bits_are_the_run_in_fp32_that_rounds_so(
     plan: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
-    """Wherever the lower half is; clipping bites."""
+    """This holds wherever the lower half is stored. Clipping is active."""
     spec = brief_run(plan=plan, model=model, train=BF16, optimizer={"clip": 0.05, **optimizer})
     specs = [spec, *(_with(spec, state=place, master="split16") for place in ({}, HALF, DISK))]
     for found in run_ranks(_trained, spec.plan.ranks, specs):
@@ -104,7 +104,7 @@ def test_sixteen_bits_are_the_run_in_fp32_that_rounds_so(
 
 
 def test_eight_bits_are_the_same_wherever_they_are() -> None:
-    """And other bits than 16 give, or nothing is rounded here."""
+    """The bits must differ from those with 16 bits, or nothing was rounded here."""
     spec = brief_run(plan={"data": 2, "zero": 1}, train=BF16, optimizer={"clip": 0.05})
     specs = [_with(spec, state=place, master="split8") for place in ({}, HALF, DISK)]
     for *found, exact in run_ranks(_trained, 2, [*specs, _with(spec, master="split16")]):
@@ -116,13 +116,13 @@ def test_eight_bits_are_the_same_wherever_they_are() -> None:
 
 
 WIDE = {"layers": 1, "dim": 128, "heads": 34, "kv_heads": 34, "head_dim": 64, "ffn": 64}
-"""A model whose queries have more than `small.PIECE` numbers."""
+"""A model whose query weights have more than `small.PIECE` numbers."""
 NEAR = 0.9997
-"""A factor that leaves most weights in bf16 as they are."""
+"""A factor that leaves most bf16 weights unchanged."""
 
 
 def _clipped(rank: int, specs: list[RunSpec]) -> list[Held]:
-    """This rank's state after an update, which scales each head by another factor if the run clips them."""
+    """Return this rank's state after an update, which scales each head by a different factor if the run clips heads."""
     found = []
     for spec in specs:
         trainer = trainer_of(spec)
@@ -156,7 +156,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _updated(rank: int, specs: list[RunSpec]) -> list[Held]:
-    """The whole state after two updates from the same gradients, on the first rank."""
+    """Return the whole state after two updates from the same gradients, on the first rank."""
     found = []
     for spec in specs:
         trainer = trainer_of(spec)
@@ -187,7 +187,7 @@ def test_a_plan_changes_no_bit_of_an_update(model: dict[str, Any], plan: dict[st
     for name, state, alone in zip(VARIANTS, run_ranks(_updated, made[0].plan.ranks, made)[0], expected, strict=True):
         matrices = [
             key for key in alone if alone[key].dim() > 1 and "embedding" not in key
-        ]  # others' moments are wide: see test_small
+        ]  # moments of other optimizers stay wide: see test_small
         assert matrices and not [key for key in matrices if not torch.equal(state[key], alone[key])], name
 
 
@@ -213,7 +213,7 @@ CHAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _resumed(rank: int, folder: Path, number: int) -> tuple[Held, Held, list[str]]:
-    """One run of the chain: load, update, save; on the first rank the weights as they were loaded and saved, and what was warned of."""
+    """One run of the chain: load, update, save. Return, on the first rank, the weights as loaded and as saved, and the warnings."""
     master, plan = CHAIN[number]
     made = spec_of(DENSE, plan, master=master)
     spec = made.model_copy(update={"train": made.train.model_copy(update=BF16)})
@@ -261,7 +261,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", [DISK, *[{}] * FULL], ids=str)
 def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """Half of a rank's weights are updated when it dies; with MEGALITH_FULL at twenty moments, else at one."""
+    """A rank dies when half of its weights are updated: at twenty points with MEGALITH_FULL, otherwise at one."""
     spec = tiny_run(
         model={"layers": 2, "vocab": 264},
         plan={"data": 2, "zero": 1, "state": place},
@@ -284,7 +284,7 @@ def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], 
 
 
 def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `Small._split` that is the rank's end when it comes the `at`-th time."""
+    """A `Small._split` that kills the rank at its `at`-th call."""
     whole, calls = Small._split, count_up()
 
     def split_up(self: Small, *tensors: Tensor) -> None:
@@ -301,7 +301,7 @@ SIZES = {"layers": 2, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ff
 
 
 def _bytes(rank: int, spec: RunSpec) -> tuple[dict[str, int], int, int]:
-    """Bytes by category, and the numbers of matrices and of vectors on this rank."""
+    """Return bytes by category, and the numbers of elements of matrices and of vectors on this rank."""
     trainer = trainer_of(spec)
     numbers = {name: local(parameter).numel() for name, parameter in trainer.parameters.items()}
     vectors = sum(size for name, size in numbers.items() if trainer.parameters[name].dim() < 2)
@@ -311,7 +311,7 @@ def _bytes(rank: int, spec: RunSpec) -> tuple[dict[str, int], int, int]:
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize(("master", "size"), [("split16", 2), ("split8", 1)])
 def test_bytes_are_those_of_the_formula(master: str, size: int, ranks: int, zero: int) -> None:
-    """A lower half; and where weights are gathered, the share of the upper one that they are gathered from."""
+    """A rank keeps a lower half and, if weights are gathered, the share of the upper half from which they are gathered."""
     spec = brief_run(plan={"data": ranks, "zero": zero}, model=SIZES, train=BF16, optimizer={"master": master})
     for held, matrices, vectors in run_ranks(_bytes, ranks, spec):
         upper = 2 * (matrices + vectors) if ranks > 1 else 0

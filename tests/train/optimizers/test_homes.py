@@ -1,4 +1,4 @@
-"""Homes of matrices: who works on which, what travels, what a rank keeps; all of it predicted and counted."""
+"""Homes of matrices: the work of each rank, the messages, and the memory, predicted and counted."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def spec_of(plan: dict[str, Any], preset: str = "", **optimizer: Any) -> RunSpec
 
 
 def _homes(rank: int, spec: RunSpec) -> tuple[dict[Item, int], dict[str, int], int]:
-    """Homes as this rank knows them, by the ranks of the world; elements of its shares; its matrices' elements."""
+    """Return the homes according to this rank, by ranks of the world, the elements of its shares, and those of its matrices."""
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
     names = [name for name, each in trainer.rule.treated.items() if each.kind == "muon" and name in trainer.parameters]
     placed = homes_of(trainer.rule.whole, names)
@@ -57,7 +57,7 @@ def _homes(rank: int, spec: RunSpec) -> tuple[dict[Item, int], dict[str, int], i
     ids=str,
 )
 def test_all_ranks_know_the_same_homes_and_messages_are_as_long_as_theory_says(preset: str, plan: dict[str, Any]) -> None:
-    """One message to the homes and one back: of a rank's shares one way, and of the matrices at home there the other."""
+    """There is one message to the homes and one back: a rank sends its shares, and then the matrices whose home it is."""
     spec = spec_of(plan, preset)
     found = run_ranks(_homes, spec.plan.ranks, spec)
     homes = found[0][0]
@@ -80,7 +80,7 @@ def test_nothing_travels_where_each_rank_has_whole_matrices() -> None:
     ("preset", "plan"), [("", {"data": 2, "zero": 1}), ("deepseek-tiny", {"pipeline": 2, "zero": 1})], ids=str
 )
 def test_what_is_kept_is_predicted(kind: str, preset: str, plan: dict[str, Any]) -> None:
-    """But for rows and columns, which are counted and not predicted."""
+    """This excludes rows and columns, which are counted but not predicted."""
     spec = spec_of(plan, preset, kind=kind)
     counted = dry(spec, 1).state["optimizer"]
     foreseen = foresee(of_run(spec), rank=1).memory["optimizer"]
@@ -91,7 +91,8 @@ def test_what_is_kept_is_predicted(kind: str, preset: str, plan: dict[str, Any])
 
 
 def test_whole_matrices_take_time_and_memory_on_a_cluster() -> None:
-    """On 8 H100, Muon's moments are half of AdamW's in the blocks, and its update takes longer by its products and messages."""
+    """On 8 H100, Muon's moments are half of AdamW's in the blocks, and its update takes additional time for products and
+    messages."""
     spec = tiny_run(model={"preset": "llama3.1-8b"}, plan={"data": 8, "zero": 1}, train={"global_batch": 64, "seq_len": 4096})
     load = replace(of_run(spec), cluster=clusters.load("h100"), format="bf16")
     muon, adamw = (estimate(replace(load, optimizer=kind), calibration()) for kind in ("muon", "adamw"))

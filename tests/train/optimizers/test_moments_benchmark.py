@@ -1,4 +1,4 @@
-"""The benchmark of training states in few bits: a short run of it, which is stopped and started again."""
+"""A short run of the benchmark of training states in few bits is stopped and started again."""
 
 import subprocess
 import sys

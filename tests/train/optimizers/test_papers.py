@@ -1,4 +1,4 @@
-"""Each optimizer on one process beside an implementation that is not the trainer's: torch's own, or the paper's formula in fp64."""
+"""Each optimizer in one process equals an independent implementation: torch's own, or the paper's formula in fp64."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def gradient(shape: torch.Size, seed: int) -> Tensor:
 
 
 def model_of(preset: str) -> tuple[Any, dict[str, nn.Parameter]]:
-    """A small model and its first weights."""
+    """Return a small model and its first weights."""
     model = tiny_run(model={"preset": preset} if preset else {}).model.build()
     stage = Stage(model)
     for name, part in stage.parts():
@@ -46,7 +46,7 @@ def train(parameters: dict[str, nn.Parameter], advance: Update, steps: int = 6) 
 
 
 def rule_of(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, model: Any) -> Update:
-    """The trainer's rules on whole tensors."""
+    """Run the trainer's rules on whole tensors."""
     treated = treatments(model, spec)
     state = State(parameters, {}, {name: each.slots for name, each in treated.items()})
     rule = Optimizer(spec, treated, Whole.alone(parameters, model_parameters(model)))
@@ -96,7 +96,7 @@ def test_sgd_is_torchs_to_the_bit() -> None:
 
 
 def alone(shape: tuple[int, ...], spec: OptimizerSpec, **described: Any) -> tuple[nn.Parameter, Update]:
-    """One parameter and its rule."""
+    """Return one parameter and its rule."""
     parameter = nn.Parameter(gradient(torch.Size(shape), 7) * 0.1)
     treated = {"w": Treatment(spec.kind, weight_decay=spec.weight_decay)}
     role = "experts" if len(shape) == 3 else "matrix"
@@ -113,7 +113,7 @@ def alone(shape: tuple[int, ...], spec: OptimizerSpec, **described: Any) -> tupl
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(24, 16), (16, 40), (10,)], ids=str)
 def test_adafactor_with_relative_steps_is_torchs(shape: tuple[int, ...], weight_decay: float) -> None:
-    """torch has the relative step alone, and no epsilon that matters here."""
+    """torch has only the relative step, and no epsilon that matters here."""
     spec = spec_of("adafactor", relative_step=True, weight_decay=weight_decay)
     ours, advance = alone(shape, spec)
     theirs = nn.Parameter(ours.detach().clone())
@@ -151,7 +151,7 @@ def test_muon_in_bf16_is_torchs_to_the_bit(shape: tuple[int, int], nesterov: boo
 def test_singular_values_come_near_1(
     shape: tuple[int, int], coefficients: str, iterations: int, least: float, most: float
 ) -> None:
-    """From 1 down to 0.01 of the largest. Directions stay: U^T X V is diagonal."""
+    """Singular values go from 1 down to 0.01 of the largest. Directions do not change: U^T X V is diagonal."""
     generator = torch.Generator().manual_seed(0)
     rank = min(shape)
     u, _ = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator))
@@ -171,7 +171,7 @@ def test_a_matrix_of_nothing_stays_small_and_finite(size: float, dtype: torch.dt
 
 
 def _muon(shape: tuple[int, ...], **rest: Any) -> tuple[Tensor, Tensor]:
-    """A parameter's first gradient, and its first update over the learning rate."""
+    """Return a parameter's first gradient, and its first update divided by the learning rate."""
     described = {key: rest.pop(key) for key in ("heads", "stacked") if key in rest}
     parameter, advance = alone(shape, spec_of("muon", weight_decay=0.0, iteration="fp32", nesterov=False, **rest), **described)
     before = parameter.detach().clone()
@@ -181,7 +181,7 @@ def _muon(shape: tuple[int, ...], **rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _update(matrix: Tensor) -> Tensor:
-    """Return the move of a matrix of its own."""
+    """Return the change of a matrix that is updated alone."""
     return -0.2 * max(matrix.shape) ** 0.5 * orthogonal(matrix * 0.05, steps_of("newton-schulz", 5))
 
 
@@ -202,7 +202,7 @@ def test_each_expert_is_a_matrix_of_its_own_with_the_bits_of_one(iteration: str)
 
 
 def test_heads_and_stacked_matrices_are_split() -> None:
-    """Two heads, each of three rows of one matrix and five of another."""
+    """Two heads, each with three rows of one matrix and five of another."""
     g, moved = _muon((16, 12), heads=2, stacked=(3, 5))
     first, second = [0, 1, 2, 8, 9, 10], [3, 4, 5, 6, 7, 11, 12, 13, 14, 15]
     for rows in (first, second):

@@ -1,4 +1,4 @@
-"""Given the same gradients, every optimizer makes the same update under every plan: to the bit, or to 1e-6 where it adds up norms."""
+"""Given the same gradients, every optimizer makes the same update under every plan: bitwise, or to 1e-6 if it adds up norms."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.specs import tiny_run
 STEPS = 3
 KINDS = tuple(OPTIMIZERS)
 NEARLY = ("lamb", "adafactor", "adamw")
-"""Kinds that add up norms over ranks; and torch's fused AdamW, which rounds the last elements of a share otherwise than the others."""
+"""Optimizers that add up norms over ranks, and torch's fused AdamW, which rounds the last elements of a share differently."""
 DENSE: dict[str, Any] = {"tied": True}
 EXPERTS: dict[str, Any] = {"preset": "deepseek-tiny"}
 
@@ -38,7 +38,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {"data": 3, "zero": 1}),
     (DENSE, {"data": 2, "zero": 2}),
     (DENSE, {"tensor": 2, "data": 2, "zero": 3}),
-    (DENSE, {"tensor": 4}),  # more ranks than heads of keys: each holds all of them
+    (DENSE, {"tensor": 4}),  # more ranks than key heads: each rank holds all of them
     (DENSE, {"pipeline": 2, "data": 2}),
     (DENSE, {"pipeline": 2, "schedule": "dualpipe"}),
     (DENSE, {"data": 4, "replicate": 2, "zero": 3}),
@@ -65,7 +65,7 @@ def whole_gradient(name: str, shape: torch.Size, step: int) -> Tensor:
 
 
 def set_gradients(trainer: Trainer, step: int) -> None:
-    """Give each parameter this rank's share of a gradient that all plans have alike."""
+    """Give each parameter this rank's share of a gradient that is equal for all plans."""
     for name, parameter in trainer.parameters.items():
         gradient = whole_gradient(name, parameter.shape, step)
         assert isinstance(parameter, DTensor)
@@ -79,7 +79,7 @@ def set_gradients(trainer: Trainer, step: int) -> None:
 
 
 def updated(spec: RunSpec, groups: Groups) -> dict[str, Tensor]:
-    """The whole state after some updates, on the first rank."""
+    """Return the whole state after some updates, on the first rank."""
     trainer = assemble(spec, groups=groups, device=CPU)
     for step in range(STEPS):
         set_gradients(trainer, step)
@@ -97,7 +97,7 @@ ALONE: dict[str, dict[str, dict[str, Tensor]]] = {}
 
 
 def alone(model: Mapping[str, Any], variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """The same updates in one process, computed once a model."""
+    """Return the result of the same updates in one process, computed once for each model."""
     key = str((model, variants))
     if key not in ALONE:
         specs = {kind: spec_of(model, {}, **optimizer) for kind, optimizer in variants.items()}
@@ -131,7 +131,7 @@ def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dic
 
 
 def differences(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], spec: RunSpec) -> list[str]:
-    """The tensors that differ: by any bit, or by more than 1e-6 where their kind is one of NEARLY."""
+    """Return the tensors that differ by any bit, or by more than 1e-6 if their optimizer is in NEARLY."""
     assert found.keys() == expected.keys(), name
     treated, wrong = treatments(spec.model.build(), spec.optimizer), []
     for key, there in expected.items():
@@ -154,7 +154,7 @@ def _replicas_twice(whole: Whole, parts: Sequence[Sum]) -> list[Tensor]:
 
 
 def _own_matrices(whole: Whole, names: Sequence[str]) -> list[Placed]:
-    """Each rank orthogonalises what it holds of each matrix."""
+    """Plant: each rank orthogonalises only its own share of each matrix."""
     assert whole.groups is not None
     found = []
     for each in HOMES_OF(whole, names):
@@ -168,7 +168,7 @@ def _own_matrices(whole: Whole, names: Sequence[str]) -> list[Placed]:
 
 
 def _swapped(exchange: Exchange, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
-    """Nothing comes back from other ranks."""
+    """Plant: no result comes back from other ranks."""
     for share in shares.values():
         share.zero_()
 
@@ -189,7 +189,8 @@ FAULTS: list[tuple[str, dict[str, Any], Any, str, Any]] = [
 def test_a_planted_fault_is_found(
     kind: str, plan: dict[str, Any], where: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A norm of a shard, replicas that count twice, a matrix of a shard, and what never comes back."""
+    """The planted faults are a norm of a shard, replicas that count twice, a matrix of a shard, and results that never
+    come back."""
     expected = alone(DENSE, VARIANTS)[kind]
     monkeypatch.setattr(where, name, fault)
     spec = spec_of(DENSE, plan, kind=kind)
@@ -198,7 +199,7 @@ def test_a_planted_fault_is_found(
     assert not max(gaps) < 1e-4
 
 
-# --- going on ---
+# --- resuming ---
 
 
 def _saved(rank: int, folder: Path, specs: dict[str, RunSpec]) -> None:
@@ -224,7 +225,7 @@ def _resumed(rank: int, folder: Path, specs: dict[str, RunSpec]) -> dict[str, di
 
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
-    """Shares of every slot, also of rows and columns, are read by ranks that hold others."""
+    """Shares of every slot, including rows and columns, are read by ranks that hold other shares."""
     variants = {kind: {"kind": kind} for kind in KINDS}
     before, after = {"data": 2, "tensor": 2, "zero": 3}, {"pipeline": 2, "data": 2, "zero": 1}
     run_ranks(_saved, 4, tmp_path, {kind: spec_of(DENSE, before, **each) for kind, each in variants.items()})

@@ -1,4 +1,4 @@
-"""The learning rate goes where its schedule says."""
+"""The learning rate follows its schedule."""
 
 import math
 from itertools import pairwise
@@ -31,7 +31,7 @@ def rates(steps: int, **spec: Any) -> list[float]:
 def test_rates_climb_in_equal_steps_and_then_never_rise_again(schedule, steps, warmup, decay, min_lr_ratio):
     assume(
         warmup <= steps and (schedule not in DECAY_LATE or warmup + round(decay * steps) <= steps)
-    )  # others are refused beforehand
+    )  # other values are refused beforehand
     found = rates(steps, schedule=schedule, warmup=warmup, decay=decay, min_lr_ratio=min_lr_ratio)
     assert found[:warmup] == pytest.approx([LR * (step + 1) / warmup for step in range(warmup)])
     after = found[warmup:]

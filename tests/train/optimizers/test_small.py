@@ -1,4 +1,4 @@
-"""Moments in few bits: the same bits under every plan and wherever they are, and converted by a resumed run."""
+"""Moments in few bits have the same bits under every plan and in every place, and a resumed run converts them."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dic
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], spec: RunSpec) -> list[str]:
-    """The tensors of small parameters that differ by any bit. torch's fused AdamW rounds the ends of the others as its shares lie."""
+    """Return the tensors of small parameters that differ by any bit. For the others, torch's fused AdamW rounds the ends of shares
+    differently."""
     small = {name for name, each in treatments(spec.model.build(), spec.optimizer).items() if each.moments.number != "fp32"}
     assert small
     keys = [key for key in expected if any(key.endswith(f".{name}") for name in small)]
@@ -61,7 +62,7 @@ CHAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _resumed(rank: int, folder: Path, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """One run of the chain: load, update, save; on the first rank the moments as they were loaded and saved, and what was warned of."""
+    """One run of the chain: load, update, save. Return, on the first rank, the moments as loaded and as saved, and the warnings."""
 
     def kept() -> dict[str, Tensor]:
         held = trainer.state.laid()
@@ -89,7 +90,7 @@ def _resumed(rank: int, folder: Path, number: int) -> tuple[dict[str, Tensor], d
 
 
 def _bytes_of(treated: Treatment, share: Tensor) -> int:
-    """Two moments: codes and a byte for each four of a row, or fp32."""
+    """Each of the two moments is codes and a byte for each four numbers of a row, or fp32."""
     if treated.moments.number == "fp32":
         return 8 * share.numel()
     return 2 * (share.numel() + -(-share.shape[-1] // 4) * (share.numel() // share.shape[-1]))

@@ -1,4 +1,4 @@
-"""Merges of sites in one process and in numpy, from the papers' formulas: what the trainer's must equal bit for bit."""
+"""Merges of sites in one process and in numpy, from the papers' formulas. The trainer's merges must equal these bit for bit."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def encode(x: np.ndarray, bits: int) -> bytes:
-    """A tensor's difference as it is sent."""
+    """A tensor's difference in the form in which it is sent."""
     x = x.astype(F32).ravel()
     if bits == 32:
         return x.tobytes()
@@ -52,7 +52,7 @@ def decode(data: bytes, shape: tuple[int, ...], bits: int) -> np.ndarray:
 
 
 def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
-    """A tensor as it is sent: its largest elements with their places, or all."""
+    """A tensor in the form in which it is sent: its largest elements with their places, or all elements."""
     if piece.top_k is None:
         return encode(x, piece.bits)
     flat, places = x.astype(F32).ravel(), list[int]()
@@ -62,7 +62,7 @@ def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
         places += sorted(begin + int(place) for place in np.argsort(-np.abs(chunk), kind="stable")[:count])
     low = int(math.log2(len(flat) / len(places)))
     bits = [place >> digit & 1 for place in places for digit in range(low)]
-    for before, place in zip([0, *places], places, strict=False):  # a zero for each step, then a one
+    for before, place in zip([0, *places], places, strict=False):  # unary: a zero for each step, then a one
         bits += [0] * ((place >> low) - (before >> low)) + [1]
     bits += [0] * ((len(flat) - 1 >> low) - (places[-1] >> low))
     return np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes() + encode(flat[places], piece.bits)
@@ -99,19 +99,19 @@ class Reference:
     anchors: Tensors
     velocities: Tensors = field(default_factory=dict)
     feedback: list[Tensors] = field(default_factory=list)
-    flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, each site's bytes
+    flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, bytes of each site
     bytes: list[int] = field(default_factory=list)
 
     @classmethod
     def begin(cls, spec: SitesSpec, fragments: tuple[Fragment, ...], buffers: set[str], first: Tensors) -> "Reference":
-        """All sites begin with the same weights."""
+        """Initialise all sites with the same weights."""
         zeros: Any = {name: np.zeros_like(value) for name, value in first.items()}
         copies = [{name: value.copy() for name, value in first.items()} for _ in range(spec.count)]
         kept = [{name: value.copy() for name, value in zeros.items()} for _ in range(spec.count)]
         return cls(spec, fragments, buffers, copies, {n: v.copy() for n, v in first.items()}, zeros, kept)
 
     def after_step(self, step: int, *, last: bool = False) -> None:
-        """Send and merge what is due after `step` steps."""
+        """Send and merge the fragments that are due after `step` steps."""
         h, p = self.spec.inner_steps, self.spec.fragments
         due = [f for f in range(p) if step >= (f + 1) * h // p and (step - (f + 1) * h // p) % h == 0]
         for flight in [one for one in self.flying if one[0] + self.spec.overlap == step]:
@@ -149,7 +149,7 @@ class Reference:
         self.bytes.append(len(messages[0]))
 
     def early(self, number: int, site: int, message: bytes) -> Tensors:
-        """The anchors after an outer step with one site's own difference, by the part of the samples that it reads."""
+        """Return the anchors after an outer step with one site's own difference, weighted by its share of the samples."""
         found, at, parts = Tensors(), 0, [one.share or 1 for one in self.spec.each] or [1] * self.spec.count
         for piece in self.fragments[number].pieces:
             size = len(encode_piece(np.zeros(piece.shape), piece))

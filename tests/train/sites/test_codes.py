@@ -1,4 +1,4 @@
-"""Differences in few bits."""
+"""The coding of differences in few bits."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,8 @@ def test_full_width_keeps_every_bit() -> None:
 
 
 def test_what_is_lost_is_what_theory_says() -> None:
-    """Normally distributed elements: four equal steps lose 0.1188 of the variance (Max 1960), 15 and 255 levels that of their step."""
+    """For normally distributed elements four equal steps lose 0.1188 of the variance (Max 1960); 15 and 255 levels lose the variance
+    within a step."""
     values = torch.from_numpy(_values(128 * 2000)).double()
     lost = {
         bits: float((decode(encode(values.float(), bits), len(values), bits) - values).square().mean() / values.square().mean())
@@ -52,7 +53,7 @@ def test_what_is_lost_is_what_theory_says() -> None:
 
 
 def test_error_feedback_sends_everything_in_time() -> None:
-    """Values sent over many rounds add up to the whole, but for one rounding."""
+    """Values sent over many rounds add up to the whole, up to one rounding."""
     values, left, sent = torch.from_numpy(_values(256)), torch.zeros(256), torch.zeros(256)
     for _ in range(200):
         code = encode(values + left, 2)
@@ -71,7 +72,7 @@ def test_another_number_of_bytes_is_refused() -> None:
 @pytest.mark.parametrize("top_k", [1, 64, 1000, 4095])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 50), (64, 64), (1, 4097), (130, 100)])
 def test_the_largest_elements_are_the_references(shape: tuple[int, int], top_k: int, bits: int) -> None:
-    """Also where magnitudes are equal."""
+    """This holds even if magnitudes are equal."""
     piece = Piece("a", shape, bits, top_k)
     values = np.round(_values(piece.numel, seed=top_k).reshape(shape), 4)
     found, wanted = pieces.encode(torch.from_numpy(values), piece), reference.encode_piece(values, piece)
@@ -83,7 +84,7 @@ def test_the_largest_elements_are_the_references(shape: tuple[int, int], top_k: 
 
 
 def test_places_are_sent_in_few_bits() -> None:
-    """64 of 4,096 places take 8 bits each; all choices have a logarithm of 7.36 bits each."""
+    """64 of 4,096 places take 8 bits each; the information in such a choice is 7.36 bits each."""
     piece = Piece("a", (4096, 256), 2, 64)
     count = 64 * 256
     assert piece.bytes == count + 4 * count // 128 + count * 2 // 8

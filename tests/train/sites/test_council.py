@@ -1,4 +1,5 @@
-"""The agreement of sites, over a wire in this process that can be cut: who merges, who leaves, who comes back, and never two halves."""
+"""Sites agree, over connections in this process that can be cut, on merges and membership, and two separated groups never both
+train."""
 
 import contextlib
 import os
@@ -28,7 +29,7 @@ FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make 
 
 
 class Hub:
-    """All wires between sites."""
+    """All connections between sites."""
 
     def __init__(self) -> None:
         self.wires: dict[int, Wire] = {}
@@ -41,18 +42,18 @@ class Hub:
         self.broken |= {frozenset((one, other)) for one in half for other in rest}
 
     def mend(self) -> None:
-        """Connect again what was cut."""
+        """Restore the cut connections."""
         pairs, self.broken = self.broken, set()
         for one, other in map(sorted, pairs):
             self.wires[one].meet(self.wires[other])
 
 
 class Wire:
-    """One site's end of them, as `fleet.secure.peers.Peers` is."""
+    """One site's end of the connections, with the interface of `fleet.secure.peers.Peers`."""
 
     turned_away = 0
     unsent = 0
-    """Calls of `close` that return before everything is sent."""
+    """Makes calls of `close` return before everything is sent."""
 
     def __init__(self, hub: Hub, site: int, start: str) -> None:
         self.hub, self.site, self.start, self.news = hub, site, start.encode(), deque[News]()
@@ -93,7 +94,7 @@ def _council(hub: Hub, site: int, *, start: str = "first", patience: float = 0.3
 
 
 def _all(hub: Hub, **spec: Any) -> list[Council]:
-    """All sites of a run, which have begun from the first weights; the first decides."""
+    """Return all sites of a run, started from the first weights. Site 0 is the decider."""
     found = [_council(hub, site, **spec) for site in range(spec.get("count", 3))]
     _listen(found)
     assert [one.begin([], 1.0) for one in found] == [Beginning(None)] * len(found)
@@ -102,13 +103,13 @@ def _all(hub: Hub, **spec: Any) -> list[Council]:
 
 
 def _listen(councils: Iterable[Council]) -> None:
-    for one in [*councils] * 2:  # an answer may follow
+    for one in [*councils] * 2:  # a reply may follow
         one.listen()
 
 
 @contextlib.contextmanager
 def _waiting(councils: Iterable[Council]) -> Iterator[None]:
-    """These sites wait for something meanwhile."""
+    """While the block runs, these sites wait for something."""
     over, every = threading.Event(), list(councils)
 
     def wait() -> None:
@@ -150,7 +151,7 @@ def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
     verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
     assert time.monotonic() - began >= 0.1
     assert (verdict.merged, verdict.left, verdict.joined) == ((0, 1), (2,), ())
-    councils[2].post(_difference(4))  # it comes too late, and learns so
+    councils[2].post(_difference(4))  # its difference comes too late, and it is told so
     assert councils[2].decide(0, 0, 4, 4, members=MEMBERS) == verdict
     councils[2].say_ready()
     rest = {0: 0, 1: 0}
@@ -185,7 +186,7 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
 
 
 def test_a_site_that_decides_and_does_not_train_may_join() -> None:
-    """It left, or began from a checkpoint of a time when it did not train."""
+    """The site left, or began from a checkpoint from a time when it did not train."""
     councils = _all(Hub())
     councils[0].say_ready()
     for one in councils[1:]:
@@ -201,7 +202,7 @@ def test_without_a_quorum_nobody_merges() -> None:
 
 
 def test_a_site_that_decides_late_is_waited_for() -> None:
-    """It computes, and speaks after each step, for longer than the patience; then it decides."""
+    """The decider computes for longer than the timeout, with a message after each step, and then decides."""
     councils = _all(Hub(), patience=0.6)
     for one in councils:
         one.post(_difference(4))
@@ -236,7 +237,7 @@ QUICK = {(0,), (4,), (0, 1), (0, 3, 4)}
 
 @pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=FULL) for half in HALVES])
 def test_of_two_halves_that_are_cut_apart_at_most_one_goes_on(half: tuple[int, ...]) -> None:
-    """Sites that end are started again, as their supervisors do, and meet whom they can."""
+    """Sites that end are started again, as by their supervisors, and connect to the sites that they can reach."""
     hub = Hub()
     councils = _all(hub, count=5)
     rest = tuple(set(range(5)) - set(half))
@@ -300,19 +301,19 @@ def test_a_connection_that_breaks_in_between_loses_nothing() -> None:
 
 
 def test_a_site_that_hears_of_a_beginning_and_of_its_line_at_once_takes_part_from_there() -> None:
-    """It asks to join a line that is under way, unless that line has merged nothing yet."""
+    """The site asks to join a line that is already training, unless that line has merged nothing yet."""
     hub = Hub()
     councils = [
         Council(SitesSpec(count=2), site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0) for site in range(2)
     ]
     _listen(councils)
     assert councils[0].begin([], 5.0) == Beginning(None)
-    councils[0]._hear(0.0)  # it also says which line it is in
+    councils[0]._hear(0.0)  # it also names its line
     assert councils[1].begin([], 5.0) == Beginning(None)
 
 
 def test_gradients_that_a_broken_connection_lost_are_sent_again() -> None:
-    """Also those of the step before, if the site that decides has taken one more meanwhile."""
+    """This includes the gradients of the step before, if the decider has taken one more step meanwhile."""
     hub, two = Hub(), {0: 0, 1: 0}
     spec = SitesSpec(method="data-parallel", count=2, grace=0.1)
     councils = [All(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0, every=10) for site in range(2)]
@@ -393,7 +394,8 @@ def test_a_site_without_checkpoints_sets_nobody_back() -> None:
 
 
 def test_a_site_that_has_ended_stays_until_all_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its supervisor hears that it lives; it stays no longer than the patience, though a link may never take what is left."""
+    """The site's supervisor gets heartbeats meanwhile. The site waits no longer than the timeout, though a link may never
+    take the rest."""
     beats = list[int]()
     wire = Wire(Hub(), 0, "first")
     council = Council(SitesSpec(count=3), 0, wire, patience=0.3, start=1, limit=1, beat=lambda: beats.append(1))
@@ -407,7 +409,7 @@ def test_a_site_that_has_ended_stays_until_all_is_sent(monkeypatch: pytest.Monke
 
 
 def _some_enter(hub: Hub, trained: int, **spec: Any) -> list[Council]:
-    """All sites of a run, of which only the first few hold its checkpoint: the others take part anew."""
+    """Return all sites of a run. Only the first few hold its checkpoint, so the others start fresh."""
     count, cut = spec["count"], _cut(6, *range(trained))
     found = [_council(hub, site, **spec) for site in range(count)]
     for one in found[:trained]:
@@ -421,7 +423,8 @@ def _some_enter(hub: Hub, trained: int, **spec: Any) -> list[Council]:
 
 @pytest.mark.parametrize(("trained", "count"), [(1, 2), (2, 4)])
 def test_sites_that_enter_anew_count_for_the_quorum(trained: int, count: int) -> None:
-    """More sites than before, or folders that were lost: the others merge, send their weights, and let them join."""
+    """There are more sites than before, or run folders were lost. The old sites merge, send their weights, and let the
+    new ones join."""
     councils = _some_enter(Hub(), trained, count=count, patience=20.0)
     members, entering = dict.fromkeys(range(trained), 0), list(range(trained, count))
     for one in councils[:trained]:
@@ -439,7 +442,7 @@ def test_sites_that_enter_anew_count_for_the_quorum(trained: int, count: int) ->
 
 
 def test_one_of_two_sites_may_lose_its_run_folder() -> None:
-    """It trained when the checkpoint was saved, and nobody waits for what it cannot send."""
+    """The site trained when the checkpoint was saved, but the others do not wait for a difference that it cannot send."""
     councils = _some_enter(Hub(), 1, count=2, patience=20.0, grace=60.0)
     councils[0].post(_difference(8))
     with _waiting(councils[1:]):
@@ -475,7 +478,7 @@ def test_a_half_with_followers_goes_on_only_if_it_is_a_quorum(half: tuple[int, .
 
 
 def test_a_follower_that_is_silent_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection may seem whole though it was cut, and the site be in another half by now."""
+    """The site's connection may seem intact although it was cut, and the site may now be in another group."""
     hub = Hub()
     councils = _some_enter(hub, 1, count=2)
     hub.cut([0], [1])

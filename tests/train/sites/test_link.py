@@ -1,4 +1,4 @@
-"""Sites over a wire with a real delay and rate, which loses packets and breaks: what a run makes of it."""
+"""A run across sites over a wire with a real delay and rate that loses packets and breaks."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spec(data: Path, **sites: Any) -> RunSpec:
-    """A run in which 100 kB cross in each round and direction."""
+    """A run that sends 100 kB in each round and direction."""
     return tiny_run(
         model={"vocab": 264, "layers": 2},
         data={"path": str(data)},
@@ -69,7 +69,7 @@ def _trained(spec: RunSpec, folder: Path, link: Wire | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The end of the run without any link."""
+    """Return the end of the same run without a link."""
     return _trained(_spec(data), tmp_path_factory.mktemp("undisturbed"), None)
 
 
@@ -82,7 +82,7 @@ def test_lost_packets_change_no_bit(data: Path, undisturbed: dict[str, Any], tmp
 
 @contextmanager
 def _cut(link: Wire, seconds: float) -> Iterator[None]:
-    """Cut the wire once a part of a fragment has crossed, for some seconds, while the block runs."""
+    """While the block runs, cut the wire for some seconds once a part of a fragment has crossed."""
 
     def act() -> None:
         until(lambda: link.crossed[1] > 60_000, seconds=PATIENCE)
@@ -99,7 +99,7 @@ def _cut(link: Wire, seconds: float) -> Iterator[None]:
 def test_a_connection_that_breaks_in_the_middle_of_a_fragment_changes_no_bit(
     data: Path, undisturbed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TCP gives up after CUT_SECONDS; the sites connect again, and send once more what was under way."""
+    """TCP gives up after CUT_SECONDS. The sites connect again, and resend the data in flight."""
     monkeypatch.setattr(peers, "CUT_SECONDS", 4)
     with wire.between(NODES, Conditions(1, 50)) as link, _cut(link, 10.0):
         found = _trained(_spec(data), tmp_path / "run", link)
@@ -131,7 +131,7 @@ def test_a_site_that_is_killed_comes_back_over_the_link(data: Path, tmp_path: Pa
 
 
 def _theory(sites: SitesSpec | None, spec: RunSpec, steps: int) -> int:
-    """The bytes that a site which does not decide sends for its differences until all is merged."""
+    """Return the bytes that a site, not the decider, sends for its differences until everything is merged."""
     assert sites is not None
     shapes = {name: each.shape for name, each in model_parameters(spec.model.build()).items()}
     cut = fragments(shapes, sites)
@@ -141,13 +141,13 @@ def _theory(sites: SitesSpec | None, spec: RunSpec, steps: int) -> int:
 
 
 def _word_bytes() -> int:
-    """The bytes by which a site says that it is still there."""
+    """Return the bytes of a site's keep-alive messages."""
     return len(Hello("0" * 2 * LINE_BYTES, 0).pack()) + LENGTH_BYTES + FRAME_BYTES
 
 
 @pytest.mark.parametrize("method", [{}, {"bits": 4, "fragments": 3, "overlap": 2}])
 def test_bytes_on_the_wire_are_those_of_theory(method: dict[str, Any], data: Path) -> None:
-    """To the byte: what two more rounds add. Both directions have the differences; one has the verdicts as well."""
+    """Two more rounds add the exact number of bytes. Both directions have the differences, and one also has the verdicts."""
     crossed, theory, merges = [], [], []
     for rounds in (2, 4):
         spec = benchmark.run_of(str(data), "0.1M", 4 * rounds, {"inner_steps": 4, **method})

@@ -1,4 +1,5 @@
-"""Sites that lose the one that decides, or each other: those that stand at a merge continue from there, and never two halves."""
+"""Sites lose the decider, or each other. Sites that wait at a merge continue from there, and two separated groups never both
+train."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ TWO = {0: 0, 1: 0}
 
 
 def _together(councils: Sequence[Council], *merge: int, members: dict[int, int], mark: str = "") -> list[Verdict | PeerGone]:
-    """Return the verdict that each site gets about a merge, or why it gets none."""
+    """Return the verdict that each site gets about a merge, or the reason why it gets none."""
     found: dict[int, Verdict | PeerGone] = {}
     end = time.monotonic() + 20
     while len(found) < len(councils) and time.monotonic() < end:
@@ -42,7 +43,7 @@ def _verdict(found: Sequence[Verdict | PeerGone]) -> Verdict:
 
 
 def test_without_the_site_that_decides_the_others_go_on_from_the_merge() -> None:
-    """Nobody goes back to a checkpoint; what was sent and not merged is sent again."""
+    """No site returns to a checkpoint, and differences that were sent but not merged are sent again."""
     hub = Hub()
     councils = _all(hub, patience=5.0, fragments=2)
     for one in councils:
@@ -58,7 +59,7 @@ def test_without_the_site_that_decides_the_others_go_on_from_the_merge() -> None
 
 
 def test_a_site_that_decided_and_comes_back_takes_the_weights_of_the_other() -> None:
-    """The two are a quorum together, and only one of them was killed."""
+    """The two sites are a quorum together, and only one of them was killed."""
     hub = Hub()
     councils = _all(hub, count=2, patience=20.0)
     councils[1].post(_difference(4))
@@ -113,7 +114,7 @@ def test_two_sites_that_are_cut_apart_meet_again_and_lose_nothing() -> None:
 
 
 def test_the_sites_that_are_furthest_go_on_and_the_others_take_part_anew() -> None:
-    """The verdict of the site that decided had come to one of them alone."""
+    """Only one of the sites had received the decider's verdict."""
     hub = Hub()
     councils = _all(hub, count=5, patience=5.0)
     members = dict.fromkeys(range(5), 0)
@@ -135,7 +136,7 @@ def test_the_sites_that_are_furthest_go_on_and_the_others_take_part_anew() -> No
             try:
                 verdict = None if one.site in found else one.decide(*merge, members=members, mark=known, seconds=0.01)
                 found |= {} if verdict is None else {one.site: verdict}
-            except PeerGone as gone:  # its ranks are started again, and follow
+            except PeerGone as gone:  # the decider's ranks are started again, and follow
                 found[one.site] = gone
                 again = _council(hub, one.site, start="again", count=5, patience=5.0)
                 councils[one.site] = again
@@ -154,7 +155,7 @@ def test_of_two_halves_that_stand_at_most_one_goes_on(half: tuple[int, ...]) -> 
     hub = Hub()
     councils = _all(hub, count=5, patience=1.0)
     members = dict.fromkeys(range(5), 0)
-    hub.cut(half, set(range(5)) - set(half))  # before any difference has come
+    hub.cut(half, set(range(5)) - set(half))  # before any difference has arrived
     for one in councils:
         one.post(_difference(4))
     found = _together(councils, 0, 0, 4, 4, members=members)
@@ -166,7 +167,7 @@ def test_of_two_halves_that_stand_at_most_one_goes_on(half: tuple[int, ...]) -> 
 
 
 def test_words_of_the_line_that_was_left_do_not_count() -> None:
-    """Site 2 spoke to the site that decides, and then went to another line with the others."""
+    """Site 2 had sent messages to the decider, and then went to another line with the others."""
     hub = Hub()
     councils = _all(hub, patience=0.5)
     councils[0].post(_difference(4))
@@ -189,7 +190,8 @@ def test_the_first_of_those_that_are_furthest_calls() -> None:
 
 
 def _goes_on_without_the_last(hub: Hub, *, merges: int) -> list[Council]:
-    """Sites 1 and 2 stand at the first merge and cannot see each other; 1 makes merges with site 0, which was started again."""
+    """Sites 1 and 2 wait at the first merge and cannot reach each other. Site 1 makes merges with site 0, which was started
+    again."""
     councils = _all(hub, patience=5.0)
     for one in councils:
         one._limit = 20.0
@@ -219,7 +221,7 @@ def _merges(one: Council, seconds: float) -> None:
 
 @pytest.mark.parametrize("merges", [6, 3])
 def test_a_site_that_stands_ends_once_the_others_are_far_ahead(merges: int) -> None:
-    """They no longer have the verdict that is due where it stands, or no longer the difference that was merged there."""
+    """The others no longer have the verdict for the merge at which the site waits, or the difference that was merged there."""
     hub = Hub()
     councils = _goes_on_without_the_last(hub, merges=merges)
     hub.mend()
@@ -228,7 +230,7 @@ def test_a_site_that_stands_ends_once_the_others_are_far_ahead(merges: int) -> N
 
 
 def test_a_verdict_that_later_ones_have_overtaken_is_not_waited_for() -> None:
-    """The connection broke for a moment, for longer than the site that decides keeps its verdicts."""
+    """The connection was broken for longer than the decider keeps its verdicts."""
     hub = Hub()
     councils = _all(hub, patience=5.0)
     line = councils[1].line
@@ -243,7 +245,7 @@ def test_a_verdict_that_later_ones_have_overtaken_is_not_waited_for() -> None:
 
 
 def test_a_site_that_is_lost_before_it_calls_is_not_waited_for() -> None:
-    """Site 1 is the first that stands, but the other one and the site that was started again are a quorum."""
+    """Site 1 is the first that waits, but the other waiting site and the restarted site are a quorum."""
     hub = Hub()
     councils = _all(hub, patience=5.0)
     for one in councils[1:]:
@@ -266,7 +268,7 @@ def test_a_site_that_is_lost_before_it_calls_is_not_waited_for() -> None:
 
 
 def test_a_site_that_stood_and_is_lost_keeps_nobody_from_beginning() -> None:
-    """It was connected to one of the others alone."""
+    """The site was connected to only one of the others."""
     hub = Hub()
     councils = [_council(hub, site, count=5) for site in range(3)]
     for one in councils:

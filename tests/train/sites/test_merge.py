@@ -1,4 +1,4 @@
-"""Merges equal, bit for bit, an implementation in numpy that knows no ranks: whatever the plan inside a site, given the same weights."""
+"""Merges equal, bit for bit, an implementation in numpy without ranks, under any plan inside a site and given the same weights."""
 
 import os
 import tempfile
@@ -41,7 +41,7 @@ METHODS |= {
 }
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "zero 3 in 3": {"plan": {"data": 3, "zero": 3}, "train": {"global_batch": 18}},  # 3 divides no size of the model
+    "zero 3 in 3": {"plan": {"data": 3, "zero": 3}, "train": {"global_batch": 18}},  # no size of the model is a multiple of 3
     "tensor, tied": {"plan": {"tensor": 2}, "model": {"tied": True}},
     "pipeline, tied": {"plan": {"pipeline": 2}, "model": {"tied": True}},
     "experts": {"plan": {"data": 2, "expert": 2, "zero": 1}, "model": {"preset": "deepseek-tiny"}},
@@ -62,7 +62,7 @@ def _run(plan: str, method: str, sites: int) -> RunSpec:
 
 
 def _moved(site: int, step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """How far a site's weights move in a step: the same numbers for every plan."""
+    """Return the change of a site's weights in a step: the same numbers for every plan."""
     draw = np.random.default_rng([site, step, *name.encode()])
     return (draw.standard_normal(shape) * 1e-2).astype(np.float32)
 
@@ -93,7 +93,7 @@ Box = tuple[tuple[slice, ...], np.ndarray]
 
 
 def _ranks(spec: RunSpec) -> list[range]:
-    """The ranks of each site: neighbours."""
+    """Return the ranks of each site, which are neighbours."""
     assert spec.sites is not None
     sizes = [at_site(spec, site).ranks for site in range(spec.sites.count)]
     return [range(sum(sizes[:site]), sum(sizes[: site + 1])) for site in range(len(sizes))]
@@ -116,7 +116,8 @@ def _other_bytes(sites: Sites) -> list[int]:
 
 
 def _merge(rank: int, spec: RunSpec, fault: str, folder: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
-    """This rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that left it for them."""
+    """Return this rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that the site sent
+    for them."""
     os.environ.update(GIVEN)
     table = _ranks(spec)
     (site,) = (number for number, ranks in enumerate(table) if rank in ranks)
@@ -175,7 +176,7 @@ def _reference(spec: RunSpec, fragments: tuple[Fragment, ...], first: dict[str, 
 
 
 def _different(spec: RunSpec, fault: str = "") -> list[str]:
-    """Names of what differs from the reference in any bit, on any rank."""
+    """Return the names of tensors that differ from the reference in any bit, on any rank."""
     assert spec.sites is not None
     first = run_ranks(_first, 1, spec)[0]
     cut = fragments({name: first[name].shape for name in sorted(first)}, spec.sites)
@@ -203,7 +204,7 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
 
 
 FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
-"""For what another case shows as well, or takes long."""
+"""Mark slow cases, and cases that others also cover."""
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def _waits(rank: int, spec: RunSpec) -> tuple[str, int]:
 
 
 def test_all_ranks_of_a_site_say_that_they_wait() -> None:
-    """None of them seems hung while their leader waits for other sites."""
+    """No rank seems hung while its leader waits for other sites."""
     assert run_ranks(_waits, 2, tiny_run(sites={"count": 1}, plan={"data": 2})) == [("there", 3)] * 2
 
 

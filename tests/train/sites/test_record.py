@@ -1,4 +1,4 @@
-"""Merges are found in logs, and made again as they were."""
+"""Merges are found in logs, and replayed exactly."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ VERDICTS = [
 
 
 def _events(verdicts: list[Verdict], mark: str = "") -> list[Merge]:
-    """Return the events of merges that follow those with a mark."""
+    """Return the merge events of these verdicts. `mark`: the mark of the merge before."""
     found = []
     for one in verdicts:
         mark = one.mark(mark)
@@ -47,7 +47,7 @@ def test_the_chain_is_found_among_merges_that_were_undone() -> None:
 
 @pytest.mark.parametrize("lost", range(3))
 def test_a_merge_that_is_in_no_log_is_named(lost: int) -> None:
-    """A site that was away knows nothing of what the others merged."""
+    """The log of a site that was away lacks the merges of the others."""
     made = _events(VERDICTS)
     mark = made[2].mark
     del made[lost]
@@ -83,7 +83,7 @@ def _begun(hub: Hub) -> list[Recorded]:
 
 
 def test_verdicts_are_those_of_the_record() -> None:
-    """A site that left is there in the replay, and its difference is not merged."""
+    """A site that left exists in the replay, but its difference is not merged."""
     councils = _begun(Hub())
     for wanted in VERDICTS:
         for one in councils:

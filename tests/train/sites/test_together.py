@@ -20,7 +20,7 @@ def _one(hub: Hub, site: int, *, start: str = "first", patience: float = 20.0, c
 
 
 def _all(hub: Hub, **named: Any) -> list[All]:
-    """Return all sites of a run, which have begun from the first weights; the first decides."""
+    """Return all sites of a run, started from the first weights. Site 0 is the decider."""
     found = [_one(hub, site, **named) for site in range(3)]
     _listen(found)
     assert [one.begin([], 1.0) for one in found] == [Beginning(None)] * 3
@@ -43,13 +43,13 @@ def _late(hub: Hub, councils: list[All]) -> Verdict:
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No grace is as long as the tests are slow."""
+    """On a slow machine no grace period is long enough for these tests."""
     monkeypatch.setattr("megalith.train.sites.pace.LEAST_GRACE", 0.1)
 
 
 @pytest.mark.usefixtures("hurry")
 def test_gradients_on_a_slow_link_are_waited_for() -> None:
-    """For longer than a step takes, also after the verdict."""
+    """The wait is longer than a step, even after the verdict."""
     hub = Hub()
     councils = _all(hub)
     verdict = _late(hub, councils)
@@ -92,7 +92,7 @@ def test_nobody_waits_for_gradients_of_a_site_that_was_started_again() -> None:
 
 
 def _begin(*cuts: Sequence[Cut]) -> list[Beginning | type[Exception]]:
-    """Return how sites with these checkpoints begin."""
+    """Return the start of sites with these checkpoints."""
     hub = Hub()
     councils = [_one(hub, site, count=len(cuts)) for site in range(len(cuts))]
     found: dict[int, Beginning | type[Exception]] = {}
@@ -109,7 +109,7 @@ def _begin(*cuts: Sequence[Cut]) -> list[Beginning | type[Exception]]:
 
 
 def test_all_begin_from_the_first_weights_where_one_lacks_the_first_checkpoint() -> None:
-    """No more steps are lost than lie between two checkpoints."""
+    """The steps lost are at most those between two checkpoints."""
     three, ten, twenty = (_cut(step, 0, 1) for step in (3, 10, 20))
     first = Beginning(None)
     assert _begin([], []) == [first, first]

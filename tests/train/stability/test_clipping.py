@@ -1,4 +1,4 @@
-"""Adaptive clipping (AdaGC) and QK-clip: the same under every plan, by whatever way a step goes."""
+"""Adaptive clipping (AdaGC) and QK-clip are equal under every plan and every kind of step."""
 
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.train.spiking import spike, spiky_run
 
 CLIP: dict[str, Any] = {"adaptive_clip": 1.01, "adaptive_clip_after": 1, "qk_clip": 1e-3}
 ALONE = {"kv_heads": 4}
-"""A model with as many heads of keys as of queries: both are scaled."""
+"""A model with as many key heads as query heads, so that both are scaled."""
 
 
 def spec_of(plan: dict[str, Any], *, model: dict[str, Any] | None = None, **optimizer: Any) -> RunSpec:
@@ -58,14 +58,14 @@ def recorded(spec: RunSpec) -> Recording:
     ids=str,
 )
 def test_any_plan_clips_as_one_process_does(model: dict[str, Any], plan: dict[str, Any]) -> None:
-    """The other process works on whole tensors, head by head (`megalith.prove.clipping`)."""
+    """The reference works on whole tensors, head by head (`megalith.prove.clipping`)."""
     spec = spec_of(plan, model=model)
     verdict = judge(recorded(spec), spec=spec, alone=partial(reference, device=CPU))
     assert verdict.equal, verdict
 
 
 def _shares_alone(*_: Any, **__: Any) -> None:
-    """A rank takes its own part for the whole."""
+    """Plant: a rank treats its own part as the whole."""
 
 
 def _faulty(rank: int, spec: RunSpec, where: str) -> Recording:
@@ -89,7 +89,8 @@ def test_a_missing_reduction_is_found(where: str) -> None:
 
 
 def _twice(rank: int, spec: RunSpec) -> list[dict[str, torch.Tensor]]:
-    """A late check that undoes an update, because the norm is above `clip` while that still counts, and a synchronous step."""
+    """Compare a late check that undoes an update, because the norm is above `clip` while `clip` still applies, with a
+    synchronous step."""
     found = []
     for late in (False, True):
         trainer = trainer_of(spec.model_copy(update={"plan": spec.plan.model_copy(update={"post_validation": late})}))
@@ -105,7 +106,7 @@ def test_an_update_that_is_undone_leaves_no_trace() -> None:
 
 
 def _logits(rank: int, spec: RunSpec) -> tuple[float, float, bool, bool]:
-    """The largest bound of a logit before and after an update that only scales heads."""
+    """Return the largest bound of a logit before and after an update that only scales heads."""
     trainer = trainer_of(spec)
     assert trainer.heads is not None
     batches = microbatches(trainer)
@@ -133,7 +134,7 @@ def test_every_layer_of_attention_has_rows(preset: str) -> None:
 
 
 def _norms(rank: int, spec: RunSpec, factors: list[float]) -> list[tuple[float, float]]:
-    """The norm of a gradient after clipping, and the usual one, where each step's gradient is the first one's times a factor."""
+    """Return the norm of a gradient after clipping, and the usual norm. Each step's gradient is the first one times a factor."""
     trainer = trainer_of(spec)
     assert trainer.adaptive is not None
     parameter = next(iter(trainer.parameters.values()))
@@ -176,7 +177,7 @@ def _run(rank: int, spec: RunSpec, folder: Path) -> Ended:
 
 
 def test_a_run_goes_on_with_its_usual_norms(data: str, tmp_path: Path) -> None:
-    """All checks of the state and all re-execution are on, which would end the run."""
+    """All checks of the state and all re-execution are on, and would end the run if it were wrong."""
     plan = {"data": 2, "zero": 2}
     optimizer = CLIP | {"lr": 3e-3, "schedule": "constant", "warmup": 4}
     run = spiky_run(data, plan=plan, steps=4).model_copy(

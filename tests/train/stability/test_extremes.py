@@ -1,4 +1,4 @@
-"""Extremes of outputs and logits: the same under every plan, free where they are off, and evidence of what damaged a run."""
+"""Extremes of outputs and logits are equal under every plan, cost nothing if off, and are evidence for the cause of damage."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ def looked(plan: dict[str, Any], model: dict[str, Any]) -> list[dict[str, float]
     ids=str,
 )
 def test_every_rank_knows_what_one_process_sees(plan: dict[str, Any], model: dict[str, Any]) -> None:
-    """The one process has the first microbatches of all data ranks as its first. Blocks that send tokens to experts have no output."""
+    """The first microbatch of the single process contains the first microbatches of all data ranks. Blocks that dispatch tokens have
+    no output extremes."""
     (alone,) = looked({"microbatch": plan["microbatch"] * plan.get("data", 1)}, model)
     assert any(name.startswith(LOGITS) for name in alone) and "blocks.1" in alone and "head" not in alone
     found = looked(plan, model)
@@ -79,14 +80,14 @@ def _messages(rank: int, spec: RunSpec) -> list[int]:
 
 @pytest.mark.parametrize("stability", [{"extremes_every": 0}, {"watch": False}, {"extremes_every": 2}], ids=str)
 def test_a_step_without_a_look_costs_nothing(stability: dict[str, Any]) -> None:
-    """A look costs one message; hooks exist during looks only."""
+    """A measurement costs one message, and hooks exist during measurements only."""
     ((none, first, between, second),) = run_ranks(_messages, 1, tiny_run(stability=stability))
     looks = stability.get("extremes_every") == 2
     assert none == between == first - looks == second - looks
 
 
 def _damaged(rank: int, spec: RunSpec) -> tuple[list[int], Risen | None, Risen | None]:
-    """Look at steps, and then at one whose second block is damaged."""
+    """Measure some steps, and then one whose second block is damaged."""
     trainer = trainer_of(spec)
     for step in range(12):
         trainer.state.updates = step
@@ -128,7 +129,7 @@ def _trained(rank: int, spec: RunSpec) -> list[Look]:
 
 
 def test_a_look_is_at_forwards_that_count() -> None:
-    """With post-validation the forwards of each step run twice here: those before the clipping are thrown away."""
+    """With post-validation the forwards of each step run twice here; those before the clipping are discarded."""
     clip, stability = {"clip": 0.01}, {"extremes_every": 1}
     plan: dict[str, Any] = {"pipeline": 2, "microbatch": 2}
     ahead, late = (
@@ -139,7 +140,7 @@ def test_a_look_is_at_forwards_that_count() -> None:
 
 
 def test_samples_alone_are_no_reason_to_blame_weights() -> None:
-    """If nothing was computed again, only what rose in a look before the spike counts."""
+    """If nothing was recomputed, only extremes that rose in a measurement before the spike count."""
     risen = Risen("logits of blocks.0.attention", 39, 3.0, 300.0)
     assert Findings(risen=risen).causes[0][0] == "numerics"
     assert "step 40 logits of blocks.0.attention rose to 300" in Findings(risen=risen).causes[0][1]
@@ -157,7 +158,7 @@ def _of_looks(rank: int, spec: RunSpec) -> list[Risen | None]:
 
 
 def test_looks_before_a_spike_are_told_from_the_spike() -> None:
-    """After a rewind too few are left to compare with."""
+    """After a rewind too few measurements are left for a comparison."""
     ((before, after, rewound),) = run_ranks(_of_looks, 1, tiny_run())
     assert before is None and after == Risen("blocks.0", 50, 1.0, 9.0) and rewound is None
 
@@ -174,7 +175,7 @@ class Damaged(Watcher):
 
 
 def _train(rank: int, spec: RunSpec, folder: Path) -> list[int]:
-    """Return the steps of the looks that are left."""
+    """Return the steps of the remaining measurements."""
     found = list[int]()
 
     def keep(loop: Loop, step: int) -> None:
@@ -185,7 +186,7 @@ def _train(rank: int, spec: RunSpec, folder: Path) -> list[int]:
 
 
 def test_numerics_rest_on_what_rose(tmp_path: Path) -> None:
-    """Nothing is rewound, so only the looks show where the damage is."""
+    """Nothing is rewound, so only the measurements show where the damage is."""
     (tmp_path / "run").mkdir()
     spec = spiky_run(small_data(tmp_path), steps=44, answers=("lower",), extremes_every=2)
     run_ranks(_train, 1, spec, tmp_path / "run")
@@ -194,7 +195,7 @@ def test_numerics_rest_on_what_rose(tmp_path: Path) -> None:
 
 
 def test_a_rewind_forgets_the_looks_that_it_undoes(tmp_path: Path) -> None:
-    """Steps that are computed again to find the cause count as no look either."""
+    """Steps that are recomputed to find the cause do not count as measurements either."""
     (tmp_path / "run").mkdir()
     spec = spiky_run(small_data(tmp_path), steps=46, answers=("rewind",), extremes_every=1)
     (steps,) = run_ranks(_train, 1, spec, tmp_path / "run")

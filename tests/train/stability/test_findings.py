@@ -1,4 +1,4 @@
-"""Causes and their order, from what was found."""
+"""Causes and their order, derived from findings."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Bands, spikes and what is remembered of them, without a model."""
+"""Bands, spikes and their history, without a model."""
 
 import json
 import math

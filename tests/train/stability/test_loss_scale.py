@@ -1,4 +1,4 @@
-"""The loss scale as a value: how it moves."""
+"""The loss scale as a value, and its changes."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Losses of a step's samples: of its own alone, whatever is computed besides."""
+"""Losses of a step's samples: only the step's own samples count, whatever else is computed."""
 
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
@@ -11,7 +11,7 @@ from tests.specs import tiny_run
 
 
 def _losses(rank: int, spec: RunSpec) -> tuple[int, list[tuple[float, int]], list[tuple[float, int]]]:
-    """The step's samples on this rank, and their losses without and with the step's verification."""
+    """Return the step's samples on this rank, and their losses without and with the step's verification."""
     trainer, found = trainer_of(spec), list[list[tuple[float, int]]]()
     mine = microbatches(trainer)
     count = sum(len(each.numbers) for each in mine)
