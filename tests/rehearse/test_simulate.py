@@ -89,7 +89,7 @@ def test_reproduces_more_than_90_percent_effective_time() -> None:
 
 
 def test_a_saved_half_hour_of_work_at_each_fault_shows() -> None:
-    """As a control, with checkpoints as rare and slow as in the past, the same faults cost far more than a tenth."""
+    """A control: with checkpoints as rare and slow as in the past, the same faults cost far more than a tenth."""
     assert simulate(_llama(latencies=PROFILES["cold"], store_every=1800.0), seeds=2).goodput < 0.86
 
 
