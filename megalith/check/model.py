@@ -50,5 +50,5 @@ def sequences_fit_the_context(case: Case) -> Found:
 def routing_is_learnt(case: Case) -> Found:
     """Tokens that are dealt out in turn do not train the routing."""
     if any(isinstance(block.mlp, MoeSpec) and block.mlp.router.balanced for block in case.blocks):
-        reason = "sends tokens to experts in turn, whatever their scores: it measures speed, and learns no routing"
-        yield advice("model.balanced", True, reason, "Leave it out of a run whose weights are wanted.")
+        reason = "sends tokens to experts in turn, whatever their scores: this serves to measure speed, but no routing is learned"
+        yield advice("model.balanced", True, reason, "Leave it out unless the run is a benchmark.")

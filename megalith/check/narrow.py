@@ -71,7 +71,7 @@ def maxima_can_be_shared(case: Case) -> Found:
     if choices.granularity == "tile" and not whole:
         return
     if PRECISIONS[precision].products not in RECIPE.values() and choices.granularity != "tile":
-        reason = f"does not go with train.precision = {precision!r}, whose blocks are part of the format"
+        reason = f"does not work with train.precision = {precision!r}, whose blocks are part of the format"
         yield error("precision.granularity", choices.granularity, reason, 'Leave it out, or use train.precision = "fp8".')
     asked = f'train.precision = "{precision}"' if whole else f'precision.granularity = "{choices.granularity}"'
     if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
@@ -128,7 +128,7 @@ def scales_are_the_formats(case: Case) -> Found:
     """The blocks of MXFP8 and MXFP4 have powers of two as scales (OCP Microscaling Formats 1.0, section 5.3.4)."""
     precision, scale = case.spec.train.precision, case.spec.precision.scale
     if scale == "fp32" and PRECISIONS[precision].factors.name in ("mxfp8", "mxfp4"):
-        reason = f"does not go with train.precision = {precision!r}, whose scales are powers of two"
+        reason = f"does not work with train.precision = {precision!r}, whose scales are powers of two"
         yield error("precision.scale", scale, reason, 'Use scale = "up", or train.precision = "fp8".')
 
 
@@ -193,10 +193,10 @@ def kept_are_the_forwards_numbers(case: Case) -> Found:
         reason = f'with train.precision = "{precision}", whose products do not round to 8 bits'
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or train.precision = "fp8".')
     if choices.scale == "fp32":
-        reason = 'with precision.scale = "fp32": rounded inputs are no numbers of bf16, and would be rounded once more to be kept'
+        reason = 'with precision.scale = "fp32": rounded inputs are not bf16 numbers, and would be rounded again to be kept'
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or scale = "up".')
     if case.plan.overlap_tensor > 1:
-        reason = f"with plan.overlap_tensor = {case.plan.overlap_tensor}: inputs that travel in pieces are kept wide"
+        reason = f"with plan.overlap_tensor = {case.plan.overlap_tensor}: inputs that are sent in pieces are kept wide"
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or overlap_tensor = 1.')
 
 
@@ -214,7 +214,9 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
         reason = f'with precision.granularity = "{choices.granularity}": a scale would lie across several shards'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
     if choices.scale != "up":
-        reason = f'with precision.scale = "{choices.scale}": only scales of "up" leave numbers of bf16 that products do not change again'
+        reason = (
+            f'with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers that products do not round again'
+        )
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or scale = "up".')
     if choices.input_gradient == "wide":
         reason = 'with precision.input_gradient = "wide": these products need the weights as they are'

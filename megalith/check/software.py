@@ -52,7 +52,7 @@ def journeys_can_hide(case: Case) -> Found:
     """Overlapped transfers are started and awaited between products. A compiler would have to see through that."""
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:
-        reason = "with compile = true, whose blocks are compiled whole"
+        reason = "with compile = true, which compiles each block as a whole"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use one or the other.")
 
 

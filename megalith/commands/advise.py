@@ -44,8 +44,9 @@ def batch(
 ) -> int:
     """Measure the critical batch size by training branches from a checkpoint on the same samples with other batches.
 
-    Each branch begins with the whole state of the run. If a larger batch ends with a worse loss, its tokens teach less. The loss is that
-    on held-out text if the run validates, else that of the last half of the samples. Finished branches are not trained again.
+    Each branch begins with the whole state of the run. If a larger batch ends with a worse loss, the model learns less from each token. The
+    loss is that on held-out text if the run validates, otherwise that over the last half of the samples. Finished branches are not trained
+    again.
 
     Example:  megalith advise batch runs/first --step 2000 --steps 100
     """

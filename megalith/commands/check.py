@@ -28,7 +28,7 @@ def command(
     here: Annotated[bool, typer.Option("--here", help="Report what this machine lacks as errors, as `train` does.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Report everything wrong or unwise in a run, before anything starts.
+    """Report every error and unwise setting of a run, before anything starts.
 
     Needs no GPU and no torch. What this machine lacks (GPUs, memory, processors) is advice: the run may be for other machines.
     Exit status 2 if there are errors.

@@ -51,7 +51,7 @@ def command(
     elif cleared:
         print(f"cleared {counted(len(cleared), 'folder')}, {_size(cleared)}")
     for one in failed:
-        print(f"{one.path} was not cleared: a process uses it by now, or its files cannot be removed", file=sys.stderr)
+        print(f"{one.path} was not cleared: a process uses it now, or its files cannot be removed", file=sys.stderr)
     return int(bool(failed))
 
 

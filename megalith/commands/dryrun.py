@@ -42,7 +42,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Run one rank of a run of any size, without the others, a GPU or data: count what it holds, sends and computes in a step.
+    """Run one rank of a run of any size, without the others, a GPU or data: count its memory, messages and computation in a step.
 
     The trainer's own code runs on tensors without data. The planner's prediction is shown beside each count. In a run with phases, the
     step is one of the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's device.

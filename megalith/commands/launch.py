@@ -51,9 +51,9 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
-    """Print what an engine needs to start a run: a batch script, a JobSet, a job. Only --submit starts it.
+    """Print the file with which an engine starts a run: a batch script, a JobSet, a job. Only --submit starts it.
 
-    The run is checked first; exit status 2 if it, or how it is launched, is wrong.
+    The run is checked first; exit status 2 if the run or its launch settings are wrong.
 
     Example:  megalith launch run.toml --engine slurm --nodes 2 --hours 24 --submit
     """

@@ -57,7 +57,7 @@ def command(
         typer.Option("--ask", metavar="KEY=VALUE", help="Parameter of the panel, such as row=memory. May be repeated."),
     ] = None,
 ) -> None:
-    """Show runs live on one page: their health, predicted beside measured, every rank, and which rank is to blame.
+    """Show runs live on one page: their health, predictions and measurements, every rank, and slow ranks.
 
     Works on a run that trains, here or on another machine, and on one that has ended. Whoever has the printed address can see the
     page.

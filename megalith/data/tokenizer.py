@@ -272,7 +272,7 @@ def _configured_end(path: Path) -> str | None:
     try:
         token = json.loads(path.read_bytes()).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not a JSON object: {error}. Mend it or remove it.") from error
+        raise DataError(f"{path} is not a JSON object: {error}. Correct it or remove it.") from error
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -27,10 +27,10 @@ class Meaning:
 
 MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.FINISHED: Meaning("every step was done", retry=False),
-    ExitCode.FAILED: Meaning("the program raised an error; the same command most likely meets it again", retry=False),
+    ExitCode.FAILED: Meaning("the program raised an error; the same command would most likely raise it again", retry=False),
     ExitCode.BAD_SPECIFICATION: Meaning("the run's description is wrong; nothing was started", retry=False),
     ExitCode.LOST: Meaning(
-        "a process was killed or stopped answering, or storage did; the newest checkpoint is intact", retry=True
+        "a process was killed or stopped responding, or storage did; the newest checkpoint is intact", retry=True
     ),
     ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command resumes the run", retry=True),
     ExitCode.REPORTED: Meaning(

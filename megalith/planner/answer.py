@@ -35,7 +35,7 @@ PREFILL = "FLOPs of forward, attention without what the causal mask hides, over 
 CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
 """Definition of MFU here (PaLM's, Chowdhery et al. 2022, appendix B)."""
 
-OFF = "see docs/planner.md for how far off predictions are"
+OFF = "errors of predictions: docs/planner.md"
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ PLAIN = Technique(
 TECHNIQUES: tuple[Technique, ...] = (
     Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to them", lambda plan: plan.expert > 1),
     Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
-    Technique("ZeRO 2", "and of the gradients", lambda plan: plan.zero == 2),
-    Technique("ZeRO 3", "and of the weights, which are gathered block by block (FSDP)", lambda plan: plan.zero == 3),
+    Technique("ZeRO 2", "also of the gradients", lambda plan: plan.zero == 2),
+    Technique("ZeRO 3", "also of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
     Technique("recomputation", "activations are computed again in the backward", lambda plan: plan.recompute != "none"),
     Technique("tensor parallelism", "each product is split inside the fast links", lambda plan: plan.tensor > 1),
     Technique("pipeline", "each rank holds some of the blocks, and microbatches pass through", lambda plan: plan.pipeline > 1),

@@ -37,7 +37,8 @@ def _fit_words(found: Walk) -> str:
     )
     return (
         f"{plans.amount(found.parameters)} parameters x {a_parameter(asked)} = {found.state / GIB:,.0f} GiB of state; {room}. "
-        "Activations, logits and buffers are added to this. Each row may use one technique more, and shows the layout that needs least:"
+        "Activations, logits and buffers are added to this. "
+        "Each row allows one more technique, and shows the layout that needs the least memory:"
     )
 
 
@@ -77,7 +78,7 @@ def _batch(found: Walk) -> Table:
 
 def _throughput_words(found: Walk) -> str:
     return (
-        "The first row has what made it fit. Each further row may use one technique more, and shows the fastest layout; techniques that "
+        "The first row has what made it fit. Each further row allows one more technique, and shows the fastest layout; techniques that "
         "gain nothing are left out:"
     )
 

@@ -252,7 +252,7 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[M
         return [Misfit("schedule", name, f"cannot be read ({fault})", f"Write the path of a schedule's file after {FILE!r}.")]
     except ValueError as refused:
         faults = str(refused).splitlines()
-        return [Misfit("schedule", name, f"is no schedule: {fault.rstrip('.')}", "Mend the file.") for fault in faults]
+        return [Misfit("schedule", name, f"is no schedule: {fault.rstrip('.')}", "Correct the file.") for fault in faults]
     found: list[Misfit] = []
     stages = ranks * chunks
     for field, value, there, what in (
@@ -268,7 +268,7 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[M
         reason = "is bidirectional, and a plan tells from a schedule's name which ranks share the state of a stage"
         found.append(Misfit("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
     faults = problems(lower(schedule, 0))
-    return found + [Misfit("schedule", name, f"cannot be run: {fault}", "Mend the file.") for fault in faults]
+    return found + [Misfit("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]
 
 
 def load(name: str) -> Schedule:

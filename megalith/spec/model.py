@@ -150,7 +150,7 @@ class RouterSpec(Spec):
         description="an expert takes at most capacity * tokens * active / experts of a sequence, in order; None: all",
     )
     balanced: bool = Field(
-        default=False, description="ignore the scores' order and deal tokens out evenly, for benchmarks and dry runs"
+        default=False, description="ignore the scores' order and distribute tokens evenly, for benchmarks and dry runs"
     )
 
 

@@ -44,4 +44,4 @@ def absent(plan: Plan, microbatches: int) -> str:
         return "context ranks have parts of the same sequences' gradients"
     if microbatches == 1:
         return "one data rank computes one microbatch a step"
-    return "one data rank adds its microbatches up before anything is reduced; with plan.zero = 2 it would show them"
+    return "one data rank adds its microbatches up before anything is reduced; with plan.zero = 2 there would be an estimate"

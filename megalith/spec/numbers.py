@@ -272,7 +272,7 @@ class PrecisionSpec(Spec):
         description="scale in 8 bits: the smallest power of two at which nothing saturates; OCP's, rounded down; in fp8 any fp32 number",
     )
     history: NonNegativeInt = Field(
-        default=0, description="steps whose largest numbers a tensor's scale follows (delayed scaling); 0: the numbers of now"
+        default=0, description="steps whose largest numbers a tensor's scale follows (delayed scaling); 0: the current numbers"
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None, description="rounding of gradients as factors of products; default: stochastic in nvfp4 and mxfp4"
@@ -292,7 +292,8 @@ class PrecisionSpec(Spec):
         default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
     )
     dispatch: Literal["wide", "fp8"] = Field(
-        default="wide", description="format in which tokens are sent to narrow experts in fp8; results and gradients travel wide"
+        default="wide",
+        description="format in which tokens are sent to narrow experts in fp8; results and gradients are sent wide",
     )
     kept: Literal["wide", "fp8"] = Field(
         default="wide", description="format in which the inputs of narrow products in 8 bits are kept for backward"

@@ -72,7 +72,7 @@ class Plan(Spec):
     )
     expert: PositiveInt = Field(default=1, description="ranks that divide the experts; taken from data, context and tensor ranks")
     expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
-    pipeline: PositiveInt = Field(default=1, description="ranks that hold consecutive runs of layers")
+    pipeline: PositiveInt = Field(default=1, description="ranks that each hold consecutive layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
     chunks: PositiveInt = Field(default=1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
     layers: tuple[PositiveInt, ...] | None = Field(

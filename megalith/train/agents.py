@@ -256,7 +256,7 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 
 def _begin_anew(why: str) -> NoReturn:
     """Become a new agent. The ranks of this one end with its pipe, and the run may take the healthy node as a spare."""
-    print(f"this node's agent begins anew: {why}", file=sys.stderr, flush=True)
+    print(f"this node's agent starts over: {why}", file=sys.stderr, flush=True)
     os.execv(sys.executable, _own_command())
 
 

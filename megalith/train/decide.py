@@ -157,7 +157,7 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":
-        found += f", and stability.skips = {stability.skips} updates are left out already"
+        found += f", and stability.skips = {stability.skips} updates were skipped already"
     return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
 
 

@@ -93,7 +93,7 @@ class Guard:
     def updated(self, trainer: Trainer, step: int) -> None:
         """Verify the update, then record the digest expected before the next one."""
         if self.updates and self._verifies(step) and (rank := self.updates.check(step)) is not None:
-            text = f"rank {rank}'s update of step {step + 1} is not what its copy and its gradients give"
+            text = f"rank {rank}'s update of step {step + 1} differs from the one repeated from its copy and gradients"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
             known = self._without_scale(self._digest())

@@ -229,7 +229,7 @@ def _left_behind(loaded: Loaded, kind: str) -> str:
         return ""
     return (
         f"train.init_from takes the weights of {loaded.path} alone. Its optimizer's state ({', '.join(left)}) is not carried over: "
-        f"{kind} starts without any, at the first update of its schedule."
+        f"{kind} starts with an empty state, at the first update of its schedule."
     )
 
 

@@ -129,7 +129,7 @@ class State:
 
     def drop_update(self) -> None:
         """Discard an update that does not count yet. All of the state is on disk."""
-        assert isinstance(self.home, Disk), "what is in memory has no second slot"
+        assert isinstance(self.home, Disk), "state in memory has no second slot"
         self.home.drop()
 
     def undo(self) -> None:

@@ -74,7 +74,7 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
         state = replace(state, reruns={**state.reruns, sign.step: 1})
         return Decision((RerunStep(sign.step),), state, f"{what}: run it again")
     if sign.elsewhere == "reproduced":
-        seen = f"{what}, again when the step was run again, and on another replica"
+        seen = f"{what}, again when the step was repeated, and on another replica"
         report = f"{seen}. This is numerics: no restart helps. No weight was changed. {signs.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=sign.rank)
     if sign.elsewhere == "clean":
@@ -84,7 +84,7 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
             state, commands = evict(state, slot, sign, fleet, because=f"{what}; another replica got finite ones", forced=False)
         key = f"not finite on {sign.node}"
         return after_failure(state, commands, sign, fleet, key=key, reason=what, blamed=sign.node, rank=sign.rank)
-    reason = f"{what}, again when the step was run again; no other replica could be asked"
+    reason = f"{what}, again when the step was repeated; no other replica could be asked"
     return after_failure(state, [], sign, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=sign.rank)
 
 

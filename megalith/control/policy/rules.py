@@ -30,8 +30,8 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sig
     if not steps or not any(start.source.tier is None for start in starts):
         return decision
     report = (
-        f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Beginning anew would in time "
-        "delete them. Put one back from a copy, or move their folder away to begin anew; the same command looks at all of them again."
+        f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Starting over would eventually "
+        "delete them. Restore one from a copy, or move their folder away to start over; the same command tries all of them again."
     )
     code = ExitCode.LOST if isinstance(sign, signs.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]

@@ -152,7 +152,7 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
                 f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is not a secret. Remove it, or set {VARIABLE}"
             )
         if open_to := stat.S_IMODE(found.st_mode) & 0o077:
-            why = f"others may use {path} (mode {stat.S_IMODE(found.st_mode):04o}, of which {open_to:04o} is too much)"
+            why = f"other users can access {path} (mode {stat.S_IMODE(found.st_mode):04o}, where {open_to:04o} is too much)"
             if not warn_only:
                 raise NoKey(f"{why}: it is not a secret. Remove it and make another with: megalith key; or set {VARIABLE}")
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)

@@ -26,7 +26,10 @@ BalanceWeight = Annotated[NonNegativeFloat, Field(description="weight of the loa
 BalanceSet = Annotated[Literal["sequence", "batch", "global"], Field(description="tokens over which load is measured")]
 ZWeight = Annotated[NonNegativeFloat, Field(description="weight of the router z-loss")]
 Balanced = Annotated[
-    bool, Field(description="deal tokens out to experts evenly, whatever their scores: for benchmarks, which learn nothing by it")
+    bool,
+    Field(
+        description="distribute tokens evenly over experts, whatever their scores: for benchmarks, since no routing is learned"
+    ),
 ]
 
 

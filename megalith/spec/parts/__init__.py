@@ -92,7 +92,7 @@ def admit(name: str, kind: str | None = None) -> None:
     """Import a row into PARTS. Raises own.OwnPartError if it is not a row of this kind (None: any kind) or is faulty."""
     row = own.load(name)
     if not isinstance(row, ModelPart):
-        raise own.OwnPartError(f"it is a {type(row).__name__}, and a part of a model is a megalith.spec.parts.ModelPart")
+        raise own.OwnPartError(f"it is a {type(row).__name__}, but a part of a model is a megalith.spec.parts.ModelPart")
     faults = []
     if kind is not None and row.kind != kind:
         faults.append(f"its kind is {row.kind!r}, where {kind!r} is needed")

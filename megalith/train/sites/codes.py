@@ -35,7 +35,9 @@ def encode(values: Tensor, bits: int) -> Tensor:
 def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
     """Return the fp32 values [numel] that `encoded` (uint8, on the CPU) stands for. Raises ValueError for another number of bytes."""
     if encoded.numel() != encoded_bytes(numel, bits):
-        raise ValueError(f"{encoded.numel()} bytes are no {numel} values of {bits} bits: these have {encoded_bytes(numel, bits)}")
+        raise ValueError(
+            f"{encoded.numel()} bytes are not {numel} values of {bits} bits: these have {encoded_bytes(numel, bits)}"
+        )
     if bits == FULL:
         return encoded.clone().view(torch.float32)
     count = -(-numel // BLOCK)
