@@ -99,7 +99,7 @@ def weighted_domains_have_text(case: Case) -> Found:
     """A sample needs a token and the next one."""
     weights = case.spec.data.weights
     for name, domain in _read_domains(case).items():
-        if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule says
+        if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule reports
             reason = f"the data has {domain.train.tokens} training tokens of this domain"
             share = None if weights is None else weights[name]
             yield error(f"data.weights.{key(name)}", share, reason, "Set it to 0, and give the other domains their shares.")

@@ -71,7 +71,7 @@ def updates_can_be_repeated(case: Case) -> Found:
 
 
 def disk_takes_copies(case: Case) -> Found:
-    """Copies of the state on a node's disk are written from those in memory, into a folder that can be written to."""
+    """Copies of the state on a node's disk need copies in memory, from which they are written, and a writable folder."""
     fleet = case.spec.fleet
     if not (fleet.recover and fleet.disk_every):
         return

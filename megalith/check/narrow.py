@@ -89,7 +89,7 @@ _NO_EXPERTS = 'precision.wide = ["*.experts"]'
 
 
 def _other(precision: str) -> str:
-    """Return what else a run may choose instead of scales that span ranks."""
+    """Return the settings that a run may choose instead of scales that span ranks."""
     return (
         'train.precision = "mxfp4" with precision.rounding = "nearest"'
         if precision == "nvfp4"

@@ -69,7 +69,7 @@ def own_parts_fit_the_plan(case: Case) -> Found:
 
 
 def state_is_at_hand(case: Case) -> Found:
-    """State in host memory or on disk is updated in pieces of a share, which is enough for an own rule that looks at single elements."""
+    """State in host memory or on disk is updated in pieces of a share: only an own rule that looks at single elements can work so."""
     kind = case.spec.optimizer.kind
     kinds = [kind, *(group.kind for group in case.spec.optimizer.groups if group.kind)]
     mine = next((each for each in kinds if own.is_own(each) and OPTIMIZERS[each].unit != "element"), None)

@@ -33,7 +33,7 @@ def _split(case: Case) -> str:
     with suppress(AbsentError):
         stages, blocks = case.plan.stages, case.spec.model.layers
         share, more = divmod(blocks, stages)
-        if share:  # else there are too many stages, which another rule says
+        if share:  # else there are too many stages, which another rule reports
             return f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
     return "Give each stage its number of blocks, or leave it out."
 
@@ -51,7 +51,7 @@ def schedule_can_be_built(case: Case) -> Found:
     plan = case.plan
     fields = {"ranks": "pipeline", "microbatches": "microbatch"}
     known = plan.schedule.startswith(FILE) or plan.schedule in SCHEDULES
-    if known and case.spec.microbatches:  # else the batch does not divide, which another rule says
+    if known and case.spec.microbatches:  # else the batch does not divide, which another rule reports
         for misfit in misfits(
             plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
         ):

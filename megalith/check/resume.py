@@ -180,7 +180,7 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
     except (KeyError, ValidationError):
         reason = "holds no description of a run that this version can read"
         return [error("branch.checkpoint", branch.checkpoint, reason, "Give another.")]
-    state = ("kind", "groups", "adaptive_clip")  # what they say is part of the state
+    state = ("kind", "groups", "adaptive_clip")  # their values are part of the state
     own = {f"optimizer.{name}" for name in type(asked.optimizer).model_fields if name not in state}
     may = {
         *own,

@@ -14,7 +14,8 @@ from megalith.spec.alerts import ENVIRONMENT, address_of
 from megalith.spec.run import SERVED, SINKS
 
 COMPILES_COLLECTIVES = (2, 15)
-"""The first PyTorch release seen to give right gradients where compiled blocks are split among ranks. 2.11 gives wrong ones."""
+"""The first PyTorch release seen to give right gradients for compiled blocks that are split among ranks; 2.11 gives wrong
+ones."""
 
 
 VOLTA = 7.0

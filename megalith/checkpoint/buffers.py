@@ -33,8 +33,8 @@ class Buffers:
         return cls(files, [views(body[len(layout) :], read.entries) for body in bodies], bodies, len(layout), read.entries)
 
     def make_anew(self) -> int:
-        """Recreate each removed file with its content, and return the number of such files. One that finds no room stays removed:
-        it is tried again at the next call."""
+        """Recreate each removed file with its content, and return the number of such files. A buffer that finds no room stays
+        removed, and the next call tries again."""
         made = 0
         for number, old in enumerate(self.files):
             if not old.is_removed():
@@ -55,7 +55,7 @@ class Buffers:
         return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
 
     def next(self, *, busy: Iterable[int] = ()) -> int:
-        """The buffer to be written now: one that holds nothing, else the oldest that is not pinned; it holds nothing from now on."""
+        """Return the buffer to write next: an empty one, else the oldest that is not pinned. From now on it counts as empty."""
         free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
         steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
         chosen = min(free, key=lambda i: (steps[i], i))
@@ -78,7 +78,7 @@ class Buffers:
             self.files[other].pin(False, mark=GOOD)
 
     def forget(self, *, after: int, before: int | None = None) -> None:
-        """Strike out the copies of steps after `after`, and before `before` if it is given."""
+        """Delete the copies of steps after `after`, and before `before` if it is given."""
         for file in self.files:
             if (label := file.label) and label.step > after and (before is None or label.step < before):
                 file.strike_out()

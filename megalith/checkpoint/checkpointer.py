@@ -83,7 +83,7 @@ class Checkpointer:
         if group is None and dist.is_initialized():
             group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
-        self._place = disk.Place(folder.parent)  # a save must not make it anew while it is away
+        self._place = disk.Place(folder.parent)  # a save must not create it again while its file system is away
         self._party, self._warn = Party(group), warn
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
@@ -228,7 +228,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """The rest of a save, which may run in a thread. Ranks meet again in it, so one in trouble goes on and says so."""
+        """The rest of a save, which may run in a thread. The ranks meet again in it, so a rank in trouble goes on and
+        reports its trouble there."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))
@@ -284,7 +285,7 @@ class Checkpointer:
 
 
 def _assign(answers: list[tuple[str | None, tuple[Held, ...]]]) -> list[tuple[set[Place], list[str]]]:
-    """For each rank, the boxes it writes, and what keeps all of them from saving."""
+    """Return for each rank the boxes that it writes, and the reasons why the ranks cannot save."""
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if refused:
         return [(set(), refused)] * len(answers)

@@ -186,8 +186,8 @@ def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None
 
 
 def verify(path: Path) -> list[str]:
-    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact. An unreadable file counts as
-    damaged."""
+    """Return everything that is wrong with the checkpoint `path`, naming the files; empty if it is intact. An unreadable
+    file counts as damaged."""
     try:
         manifest = read_manifest(path)
         problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
@@ -223,7 +223,8 @@ def of_run(run_dir: Path) -> Path:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, last committed first; those without a readable manifest come first."""
+    """Return the complete checkpoints in `folder`: first those without a readable manifest, then the others, newest
+    commit first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
@@ -231,7 +232,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def unreadable(folder: Path) -> list[tuple[Path, str]]:
-    """The complete checkpoints in `folder` whose manifest cannot be used, each with what is wrong with it."""
+    """Return the complete checkpoints in `folder` whose manifest cannot be used, each with the reason."""
     found = []
     for path in committed(folder):
         try:
@@ -387,7 +388,7 @@ def next_order(folder: Path) -> int:
 
 
 def prune(folder: Path, *, keep: int) -> list[str]:
-    """Remove all but the `keep` checkpoints committed last, and those being read; what could not be removed is returned as text.
+    """Remove all checkpoints but the `keep` committed last and those being read; return as text those that could not be removed.
 
     Checkpoints without a readable manifest cannot be loaded, so they never take the place of one that can.
     """

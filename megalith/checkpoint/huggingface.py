@@ -133,7 +133,8 @@ def export(
 
 
 def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> list[Path]:
-    """The weights in files of at most `file_bytes` (a larger tensor has one of its own), each converted when its turn comes."""
+    """Yield the weights in files of at most `file_bytes` (a larger tensor has a file of its own), each converted when its turn
+    comes."""
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     groups: list[list[str]] = [[]]
     room = file_bytes
@@ -207,8 +208,8 @@ def _json_object(path: Path) -> Json:
 
 
 def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
-    """Every weight of the model in `folder` under our names; those kept alike are read from the disk when they are used
-    (memory-mapped).
+    """Return every weight of the model in `folder` under our names; those with the same layout here are memory-mapped,
+    and so read when used.
 
     `spec` is `read_config(folder)` if not given. Raises ForeignModelError for pickled weights, and naming all weights that are
     missing, unknown or of another shape.
@@ -275,7 +276,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """One file where there is one, which transformers too looks for first; else those the index names."""
+    """Return the single file if there is one, which transformers looks for first as well; else the files that the index names."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
@@ -305,7 +306,7 @@ class Imported:
     path: Path
     spec: Model
     left_out: str
-    """Optional parts that config.json counts and whose weights the folder does not have; "" if there are none."""
+    """Return the optional parts that config.json counts but whose weights are not in the folder; "" if there are none."""
 
 
 def import_(folder: Path, out: Path) -> Imported:
@@ -343,7 +344,7 @@ def read_model(folder: Path) -> tuple[Model, str]:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of all tensors in the folder's files; files that cannot be read have none, and are named by who reads them."""
+    """Return the names of all tensors in the folder's files; a file that cannot be read adds none, and its reader reports it."""
     found: set[str] = set()
     for path in _weight_files(folder):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as content:

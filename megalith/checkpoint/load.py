@@ -104,7 +104,8 @@ def _load(
     rows: Collection[str],
     accept: Accept,
 ) -> tuple[Loaded | None, list[str]]:
-    """Load one checkpoint, or say what is wrong with it. The leading rank holds it against pruning until all ranks have read."""
+    """Load one checkpoint, or return what is wrong with it. The leading rank holds it against pruning until all ranks have
+    read."""
     opened = _Opened(path) if party.leads else None
     try:
         said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
@@ -128,7 +129,8 @@ def _load(
 
 
 class _Opened:
-    """Manifest and index of a checkpoint, held against pruning until closed; or what is wrong with them, or why they cannot be read."""
+    """Open a checkpoint's manifest and index, protected from pruning until closed; or return what is wrong, or why they cannot be
+    read."""
 
     def __init__(self, path: Path) -> None:
         self.manifest: files.Manifest | None = None

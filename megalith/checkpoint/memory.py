@@ -1,9 +1,9 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
 Ranks do not coordinate here: each writes its own shares in the format of `megalith.fleet.tiers.copies`. The process that starts
-the next generation finds the complete steps. A copy is made into a buffer that holds none that is still needed, so a rank may be
-killed at any moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed.
-(In-memory copies at a peer: GEMINI, Wang et al., SOSP 2023.)
+the next generation finds the complete steps. A copy is written only to a buffer whose old copy is no longer needed, so a rank
+may be killed at any moment. The fleet says how many slots apart buddies are; their copies are sent while the next step is
+computed. (In-memory copies at a peer: GEMINI, Wang et al., SOSP 2023.)
 """
 
 import contextlib
@@ -149,7 +149,7 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Buffers beyond those used now, and on the first of the node's ranks those of other slots that the node once filled."""
+        """Return the buffers beyond those in use; on the node's first rank also those of other slots that the node once held."""
         slots = len(self.seat.placement)
         mine = ranks_of(self.seat.slot, world=self.seat.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
@@ -212,7 +212,7 @@ class Memory:
         good: bool = False,
     ) -> None:
         """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
-        taken already. `told`: text that goes with it. `good`: one that is kept to go back to.
+        taken already. `told`: text to be stored with it. `good`: one that is kept to go back to.
 
         Everything except the copying itself overlaps training; a copy to disk waits for the previous one.
         """
@@ -245,7 +245,7 @@ class Memory:
         return torch.frombuffer(bytearray(text.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
-        """Make files anew that somebody removed, a cleaner of temporary files perhaps: what they held is still mapped here."""
+        """Create again files that somebody removed, perhaps a cleaner of temporary files: their content is still mapped here."""
         made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
         if made:
             self._warn(f"{made} files of copies in {self.folder} were removed by another process, and are written again in full")
@@ -264,7 +264,7 @@ class Memory:
         return _Travelling(works, mine, theirs, number, good)
 
     def finish(self) -> None:
-        """Wait for what travels; what came for this rank's buddy is a copy from now on."""
+        """Wait for the copies in flight; from then on the one received for this rank's buddy counts as a copy."""
         if self._travelling is None:
             return
         travelling, self._travelling = self._travelling, None
@@ -292,8 +292,8 @@ class Memory:
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
-        """In a thread, whole or not at all. One that is still under way is waited for: ranks that passed copies over would soon hold none
-        of a step that all have."""
+        """In a thread, whole or not at all. A copy still in flight is waited for: if ranks skipped copies, soon there would be no step of
+        which all ranks have one."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -315,7 +315,7 @@ class Memory:
                 os.fsync(file.fileno())
             part.rename(self.disk / file_name("own", rank, step))
             self.disk_error = None
-        except OSError as error:  # a copy less: training goes on, and a person hears of it
+        except OSError as error:  # one copy less: training goes on, and the user is told
             self.disk_error = str(error)
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -329,8 +329,8 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier says where this rank's piece lies. Return the piece's label; None if it is in
-        the store. All ranks call it together.
+        """Fill the state from `source`, whose tier tells where this rank's piece is stored. Return the piece's label; None if it
+        is in the store. All ranks call it together.
 
         Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
         """
@@ -374,7 +374,7 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
-        """The pieces that buddies keep travel to the ranks whose they are. Who sends follows from the source alone."""
+        """Buddies send the pieces that they keep to the ranks that own them. Who sends follows from the source alone."""
         if self.kept is None:
             return
         works, arriving = [], None
@@ -441,7 +441,7 @@ class Memory:
 
 @dataclass
 class _Travelling:
-    """A copy on its way, and another on its way here."""
+    """A copy being sent, and another being received."""
 
     works: list[Any]
     label: Tensor  # must live until it has left

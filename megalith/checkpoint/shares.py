@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megalith.checkpoint.folder import FileDigest, Piece
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
 
-Place = tuple[str, tuple[int, ...]]  # a tensor's name and where a box of it starts: what tells two boxes apart
+Place = tuple[str, tuple[int, ...]]  # identifies a box: its tensor's name and where it starts
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Unchanging(Protocol):
 
     @property
     def payload(self) -> int:
-        """Its bytes that are state."""
+        """Return how many of its bytes are state."""
         ...
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file the name `path` too, down to the disk. Raises OSError if that cannot be: a link stays on its file system."""
+        """Give the file `path` as a second name, synced to disk. Raises OSError if it cannot: a link stays on its file system."""
         ...
 
 
@@ -111,7 +111,8 @@ class Laid:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's box of a tensor and its values (`data`, of shape `held.sizes`, a view of the tensor itself, or what is not in memory)."""
+    """This rank's box of a tensor, and its values: `data`, of shape `held.sizes`, is a view of the tensor, or stands for values not in
+    memory."""
 
     held: Held
     data: Tensor | Stored

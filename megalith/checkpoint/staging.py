@@ -13,8 +13,8 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any element
 class Staging:
     """One block of CPU memory, kept from save to save: getting fresh pages from the system takes four times as long as the copy.
 
-    Large pages were tried: quicker on an idle machine, but where the disk's cache has filled the memory, as it has in the middle
-    of a run that saves, the system moves pages about to make them, for ten times as long.
+    Large pages were tried. They are quicker on an idle machine, but in the middle of a run that saves, the disk's cache has
+    filled the memory: the system then moves pages to make room for large ones, which takes ten times as long.
     """
 
     def __init__(self) -> None:

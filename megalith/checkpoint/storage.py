@@ -110,7 +110,7 @@ class FolderWriter(StorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open yet: the temporary name comes with the global plan."""
+        """There is nothing to open yet: the temporary name comes with the global plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -134,7 +134,7 @@ class FolderWriter(StorageWriter):
         try:
             if self.error is None and plan.items:
                 results = self._write(plan, planner)
-        except Exception as error:  # whatever it is, the run goes on and the save is reported as failed
+        except Exception as error:  # whatever the error, the run goes on and the save is reported as failed
             self.error = describe_error(error)
         if self.error is not None:
             results = [Written(error=f"rank {self.rank}: {self.error}")]
@@ -152,7 +152,8 @@ class FolderWriter(StorageWriter):
         return [WriteResult(item.index, 0, (plan.storage_data, where[item.index.fqn])) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: index, manifest, commit, pruning. The outcome travels to all ranks as `metadata.storage_data`."""
+        """On the first rank, write index and manifest, commit, and prune. All ranks get the outcome as
+        `metadata.storage_data`."""
         errors = [item.error for items in results for item in items if isinstance(item, Written) and item.error]
         try:
             metadata.storage_data = Written(error="; ".join(errors)) if errors else self._commit(metadata, results)

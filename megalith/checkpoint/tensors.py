@@ -36,8 +36,8 @@ PIECE = 4 << 20  # bytes hashed and written at a time: the second reads what the
 
 
 def write(path: Path, tensors: "Mapping[str, Tensor | Stored]") -> FileDigest:
-    """Write tensors (any device, any strides, or piece by piece from elsewhere) as one safetensors file, down to the disk; its size
-    and sha256.
+    """Write tensors (any device, any strides, or read in pieces) as one safetensors file, sync it to disk, and return its size and
+    sha256.
 
     sha256 rather than a quicker checksum: processors have instructions for it (1.7 GB/s a core, twice blake2b), it is computed
     while the bytes are written, and anyone can check it with `sha256sum`. No second copy of the whole is made in memory.

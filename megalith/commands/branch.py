@@ -36,7 +36,7 @@ def _steps_of(saved: dict[str, Any]) -> int:
 
 
 def _begun(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
-    """Return the settings of the branch that a folder holds, if it is the one that was asked for; else none."""
+    """Return the settings of a folder's branch if it is the branch that was asked for; else none."""
     with suppress(OSError, SpecErrors):
         if folder is not None:
             spec = files.read(folder / files.FILE, saved=True).resolved.spec

@@ -88,7 +88,8 @@ def campaign(
     out: Path | None = None,
     aims: "Aims | None" = None,
 ) -> "Judgement":
-    """Train what a run file describes twice, without faults and with those of `faultload`, and judge the second by the first.
+    """Train a run file's run twice, first without faults and then with those of `faultload`, and judge the second run by the
+    first.
 
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that the campaign must also
     keep, if given. Raises SpecErrors for a run with problems.

@@ -93,7 +93,7 @@ def _size(found: "list[Leftover]") -> str:
 
 
 def _checkpoint(one: "Leftover") -> str:
-    """Describe what a run has saved apart from its copies."""
+    """Describe what a run has saved besides its copies."""
     from megalith import epochs
     from megalith.checkpoint.folder import FOLDER, latest, read_manifest
 

@@ -145,7 +145,7 @@ def _placed(artefact: "Artefact", out: str | None) -> Launched:
 
 
 def _show(launched: Launched, advice: "Sequence[Problem]", *, text: bool, submit: bool) -> None:
-    """Print a launch: its text (if asked, or if it is not written to a file), advice, and how to start it."""
+    """Print a launch file's text (if asked, or if it is not written to a file), advice, and how to start it."""
     if text or not launched.path:
         print(launched.text, end="")
     if advice:

@@ -33,7 +33,8 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show that a plan changes nothing: train a small model of the run's shape under the plan and in one process, and compare.
+    """Show that a plan does not change the result: train a small model of the run's shape under the plan and in one process,
+    and compare.
 
     Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the distance of both from
     one process in fp32 is compared. Needs no data. Exit status 1 on any gap.

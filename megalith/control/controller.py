@@ -46,7 +46,7 @@ Start = commands.Restart | commands.Shrink | commands.Grow
 
 @dataclass
 class _Open:
-    """An incident whose end has not come."""
+    """An incident that has not ended yet."""
 
     number: int
     step: int
@@ -75,7 +75,7 @@ class Controller:
         self._epoch = epoch
         self._log = EventLog(job.run_dir, epoch=epoch)
         self._memory, self._stores, self._orders = Memory(job, fleet, epoch), Stores(job.run_dir), Orders(job.run_dir)
-        self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
+        self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks still to be made
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
         self._state = self._memory.recall(nodes.there())

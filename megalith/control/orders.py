@@ -1,5 +1,6 @@
 """Orders of a person to a run that trains: files in its folder, which the run's controller takes and its policy decides about.
-Whoever may write to the run folder may give orders. An order reaches ranks only as a command of the policy: to save, or to stop.
+Anyone who can write to the run folder can give orders. An order reaches ranks only as a command of the policy: to save, or to
+stop.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from megalith.fleet.signs import Ordered
 
 FOLDER = "orders"
 LOOK_SECONDS = 0.5  # between looks at the folder
-OLD_SECONDS = 120.0  # an order that nobody took for so long was meant for another moment
+OLD_SECONDS = 120.0  # an order left unread for this long no longer fits the situation
 MOST_BYTES, MOST_FILES = 4096, 16
 KNOWN = ("save", "stop", "quarantine")
 

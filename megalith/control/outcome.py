@@ -54,7 +54,7 @@ class Outcome:
         """Return lines about the cause: the policy's report, if there is one, has its own words."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
-        if cause.secondary or _reported(cause):  # lost connections say nothing, and what was reported is in the report
+        if cause.secondary or _reported(cause):  # lost connections tell nothing; the incident's report has what ranks reported
             return [_cut(self.report)]
         said = (cause.error or cause.reason).rstrip(".") in self.report
         error = _error(cause)

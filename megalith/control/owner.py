@@ -317,7 +317,7 @@ class _Claims:
         path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
         part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
         try:
-            os.link(part, path)  # whole or not at all, whoever else does the same
+            os.link(part, path)  # atomically, even if another process does the same
         except FileExistsError:
             if part.stat().st_nlink != 2:  # an answer that was lost, and asked for again, says so of our own
                 return False
@@ -336,7 +336,7 @@ class _Claims:
         disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
-        """Return what an owner last wrote to show that it is alive; empty if nothing."""
+        """Return the sign of life that an owner wrote last; empty if there is none."""
         try:
             return self._path(claim, "beat").read_text(encoding="utf-8")
         except FileNotFoundError:

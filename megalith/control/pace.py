@@ -65,7 +65,7 @@ class Pace(Limits):
                 self._first_step = new.step
             if old.count and old.ready:
                 self._longest[rank] = max(self._longest.get(rank, 0.0), new.time - old.time)
-                if (new.phase, new.step) != (old.phase, old.step):  # else a rank that waits says so, however often
+                if (new.phase, new.step) != (old.phase, old.step):  # else waiting ranks report again and again
                     self._silences.setdefault(self._key(old), deque(maxlen=KEPT)).append(self._longest.pop(rank))
         self._note_start(beats)
 

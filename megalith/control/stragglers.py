@@ -10,7 +10,7 @@ from megalith.fleet.signs import Straggler
 from megalith.spec.fleet import FleetSpec
 
 KEPT = 64  # steps that a rank's usual share of the median is learnt from
-ENOUGH = 8  # steps from which on it is known; before, all ranks are taken to be alike
+ENOUGH = 8  # steps after which speeds are known; before, all ranks are taken to be equally fast
 NOISE_SECONDS = 0.05  # what a step may take longer without anybody being slow
 
 

@@ -29,7 +29,7 @@ REPORT_SECONDS = 0.2  # that other ranks have to report their own errors, once a
 CAUSE_SECONDS = 1.5  # the same while every error known is the consequence of another one
 KILL_SECONDS = 30.0  # that the kernel has to end killed ranks; giving up costs a new fork server, and its imports
 BOUNCE_SECONDS = 0.25  # a second SIGINT sooner than this is the same key press, delivered by the terminal and by a wrapper
-STARVED = 0.5  # of a silence: if all ranks of one machine waited as long for a processor, it is slow and they do not hang
+STARVED = 0.5  # of a silence: if a machine's ranks all waited for a processor that long, it is slow and they do not hang
 MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
@@ -166,7 +166,8 @@ class Watch:
         return bool(late)
 
     def _pass_on_requests(self) -> bool:
-        """Pass the first request on to the ranks. True if there is nothing to wait for: no rank yet, or a second request."""
+        """Pass the first request on to the ranks. True if there is nothing to wait for: no rank has started yet, or this is
+        the second request."""
         if self._requests and not self._answered:
             self._answered = True
             if not self._stopping:
@@ -291,7 +292,7 @@ class Watch:
                     self._exits[what.rank] = what
                 elif not isinstance(what, Failure):
                     self.late_signs.append(what)
-                elif what.rank is not None:  # else the server: what it had to say no longer changes the cause
+                elif what.rank is not None:  # else the server: its reports no longer change the cause
                     end = self._exits[what.rank] = Exit(what.rank, what.status, what.time)
                     ours = what.status in (-signal.SIGKILL, -STACKS) or self._is_request(end)
                     self._failures += [what] if what.error or not ours else []

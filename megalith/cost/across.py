@@ -46,7 +46,7 @@ class Across:
     waited: float
     use: float
     shortest: int | None
-    """The shortest of INTERVALS whose use is at least GOOD, with all else unchanged; None if there is none."""
+    """The shortest of INTERVALS whose use is at least GOOD, with everything else unchanged; None if there is none."""
     gradients: bool = False
     """True if gradients are exchanged."""
 

@@ -80,7 +80,8 @@ _known: dict[tuple[int, int, tuple[float, ...]], tuple[Workload, Parts, Memory]]
 
 
 def _space(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
-    """Memory depends on few figures; it is computed anew only for those. The values are kept so that their identities stay theirs."""
+    """Memory depends on few figures; it is computed again only when one of those changes. The values are kept so that their
+    identities stay theirs."""
     generation = figures.generations[workload.practice.generation]
     key = id(workload), id(traced), (generation.working, generation.reserve, generation.slack)
     if key not in _known:

@@ -113,7 +113,7 @@ class Calibration:
         if measured is None:
             return known
         own = measured.model_dump(include={field.name for field in fields(Device)}, exclude_none=True)
-        # a processor that computes what it starts has no parts that idle, and its operations no least time beside their start
+        # a processor that starts its own operations has no idle parts, and no operation has a least time besides its start
         alone = {"units": 1, "idle": 0.0, "gap": 0.0} if measured.in_turn else {}
         return replace(known, **own, **alone)
 
@@ -123,7 +123,7 @@ class Calibration:
         known, measured = self.generations[name], cluster.measured
         if measured is None:
             return known
-        # what moves data is the processor that computes: nothing hides behind it
+        # the processor that computes also moves the data, so no communication is hidden
         alone = ("passes", "tensor_exposed", "expert_exposed", "data_exposed", "message_exposed") if measured.in_turn else ()
         host = measured.launch if ours else known.host
         return replace(known, host=host, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {}))

@@ -82,7 +82,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, x: Tensor, b: Tensor, c: Tensor, step: Tensor, note: NoteRecurrence) -> Tensor:
         sums = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(gate, x, b, c, step, torch.empty_like(x), sums)  # but what x is: what the state gives
+        ctx.save_for_backward(gate, x, b, c, step, torch.empty_like(x), sums)  # the one like x: the state's part of y
         ctx.note = note
         note("F", x, b)
         return torch.empty_like(x)

@@ -101,8 +101,8 @@ class _Copied(torch.autograd.Function):
 
 
 class _Dispatched(torch.autograd.Function):
-    """Tokens on their way to experts of other ranks, or back: as many arrive as leave, since the router is even. A row has `size` bytes
-    (None: those of its numbers), and its gradient those of its numbers."""
+    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. A row has `size`
+    bytes (None: those of its numbers), and its gradient those of its numbers."""
 
     @staticmethod
     def forward(ctx, x: Tensor, recorder: Recorder, size: int | None) -> Tensor:

@@ -139,7 +139,7 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
 
 
 def of_run(spec: RunSpec) -> Workload:
-    """A step of a run as this project's trainer takes it. On "local" nothing here depends on what the devices are."""
+    """A step of a run as this project's trainer takes it. On "local" nothing here depends on the kind of device."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
@@ -196,7 +196,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
 
 @lru_cache(maxsize=64)
 def _program(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int) -> tuple[Schedule, Program]:
-    """A schedule and its program: a search asks for few of them, and for each of them often."""
+    """Return a schedule and its program, cached: a search asks for few of them, and for each of them often."""
     built = build(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
     return built, lower(built, zero)
 
@@ -226,7 +226,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     if workload.width < WIDE:
         near = own * (1 - plan.state.away)
         weights, optimizer = found.weights + near, found.optimizer - near
-    else:  # a share is kept beside the whole weights, unless it is all of them
+    else:  # a share is kept beside the whole weights, unless the share is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * own, found.optimizer
     moments = _released_moments if plan.state.release else _moments
@@ -441,5 +441,5 @@ def _work(here: _Here) -> Work:
 
 
 def _unmasked(core: Core) -> float:
-    """A query sees itself and what is before it; context ranks share those pairs out evenly."""
+    """A query attends to itself and to earlier tokens; these pairs are divided evenly among context ranks."""
     return core.flops * (core.keys + 1) / (2 * core.keys)

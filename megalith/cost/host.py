@@ -72,7 +72,7 @@ def seconds(workload: Workload, numbers: float) -> float:
     carried, host, devices = _carried(workload), workload.cluster.host, _devices(workload.cluster)
     rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)
     link, disk = host.link or LINK, DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
-    if workload.plan.state.optimizer == "disk":  # read and written beside each other, and the update beside both
+    if workload.plan.state.optimizer == "disk":  # read and write at the same time, and the update at the same time as both
         return numbers * max(workload.state_bytes / disk, 2 * (2 * workload.state_bytes + carried) / rate + carried / link)
     return numbers * (2 * (workload.state_bytes + carried) / rate + carried / link)
 

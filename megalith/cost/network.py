@@ -32,7 +32,7 @@ class Wires:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
-        """The wires of a cluster; a figure nobody published counts as no link, at 1 MB/s."""
+        """Return the wires of a cluster. A link whose speed nobody published counts as 1 MB/s, which is as good as none."""
         accelerator = cluster.accelerator
         domain = cluster.per_node if accelerator.scale_up_domain <= cluster.per_node else accelerator.scale_up_domain
         return cls(
@@ -79,8 +79,8 @@ def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 
 def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
     """Each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` holds every token that many times, for
-    different experts: it goes to each rank once, and crosses the network once for each domain (DeepEP). The router limits it to
-    `reach` domains."""
+    different experts: a token goes to each rank once, and crosses the network once for each domain (DeepEP). The router limits
+    it to `reach` domains."""
     if line.size == 1 or size == 0:
         return 0.0
     domains = line.size / line.inside(wires.domain)

@@ -61,7 +61,7 @@ class Segments:
     """For each block of the model its profile while its segment runs again: with its graph, or, nested, with its input alone."""
 
 
-@dataclass(frozen=True, eq=False)  # told by identity, so that what follows from it can be kept
+@dataclass(frozen=True, eq=False)  # compared by identity, so that results derived from it can be cached
 class Parts:
     """Profiles of the distinct parts of a model, and which of its blocks is which."""
 
@@ -132,8 +132,8 @@ def _joining(model: ModelSpec) -> int:
 
 
 def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Trace whatever parts of these workloads are not known yet, many of them in several processes. `tick` gets the number of
-    parts done, and of all."""
+    """Trace the parts of these workloads that are not known yet; if they are many, in several processes. `tick` gets the
+    number of parts done, and of all."""
     keys = (key for workload in workloads for key in _every_key(workload))
     unknown = [key for key in dict.fromkeys(keys) if _read(key) is None]
     traced_for = ((on.one, on.other) if (on := _line(key)) else (key,) for key in unknown)
@@ -272,8 +272,8 @@ def _line(key: Key) -> _Line | None:
 
 
 def _chunks(key: Key) -> _Line | None:
-    """The traces of a head with fewer chunks of logits, whose last chunk is as short. How sequences are cut over context ranks, and how
-    long each is, does not matter to it: only how many tokens there are."""
+    """The traces of a head with fewer chunks of logits, whose last chunk is as short. Only the number of tokens matters to it, not
+    their division into sequences or among context ranks."""
     layout, head = key.layout, key.model.head
     tokens = layout.microbatch * (layout.seq_len // layout.context)
     rows = chunk_rows(head.vocab // layout.tensor, capped=head.softcap is not None)

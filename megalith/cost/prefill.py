@@ -16,7 +16,7 @@ def prefill(
     workload: Workload, figures: Calibration | None = None, traced: Parts | None = None, spent: PartTimes | None = None
 ) -> Estimate:
     """Predict the forward of all sequences, until the last one's keys and values exist. Only the last token's logits are needed;
-    their cost is ignored. `flops` leave out what the causal mask hides: in long prompts it is half of everything."""
+    their cost is ignored. `flops` leave out the pairs that the causal mask hides: in long prompts these are half of all."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -74,7 +74,7 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
 
 
 def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
-    """The first sequence goes through all pipeline ranks, and each other one follows as fast as the slowest of them."""
+    """The first sequence goes through all pipeline ranks; each other one follows at the pace of the slowest rank."""
     plan, microbatches = workload.plan, workload.microbatches
     stages = [_stage(here, spent) for here in shares(workload, traced).held]
     slowest = max(stages, key=lambda stage: stage.total)

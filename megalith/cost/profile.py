@@ -201,7 +201,8 @@ def _further(one: Any, other: Any, times: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """The properties of plan and software that change a part's figures on a rank: the key of a trace, beside the part itself."""
+    """The properties of plan and software that change a part's figures on a rank. With the part itself they are the key of a
+    trace."""
 
     microbatch: int
     seq_len: int

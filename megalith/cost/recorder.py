@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key not in self._seen:
             self._seen.add(key)
-            weakref.finalize(storage, self._release, key)  # all that is known of it: another may get its place in memory
+            weakref.finalize(storage, self._release, key)  # forget it once it is freed: another tensor may get its address
 
     def exchange(self, axis: Any, kind: Exchanged, size: float, phase: Phase | None = None) -> None:
         self.exchanges[Exchange(phase or self.phase, axis, kind, size)] += 1

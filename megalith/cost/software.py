@@ -46,6 +46,7 @@ SOFTWARE: Mapping[str, Software] = {
 
 
 def practice(name: str, plan: Plan) -> Practice:
-    """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; others as they come."""
+    """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; other
+    software keeps its own practice."""
     found = SOFTWARE[name].practice
     return replace(found, generation="compiled") if name == OURS and plan.compile else found

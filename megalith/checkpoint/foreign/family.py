@@ -78,7 +78,7 @@ class Foreign:
     prefix: str = "model."
     """Prefix of all their names except the output's; old files leave it out."""
     without_missing: Callable[[Any, Collection[str]], Any] = lambda spec, names: spec
-    """The spec without the optional parts none of whose tensors are among these names."""
+    """Return the spec without those optional parts that have no tensor among these names."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names of tensors, in old files, that follow from the configuration."""
     exact: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Foreign:
         return torch.float32 if name.endswith(self.exact) else dtype
 
     def configuration(self, spec: Any) -> Json:
-        """The settings that say all of `spec`."""
+        """Return the settings that describe all of `spec`."""
         written = {theirs: getattr(spec, ours) for ours, theirs in self.needed.items()}
         written |= {theirs: getattr(spec, ours) for ours, (theirs, _) in self.optional.items()}
         written |= {theirs: values[0] for theirs, values in self.fixed.items() if values[0] is not None}
@@ -141,7 +141,7 @@ class Foreign:
 def rope_settings(config: Json) -> Json:
     """The rotary settings as transformers 5 takes them: always with "rope_type" and "rope_theta".
 
-    Where there is a `rope_scaling`, which alone transformers 4 knows, `rope_parameters` count for nothing.
+    transformers 4 knows only `rope_scaling`: where that is set, `rope_parameters` are ignored.
     """
     found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}

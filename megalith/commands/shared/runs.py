@@ -139,7 +139,7 @@ def _with_old_defaults(resolved: Resolved, folder: Path) -> Resolved:
             if provenance[key] == "default" and getattr(getattr(saved, table), name) == value:
                 spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
                 provenance[key] = f"default when {folder / files.FILE} was written"
-    except (SpecErrors, AttributeError):  # a file that cannot be read: what compares the runs says so
+    except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
         return resolved
     return replace(resolved, spec=spec, provenance=provenance)
 
@@ -149,7 +149,8 @@ def _table(name: str) -> str:
 
 
 def refuse(problems: Sequence[Problem], resolved: Resolved | None = None, folder: Path | None = None) -> None:
-    """Raise SpecErrors if there are problems: with `resolved` and `folder`, together with why that run cannot resume the one there."""
+    """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why that run cannot resume the
+    folder's."""
     if problems:
         more = differences(resolved, folder) if resolved is not None and folder is not None else []
         raise SpecErrors([*problems, *more])

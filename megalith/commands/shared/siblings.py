@@ -19,7 +19,7 @@ from megalith.spec.sites import folder_of
 
 LOG = "train.log"
 """The output of a further site's command, in the site's folder."""
-LEAVE_SECONDS = 60.0  # that a site has to save and end, once it is asked to
+LEAVE_SECONDS = 60.0  # that a site may take to save and end once it is asked to stop
 
 
 class SiteEndedError(RuntimeError):
@@ -73,7 +73,8 @@ class Siblings:
 
 @contextlib.contextmanager
 def beside(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[str] = ()) -> Iterator[Siblings]:
-    """Train all other sites while the block trains the first; none, if the run file says that this command trains one site alone."""
+    """Train all other sites while the block trains the first. Starts none if the run file says that this command trains one site
+    alone."""
     sites = range(1, spec.sites.count) if spec.sites is not None and spec.sites.site is None else ()
     if sites:
         os.environ.update(key.of_run(run_dir).variables)  # all of them have the first one's

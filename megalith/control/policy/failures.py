@@ -25,7 +25,7 @@ def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decis
 
 
 def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
-    """The machine itself reports that it is broken: it leaves at once, whether there is a spare or not."""
+    """The machine itself reports that it is broken: its node leaves at once, even if there is no spare."""
     commands: list[Order] = []
     slot = state.slot(node)
     state, _ = blame(state, node, sign, fleet)
@@ -37,8 +37,8 @@ def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int 
 def _after_fault_of_node(
     state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
-    """A fault blamed on a node that may be chance: a node with too many of them leaves, if a spare can take its place. Similar
-    faults of several nodes at one step are also counted together: then the nodes are not the cause.
+    """A fault blamed on a node may be chance: only a node with too many of them leaves, and only if a spare can take its
+    place. Similar faults of several nodes at one step are also counted together: then the nodes are not the cause.
     """
     state, lemon = blame(state, node, sign, fleet)
     state, together = repeated(state, key, sign)

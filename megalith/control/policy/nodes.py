@@ -73,7 +73,7 @@ def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decis
 
 
 def health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A node that failed its check leaves, or stays out and is checked again; one that passed starts with a clean record."""
+    """A node that failed its check leaves, or stays out and is checked again; a node that passed starts with a clean record."""
     slot = state.slot(sign.node)
     why = f" ({sign.text})" if sign.text else ""
     if not sign.passed and slot is not None:

@@ -14,7 +14,7 @@ HOUR = 3600.0
 def evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str, forced: bool) -> tuple[State, list[Order]]:
     """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
 
-    What the node kept of copies does not move with the slot: the spare reads it from a buddy, or a slower tier.
+    The node's copies do not move with the slot: the spare reads the state from a buddy, or from a slower tier.
     """
     node = state.placement[slot]
     if not state.spares and not forced:

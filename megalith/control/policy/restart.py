@@ -24,7 +24,7 @@ def restart(
     for node in leaving:
         state, orders = evict(state, state.placement.index(node), sign, fleet, because="it is taken away", forced=True)
         commands = [*commands, *orders]
-    if source is None or leaving:  # pieces of it may be in the memory of those who left
+    if source is None or leaving:  # pieces of the copy may be in the memory of nodes that left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
     if state.fruitless >= fleet.fruitless:
         report = f"{state.fruitless} starts in a row finished no step. The last reason: {reason}."

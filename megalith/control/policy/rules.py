@@ -24,7 +24,8 @@ def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
 
 
 def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sign) -> Decision:
-    """Stop rather than begin anew while there are checkpoints, even if none can be used: later checkpoints would replace them."""
+    """Stop rather than start over while there are checkpoints, even if none can be used: a new run's checkpoints would replace
+    them."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
     steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
     if not steps or not any(start.source.tier is None for start in starts):

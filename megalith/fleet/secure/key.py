@@ -115,7 +115,7 @@ def make(run_dir: Path) -> bool:
             with contextlib.suppress(PermissionError):  # a file system without modes
                 os.fchmod(file.fileno(), 0o600)
             file.write(new().text + "\n")
-        os.link(part, path)  # whole or not at all, whoever else does the same
+        os.link(part, path)  # atomically, even if another process does the same
     except FileExistsError:
         return False
     finally:

@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Source:
-    """The state to restore: after `step` steps. `tier` None: nothing is left, the run begins anew at step 0.
+    """The state to restore: after `step` steps. `tier` None: nothing is left, and the run starts over at step 0.
 
     `elsewhere` are the slots that must read from another tier than the others, since theirs is missing in `tier`.
     """
@@ -107,7 +107,7 @@ def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
     written tier.
 
     The same step of another tier holds the same bits (its digest says so), and a buddy's copy is made from the same bytes as the
-    one in memory: whatever went wrong before the digest was taken is in both. Without such a source, any slower tier; None if no
+    one in memory: any damage from before the digest was taken is in both. Without such a source, any slower tier; None if no
     slower tier is left.
     """
     if used.tier is None:
@@ -129,7 +129,8 @@ def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int,
 
 
 def without_piece(copies: Iterable[Copy], tier: Tier, step: int, slot: int | None) -> tuple[Copy, ...]:
-    """Return what is left when the piece of `slot` failed its digest; `slot` None: the whole copy is not to be trusted."""
+    """Return the sources that are left after the piece of `slot` failed its digest; `slot` None: the whole copy is not to
+    be trusted."""
     left = []
     for copy in copies:
         if copy.tier is tier and copy.step == step:

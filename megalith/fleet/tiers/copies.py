@@ -31,7 +31,7 @@ PAGE = 4096
 ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
 _MAGIC = b"MGLCOPY3"  # 1 and 2 had a checksum in the place of the MAC
 _FIELDS = struct.Struct("<8sqqqqQQQ32sq")
-_PINNED = 512  # where the marks of a pinned copy lie: outside the label's MAC, since they come later
+_PINNED = 512  # place of a pinned copy's marks: outside the label's MAC, since they are written later
 VERIFIED, GOOD = 1, 2  # why a copy is pinned: its gradients were verified; a run may rewind to it
 LABEL_BYTES = _FIELDS.size + MAC_BYTES
 
@@ -41,7 +41,7 @@ Whose = Literal["own", "buddy"]
 @dataclass(frozen=True)
 class Label:
     """Contents of a header: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes.
-    `updates` counts the steps whose update was made; left out, all of them."""
+    `updates` counts the steps whose update was made (default: all of them)."""
 
     step: int
     samples: int
@@ -117,7 +117,7 @@ class Layout:
 
 
 def file_name(whose: Whose, rank: int, buffer: int) -> str:
-    """`rank` is the one whose state it is; a copy on a disk has its step for the buffer."""
+    """`rank` is the one whose state is copied; on a disk, the step stands in for the buffer's number."""
     return f"{whose}-{rank}.{buffer}"
 
 
@@ -133,12 +133,12 @@ class Buffer:
 
     def __init__(self, path: Path, memory: mmap.mmap, key: Key, *, inode: int) -> None:
         self.path, self.memory, self.key, self._inode = path, memory, key, inode
-        self._read: tuple[bytes, Label | None] = b"", None  # a header, and what it said: a writer looks again and again
+        self._read: tuple[bytes, Label | None] = b"", None  # a header and its parsed form: a writer looks at it again and again
 
     @classmethod
     def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
         """The buffer at `path`, as it is if it has the right size already. Raises OSError if there is no room for it (all its memory is
-        got now), and NotPrivate where others may reach its folders."""
+        allocated now), and NotPrivate if other users can reach its folders."""
         size = PAGE + bytes_after_header
         with private.opened_below(path.parent, create=True) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)
@@ -210,8 +210,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: its digest is right; on a disk, its length is: the rank that loads it checks the
-    digest."""
+    """One rank's part of a copy. `intact`: in memory, its digest is right; on a disk, only its length is known to be right,
+    and the rank that loads it checks the digest."""
 
     tier: Tier
     rank: int
@@ -306,8 +306,8 @@ def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, dista
 
 
 def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
-    """Invalidate the copies of a node: those of steps after `above`, or of `step`; all if neither is given. Return how many there
-    were."""
+    """Invalidate a node's copies of steps after `above`, or those of `step`; if neither is given, all of them. Return how many
+    there were."""
     count = 0
     for path, buffer, label in _labelled(folder, key):
         meant = (above is None or label.step > above) and (step is None or label.step == step)
@@ -332,7 +332,8 @@ def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], wo
 
 
 def corrupt_piece(folder: Path, *, key: Key, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
-    """Flip one bit of the payload of a rank's copy (`step` None: its newest), to show that it is noticed; False if there is none."""
+    """Flip one bit in the payload of a rank's copy (`step` None: its newest), to test that the damage is noticed; return False if
+    there is no copy."""
     held = [(label, path) for path, _, label in _labelled(folder, key) if path.name.startswith(f"{whose}-{rank}.")]
     meant = [(label, path) for label, path in held if step is None or label.step == step]
     if not meant:

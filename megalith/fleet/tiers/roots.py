@@ -86,7 +86,7 @@ def _name(run_dir: Path) -> str:
     part = path.with_name(f"name-{secrets.token_hex(4)}")
     part.write_text(secrets.token_hex(8))
     with contextlib.suppress(FileExistsError):
-        os.link(part, path)  # whole or not at all, whoever else does the same
+        os.link(part, path)  # atomically, even if another process does the same
     part.unlink()
     return path.read_text()
 
