@@ -123,7 +123,7 @@ def append(descriptor: int, line: bytes) -> None:
     whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
     written = os.write(descriptor, whole)
     if written < len(whole):
-        if os.fstat(descriptor).st_size == size + written:  # nobody else has appended meanwhile
+        if os.fstat(descriptor).st_size == size + written:  # nobody else has appended since
             os.ftruncate(descriptor, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -172,7 +172,7 @@ class Journal:
             print(f"{words}: {waited} line{'s' * (waited != 1)} had waited", file=sys.stderr, flush=True)
 
     def _open(self) -> int:
-        """The file, opened where it is not open yet, or no longer the one in the folder."""
+        """Return the file; open it if it is not open yet, or if the folder now has another."""
         if self._file is not None and not self._is_replaced(self._file):
             return self._file
         if why := self._place.away():
@@ -225,7 +225,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a whole line; None for a torn line, or one that holds anything else."""
+    """Return the JSON object in a whole line; None for an incomplete line, or one that holds anything else."""
     if not line.endswith("\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The names that each owner of a run folder writes under, so that nothing an earlier one still writes is ever read.
+"""File names for each owner of a run folder, so that nothing that an earlier owner may still write is ever read.
 
 An owner that was suspended until another took its place may wake up and finish a write. So owners that may overlap have
 different epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and

@@ -30,7 +30,8 @@ class Bulk:
         self._lengths[list(ranks.values())] = [len(token) for token in ranks]
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64] | None]:
-        """The ids of each text, on all cores; None for a text on which tiktoken would fail, or whose bytes it would lose."""
+        """Encode texts on all cores, and return the ids of each; None for a text on which tiktoken would fail, or whose
+        bytes it would lose."""
         easy = ["" if _has_long_blank(text) else text for text in texts]
         found = [np.array(ids, np.int64) for ids in self._encoding.encode_ordinary_batch(easy, num_threads=os.cpu_count() or 1)]
         # A pattern may leave text unmatched, which tiktoken drops and `tokenizers` keeps: count the bytes.
@@ -71,7 +72,7 @@ def reproduce(definition: dict[str, Any]) -> Bulk | None:
 
 
 def _pattern(splitter: dict[str, Any] | None) -> str | None:
-    """The one regular expression a pre-tokenizer splits by, or None when it does anything else as well."""
+    """Return the regular expression that a pre-tokenizer splits by; None if it does anything besides splitting by one."""
     steps = splitter.get("pretokenizers", []) if splitter and splitter["type"] == "Sequence" else [splitter]
     last, first = (steps[-1], steps[0]) if steps else (None, None)
     if last is None or first is None or last["type"] != "ByteLevel" or last.get("add_prefix_space", True):

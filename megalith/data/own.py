@@ -10,7 +10,7 @@ from megalith.data.stream import NO_TARGET, Sample, Stream
 
 class SampleSource(Protocol):
     """Training samples by number. It keeps nothing from one sample to the next: sample `index` is a function of the prepared data and
-    `index` alone, so a resumed run needs no state of it.
+    `index` alone, so a resumed run needs no saved state for it.
 
     Every rank makes one. Ranks that share a sequence (pipeline, context and tensor ranks) ask for the same samples and cut them
     afterwards; data ranks ask for others. So the same number must give the same sample on every rank, and ranks compare one when they

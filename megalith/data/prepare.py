@@ -217,7 +217,7 @@ class _Read:
     tokens: int = 0
 
     def wanted(self) -> int:
-        """Estimated bytes of all tokens, from those so far; 0 if nothing is encoded yet."""
+        """Return the estimated bytes of all tokens, judging by those encoded so far; 0 if none is encoded yet."""
         return round(self.tokens * (self.text / self.encoded) * (self.total / self.done)) if self.encoded and self.done else 0
 
 

@@ -143,7 +143,7 @@ class SplitReader:
         return self._files.tokens(shard, int(low), int(high)).astype(np.int64)
 
     def document_lengths(self, at_most: int) -> npt.NDArray[np.int64]:
-        """Tokens of every document, or of evenly spaced ones when there are more than `at_most`, int64."""
+        """Return the length in tokens of every document, or of `at_most` evenly spaced ones if there are more, as int64."""
         step = max(1, -(-self.documents // at_most))
         lengths = [np.diff(self._files.offsets(shard))[::step] for shard in self._split.shards]
         return np.concatenate(lengths) if lengths else np.empty(0, np.int64)

@@ -36,7 +36,7 @@ NO_TARGET = -100  # what torch's cross-entropy, too, leaves out
 
 Ids = npt.NDArray[np.int64]
 
-# What a resumed run must find unchanged -> what brings it back.
+# What a resumed run must find unchanged -> how to restore it if it changed.
 _WAYS_OUT = {
     "manifest": "Point data.path to the data the run began with, or prepare it again from the same sources with the same options",
     "tokenizer": "Point data.path to data prepared with the run's tokenizer",
@@ -134,7 +134,8 @@ class Stream:
         default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are
         changes of lengths and weights, in their order.
 
-        `copies` are folders with the same data: a damaged block is read from the next one, and `tell` gets each damage once.
+        `copies` are folders with the same data: a damaged block is read from the next one, and `tell` is called once for
+        each damaged block.
 
         Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
         its domains, a split without data, or a copy of other data; reading raises DamagedDataError if no copy is intact.

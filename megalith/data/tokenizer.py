@@ -176,7 +176,7 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy the files of the tokenizer in the folder `source` that are there and not in `folder` yet, so that `folder` stands alone."""
+    """Copy those files of the tokenizer in `source` that `folder` does not have yet, so that `folder` can be used by itself."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
         if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):

@@ -81,9 +81,7 @@ class Step(Event):
     memory: dict[str, int]
     experts: dict[str, float] = field(default_factory=dict)
     updates: int | None = None  # None in logs of earlier versions: as many as steps
-    noise: dict[str, float] = field(
-        default_factory=dict
-    )  # what the gradients say of their noise; empty: the plan does not show it
+    noise: dict[str, float] = field(default_factory=dict)  # estimates of the gradients' noise; empty: the plan does not allow any
     scale: float | None = None  # the loss scale of fp16; None: the run has none
     passes: int = 1  # forwards and backwards that the update took: a second one where released gradients were clipped
 

@@ -19,15 +19,15 @@ Kind = TypeVar("Kind", bound=Event)
 
 class EventLog:
     """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks
-    and the process that watches them may write to one log. If the disk is full or unavailable, events wait in memory. A log that
-    is deleted while it is written begins anew, with a note and the newest `RunStarted`, without which no report
-    could be made of what follows."""
+    and the process that watches them may write to one log. If the disk is full or unavailable, events wait in memory. If a log
+    is deleted while it is written, a new one begins with a note and the newest `RunStarted`, without which no report could be
+    made from the events that follow."""
 
     def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
         """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
         run_dir.mkdir(parents=True, exist_ok=True)
         path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
-        self._opening: list[Event] = []  # the newest start, and who held what in it
+        self._opening: list[Event] = []  # the newest start, and its placement
         self._step = 0  # the newest step that was written
         self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew)
 
@@ -63,7 +63,7 @@ def _line(event: Event) -> bytes:
 class Reader:
     """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
 
-    Reading raises nothing for a line that is torn (the writer died in it, or the disk was full) or holds no event: the line is skipped.
+    Reading skips a line that is incomplete (its writer died, or the disk was full) or holds no event.
     `skipped` counts these lines in the newest iteration.
     """
 

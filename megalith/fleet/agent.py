@@ -209,7 +209,7 @@ class Agent:
                 if self._beating.check([letters.expelled_key(self._member)]):
                     self._lose_contact("this node was declared lost: its heartbeats did not arrive in time")
             except RuntimeError:
-                continue  # whoever watches the contact knows how long that may go on
+                continue  # the thread that watches the contact decides how long that may go on
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:

@@ -20,7 +20,7 @@ TAIL_LINES = 15
 _LOG_BYTES = 1 << 16  # read from the end of a log
 _TURN_SECONDS = 0.02
 MOST_STARVED = 5  # times a limit that processes without a processor are waited for
-_STANDING_SECONDS = 0.3  # that a rank's thread has to say where the rank stands, once its stack is there
+_STANDING_SECONDS = 0.3  # that a rank's thread may take to report its position once its stack is written
 
 
 def tail(text: str) -> str:
@@ -68,7 +68,7 @@ def queued(process: int) -> float:
     """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not report it.
 
     Threads that wake a hundred times a second whether there is work or not do not count: some twenty a rank, they would make any hang on
-    a busy machine look like work that gets no processor.
+    a busy machine look like work that is waiting for a processor.
     """
     nanoseconds = 0
     for task in (PROC / str(process) / "task").glob("*"):
@@ -86,7 +86,7 @@ def dumps(
     seconds: float,
     waited: Callable[[], Mapping[int, float]] = dict,
 ) -> dict[int, str]:
-    """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
+    """Ask processes for their stacks, wait until the `able` ones have written theirs to their logs, and read the stacks of all.
 
     A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is
     useless. `waited` returns the seconds for which each process has waited for a processor. They do not count: a rank that cannot

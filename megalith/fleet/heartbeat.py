@@ -25,7 +25,7 @@ step."""
 
 _BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
 _LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
-_EARLIER = struct.Struct(_BASE)  # of versions that said nothing of these
+_EARLIER = struct.Struct(_BASE)  # of versions that did not write these
 _CHECKSUM = struct.Struct("<I")
 _USED = _LAYOUT.size + _CHECKSUM.size
 
@@ -37,7 +37,7 @@ class Beat:
     `ready`: True once the rank has reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the
     step
     before, without any waiting for others; 0: not known. `measured` is the newest step whose `seconds` by kind (KINDS) and `memory`, the
-    most bytes the rank ever held, are known; -1: none is.
+    most bytes the rank ever held, are known; -1: no step's are.
     """
 
     count: int = 0
@@ -73,7 +73,7 @@ def _pack(beat: Beat) -> bytes:
 
 
 def _unpack(slot: bytes) -> Beat | None:
-    """The beat in a slot, also in one that an earlier version wrote; None while it is being written."""
+    """Return the beat in a slot, even if an earlier version wrote it; None while it is being written."""
     for layout in (_LAYOUT, _EARLIER):
         fields, checksum = slot[: layout.size], slot[layout.size : layout.size + _CHECKSUM.size]
         count, at, step, compute, ready, phase, *rest = layout.unpack(fields)
@@ -143,7 +143,7 @@ class Heartbeats:
         fresh = path.with_name(path.name + ".new")
         descriptor = os.open(
             fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
-        )  # nobody else may speak for a rank
+        )  # nobody else may write a rank's heartbeat
         with os.fdopen(descriptor, "wb") as file:
             file.write(bytes(ranks * SLOT_BYTES))
         fresh.rename(path)

@@ -59,7 +59,7 @@ class LocalNodes:
     `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies), `disk` that
     of their folders on a disk (None: they keep none there). Where other machines hold the other nodes of a placement, `meeting` is the
     store at which all ranks meet ("megalith://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
-    The run's key is found, or made where nothing gives one, when there are copies or messages to be authenticated.
+    If there are copies or messages to authenticate, the run's key is found, or made if nothing gives one.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LocalNodes:
     def there(self) -> tuple[str, ...]:
         if self._memory is None or len(self._names) == 1:  # this very machine, whatever became of its folder
             return self._names
-        if roots.taken(self._memory):  # somebody else's folder says nothing of these nodes
+        if roots.taken(self._memory):  # another user's folder tells nothing about these nodes
             return self._there
         return tuple(name for name in self._names if node_folder(self._memory, name).is_dir())
 

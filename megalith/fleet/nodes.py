@@ -64,8 +64,8 @@ class Nodes(Protocol):
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
-        """Wait at most `seconds` for events: orderly exits, failures with their cause, reports of ranks, and nodes that came, left or were
-        checked."""
+        """Wait at most `seconds` for events: orderly exits, failures with their cause, reports of ranks, and nodes that joined, left or
+        were checked."""
         ...
 
     def running(self) -> frozenset[int]:

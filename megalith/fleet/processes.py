@@ -54,7 +54,7 @@ class Processes(Protocol):
 
 
 def kill_group(process: int) -> None:
-    """SIGKILL a process group; nothing happens when it is empty."""
+    """Send SIGKILL to a process group; an empty group is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
 
@@ -72,7 +72,7 @@ class FreshProcesses:
     def __init__(
         self, assignment: Assignment, *, preload: Sequence[str], secret: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        del assignment, preload  # nothing is shared: each rank imports what its entry needs
+        del assignment, preload  # nothing is preloaded for all: each rank imports the modules of its entry
         self._secret = dict(secret)
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()

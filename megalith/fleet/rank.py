@@ -38,10 +38,10 @@ class Assignment:
     """Everything that a rank must know: the job file that the supervisor wrote. `path` is Python's module path, `lifeline` a
     descriptor.
 
-    `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
-    what this supervisor (process `agent`) and its ranks write besides the run itself, `heartbeats` the file of its ranks' signs of life
-    (empty: none are read), `meeting` the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder, for ranks of
-    one machine. The run's key is not here, because others may read the file.
+    `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder for
+    the files that this supervisor (process `agent`) and its ranks write besides the run's own. `heartbeats` is the file of its ranks' signs
+    of life (empty: none are read). `meeting` is the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder,
+    for ranks of one machine. The run's key is not here, because others may read the file.
     """
 
     entry: str
@@ -144,7 +144,7 @@ def set_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # the fork server holds them back
     faulthandler.enable(2)
     faulthandler.unregister(STACKS)  # the fork server's: what is registered already would not be put back over the next line's
-    signal.signal(STACKS, lambda number, frame: None)  # nothing more, but who waits for signals in a thread hears of it
+    signal.signal(STACKS, lambda number, frame: None)  # do nothing more; a thread that waits for signals still gets it
     faulthandler.register(STACKS, file=2, all_threads=True, chain=True)
 
 

@@ -272,7 +272,8 @@ class RemoteNodes:
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
 
     def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:
-        """Put a question to each of some agents; their answers in that order, None from those that do not answer in time, or are lost."""
+        """Ask each of these agents a question, and return their answers in the same order; None for an agent that does not answer in time
+        or is lost."""
         keys = []
         for member, question in asked:
             self._questions += 1

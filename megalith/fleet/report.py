@@ -1,6 +1,7 @@
 """Reports of a rank to its parent: signs of faults that only the rank can see.
 
-Each report is a separate file, written in full and then renamed, so that readers never see half of it and it survives its writer.
+Each report is a separate file, written in full and then renamed, so that readers never see half a report, and the report outlives
+its writer.
 """
 
 import contextlib
@@ -60,9 +61,10 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def collect(folder: Path) -> list[Sign]:
-    """The reports that have come, oldest first; each is given once. One that cannot be read is left where it lies."""
+    """Return the reports that have arrived, oldest first; each is returned once. A report that cannot be read stays in
+    its place."""
     found: list[Sign] = []
-    with disk.if_available():  # what is left there comes with a later call
+    with disk.if_available():  # a report left there is read by a later call
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             try:
                 sign = signs.load(json.loads(path.read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
 """Observations of faults and recoveries: the evidence that the policy decides on. Plain values that survive JSON.
 
-Every sign has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run: as many are done). A `slot` is a
-place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
+Every sign has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run, which is the number of steps
+done). A `slot` is a place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
 """
 
 import re
@@ -95,8 +95,8 @@ NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
 
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Sign):
-    """A rank's live state does not have the digest that it must have: changed at rest, unlike its true replica, or unlike its
-    recomputed update."""
+    """A rank's live state has a wrong digest: it changed at rest, or differs from its true replica or from its recomputed
+    update."""
 
     kind: ClassVar[str] = "state_corrupt"
     slot: int
@@ -131,7 +131,7 @@ class CopyAway(Sign):
 class GradientWrong(Sign):
     """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right.
 
-    One suspect: a third computation named it. Two suspects: it is unknown which of them erred.
+    One suspect: a third computation named it. If there are two suspects, it is unknown which of them erred.
     """
 
     kind: ClassVar[str] = "gradient_wrong"
@@ -141,7 +141,8 @@ class GradientWrong(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Sign):
-    """A node whose ranks compute `ratio` times as long as the median. `lost` seconds so far, `replacing` what a replacement takes."""
+    """A node whose ranks take `ratio` times as long to compute as the median. `lost` seconds so far, `replacing` what a replacement
+    takes."""
 
     kind: ClassVar[str] = "straggler"
     slot: int
@@ -205,7 +206,8 @@ class DataDamaged(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class NotThisRun(Sign):
-    """A rank was to resume from a file that is not this run's: it changed since the command began, or it is another run's checkpoint."""
+    """A rank should have resumed from a file that is not this run's: the file changed since the command began, or is another run's
+    checkpoint."""
 
     kind: ClassVar[str] = "not_this_run"
     error: str

@@ -57,7 +57,7 @@ def admit(folder: Path) -> None:
 
 
 def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) -> bool:
-    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; return whether it is. `tell` is
+    """Check this machine `before_start` until it passes, for `seconds` at most; return whether it passed. `tell` is
     called
     with the problems whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()

@@ -87,7 +87,7 @@ class Description:
 
 
 def describe() -> Description:
-    """Describe this machine. Takes as long as nvidia-smi, where there is one."""
+    """Describe this machine. Takes as long as nvidia-smi, if that is installed."""
     found = capacity.measure()
     name, bf16 = processor()
     return Description(

@@ -1,8 +1,8 @@
 """Nodes of one machine as network namespaces of Linux, each with one interface at a switch: an unplugged node is really
 unreachable.
 
-A campaign makes them, so that it can take interfaces down that nobody else needs; ranks enter their node's namespace when they
-find `VARIABLE`.
+A campaign makes them to have interfaces that it can take down without harm to others. Ranks enter their node's namespace if
+`VARIABLE` is set.
 """
 
 import contextlib

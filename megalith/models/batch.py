@@ -26,5 +26,5 @@ class Batch:
     z_loss: float = 0.0
     gradient_scale: float = 1.0  # the power of two that every loss's gradient is multiplied by: the loss scale of fp16
     sequences: int = 1  # of the global batch: means over sequences or tokens that are known to be there divide by it
-    work: Tokens | None = None  # which samples and positions these tokens are, for products that ask; None: nobody said
+    work: Tokens | None = None  # the samples and positions of these tokens, for products that need them; None: not given
     rotary: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin tables of the stage's distinct rotary embeddings

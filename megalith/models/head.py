@@ -58,7 +58,7 @@ class Output(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
         self.multiply = Multiply()
         self.loss = CrossEntropy()
-        self.finishing: dict[str, float] = {}  # what lies between the products with the weight and the logits
+        self.finishing: dict[str, float] = {}  # the operations between the products with the weight and the logits
         if spec.scale != 1.0:
             self.finishing["logit_scale"] = spec.scale
         if spec.softcap is not None:

@@ -126,5 +126,5 @@ def _spread(name: str, spec: ModelSpec) -> float:
 def _hidden(spec: ModelSpec, *, residual: bool) -> float:
     """Standard deviation of a matrix inside a block. `residual`: it writes to the residual stream."""
     std = spec.init_std / math.sqrt(spec.scaling.width) if spec.scaling.width != 1.0 else spec.init_std
-    layers = spec.scaling.base_layers or len(spec.blocks)  # else a factor of what each block adds looks after depth
+    layers = spec.scaling.base_layers or len(spec.blocks)  # else a factor on each block's output makes up for depth
     return std / math.sqrt(2 * max(1, layers)) if residual else std

@@ -117,7 +117,7 @@ class Advice:
     rows: tuple[Judged, ...]
     tolerance: float
     critical: int | None
-    """Sequences a step; None if nothing was decided, or if not even the run's own batch is known to be as good as half of it."""
+    """Sequences a step; None if nothing was decided, or if even the run's own batch is not known to do as well as half of it."""
     begins: int | None
     """The smallest batch above it whose loss is worse; None: no batch that was tried is worse."""
 

@@ -86,7 +86,7 @@ def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
 
 
 def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
-    """The plan under other schedules, with as many chunks as those have."""
+    """Return the plan under other schedules, with as many chunks as each of them has."""
     plan = workload.plan
     for name in ("1f1b", "interleaved", *suited(searched(), workload.model)):
         known = SCHEDULES[name].chunks

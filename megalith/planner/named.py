@@ -1,7 +1,7 @@
 """Trainings that were published by name, with their layouts, predicted: `python -m megalith.planner.named` prints them side by side.
 
-No torch unless a part must be traced. What a source leaves open (chunks, the microbatch) is not guessed: each choice is predicted, and
-the fastest counts, as for the rows of measurements.
+No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
+predicted, and the fastest is taken, as for the rows of measurements.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""The best plans for a model on a cluster: memory first, then time in closed form, then the simulated program of those schedules that
-have none, where it could be among the best. No torch unless a part must be traced."""
+"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form; a schedule
+without one is simulated if the plan could be among the best. No torch unless a part must be traced."""
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence

@@ -55,7 +55,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 ELSEWHERE = Technique(
     "state in host memory", "the optimizer's state waits in the hosts' memory", lambda plan: plan.state.away > 0
 )
-"""Tried where nothing else fits."""
+"""These are tried if nothing else fits."""
 
 SCHEDULES_TOO = Technique(
     "other schedules", "the order of forwards and backwards fills the pipeline's gaps", lambda plan: False, spares=False

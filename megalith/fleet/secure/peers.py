@@ -120,7 +120,7 @@ class Peers:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.sent = 0
-        """Bytes of messages given to TCP, those of all connections together."""
+        """Return the bytes of messages given to TCP, over all connections."""
         self._turned_away = 0
         self._server = listen(host, port) if own < count - 1 else None
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
@@ -166,7 +166,7 @@ class Peers:
             self._lose(peer)
 
     def next(self, seconds: float) -> News | None:
-        """Return what came next from any site; None if nothing came within `seconds`."""
+        """Return the next message from any site; None if none arrives within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._news.get(timeout=seconds) if seconds > 0 else self._news.get_nowait()
         return None
@@ -255,7 +255,7 @@ class Peers:
             self._news.put(News(peer.site, peer.start, bytes(came[_LENGTH.size : end])))
             if (
                 part.data and came[: min(end, len(part.data))] == part.data
-            ):  # the cut message came whole; others may come before it
+            ):  # the interrupted message arrived complete; others may come before it
                 self._parts.pop(peer.site)
             del came[:end]
 

@@ -5,8 +5,8 @@
     server -> client   ACCEPTED, proof of the key over both nonces         or REFUSED, and the end
     both               frames: length (4 bytes), counter (8), MAC (32), payload
 
-Each direction has a MAC key of its own, which follows from the run's key and both nonces. So a frame of another connection, of the other
-direction, or one that came before has no valid MAC here. It is dropped and counted. Nothing is encrypted.
+Each direction has a MAC key of its own, which follows from the run's key and both nonces. So a frame of another connection or of the
+other direction, or one that was received before, has no valid MAC here. It is dropped and counted. Nothing is encrypted.
 """
 
 import secrets
@@ -57,7 +57,7 @@ class Opener:
         self.dropped = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take what came; yield the payloads that are complete and authentic. Raises TooLong."""
+        """Take received bytes, and yield the payloads that are complete and authentic. Raises TooLong."""
         self._buffer += data
         while len(self._buffer) >= _FRAME_BYTES:
             length, counter = _HEAD.unpack_from(self._buffer)

@@ -1,6 +1,6 @@
 """A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
 
-One process, one thread. What strangers can make it do is bounded: a connection that has not proved itself gets no memory beyond its
+One process, one thread. Strangers can use little of it: a connection that has not proved itself gets no memory beyond that for its
 proof, a few seconds, and one of few places; when all are taken, the newest replaces the oldest. So 4,000 idle connections cost
 the run's own
 processes nothing.
@@ -249,7 +249,7 @@ class StoreServer:
             self._selector.modify(client.connection, events)
 
     def _done(self, client: _Client, operation: Operation, fields: list[bytes]) -> bytes | None:
-        """Do what a client asks; the reply, None if it comes later."""
+        """Carry out a client's request, and return the reply; None if it is sent later."""
         match operation, fields:
             case Operation.SET, [key, value]:
                 return self._set(key, value) or messages.pack(Operation.DONE)
