@@ -111,12 +111,13 @@ class Weight:
 
     @property
     def resident(self) -> bool:
-        """True if what computes is always whole, so that nothing is gathered."""
+        """True if the weights to compute with are always whole, so that nothing is gathered."""
         return self.aliased or (self._moved is not None and self.mesh.size(1) == 1)
 
     @property
     def gathered_as(self) -> Scaling | None:
-        """The format in which shares are gathered now, where no tile lies across two of them; None: their own."""
+        """Return the format in which shares are gathered now, if no tile lies across two of them; None: the shares' own
+        format."""
         scaling = None if self.recipe is None else self.recipe.gathered_as
         if scaling is None:
             return None
@@ -128,8 +129,8 @@ class Weight:
         return (local(self.kept) if self._moved is None else self._moved).movedim(self.dim, 0)
 
     def move_out(self) -> Tensor:
-        """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a
-        share in its own format, or stays whole if there is one shard."""
+        """Hand over the master weights, in the share's shape; the caller keeps them from now on. The weights to compute with are
+        gathered from shares in their own format, or stay whole if there is one shard."""
         master = local(self.kept).clone(memory_format=torch.contiguous_format)
         self._compute_from(master)
         return master
@@ -190,7 +191,7 @@ class Weight:
 
 
 def _put(flat: Tensor, rows: Tensor, chunk: int) -> None:
-    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
+    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; places without a row become 0."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
@@ -235,7 +236,7 @@ class Bucket:
         self.observe: Observe | None = None
         self.done: Callable[[Bucket], None] | None = None
         """Called when the reduced gradients are on the parameters."""
-        self.free()  # what computes is made from what is kept, also when that is loaded later
+        self.free()  # the weights to compute with are made from those kept, even if these are loaded later
 
     # --- weights ---
 

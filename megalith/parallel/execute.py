@@ -263,7 +263,7 @@ class Executor:
     def _gather(self, action: Action, flight: _Flight) -> None:
         """ZeRO 1 and 2: begin to gather the stage's weights now. ZeRO 3: each part's weights are gathered inside the computation after
         this action."""
-        with working_on(flight.batches[0].work):  # which says in what format
+        with working_on(flight.batches[0].work):  # it tells the format
             self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:

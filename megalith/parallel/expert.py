@@ -189,7 +189,7 @@ class ByExpert:
     def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Travel:
         ranks, parts = self.expert.size(), self.expert_tensor.size()
         mine = counts.shape[0] // ranks
-        if ranks * parts == 1 and dealing is None:  # nothing travels, and the host need not know how much
+        if ranks * parts == 1 and dealing is None:  # nothing is sent, so the host need not know how much there is
             sizes = Sizes(counts)
             return Travel(sum(sizes.host) if kept is None else kept, sizes, [], [], [], None)
         if dealing is None:

@@ -23,7 +23,7 @@ class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters that other ranks hold too, beyond what their DTensors say."""
+    """Parameters that other ranks hold too, which their DTensors do not show."""
 
     partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
     tied: tuple[str, ...]  # on the first and on the last pipeline rank

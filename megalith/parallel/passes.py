@@ -143,8 +143,8 @@ Kept: TypeAlias = Graph | Segment
 
 @dataclass
 class Rest:
-    """State that the first half of a part's backward left for the second: deferred weight gradients, finished ones that wait for them, or
-    the whole backward of a part whose input needs no gradient."""
+    """State that the first half of a part's backward leaves for the second half: deferred weight gradients, finished gradients that wait
+    for those, or the whole backward of a part whose input needs no gradient."""
 
     queue: Queue
     late: tuple[Graph, Tensor | None] | None = None
@@ -282,7 +282,7 @@ class Runner:
         return last
 
     def _before(self, number: int, kept: list[Kept]) -> int:
-        """The part whose weights are needed after those of part `number`, in a backward with `kept` left."""
+        """Return the part whose weights are needed after those of part `number`, in a backward with `kept` left."""
         return kept[-1].parts.start if kept and isinstance(kept[-1], Segment) else number - 1
 
     def backward(self, kept: list[Kept], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:

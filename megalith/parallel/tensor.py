@@ -60,7 +60,7 @@ class Split:
     def rank(self) -> int:
         return self.group.rank()
 
-    # What travels while a split module computes goes through the methods below, so that a trace can write it down instead.
+    # All communication of a split module goes through the methods below, so that a trace can record it instead.
 
     def enter(self, x: Tensor) -> Tensor:
         """Give a split module its input [batch, seq, ...]: x gathered along the sequence, or the same x on all ranks. Differentiable."""
@@ -222,7 +222,7 @@ def boundary(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Seams:
-    """The layers of a module that take its input, and the one that gives its output."""
+    """Return the layers of a module that take its input, and the layer that gives its output."""
 
     first: tuple[str, ...]
     last: str

@@ -1,7 +1,7 @@
 """A block whose tokens are sent to experts, as graphs with the exchanges between them.
 
 Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are in flight, an
-executor runs something else: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and
+executor runs other work: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and
 combines gradients in
 the reverse order.
 
@@ -136,7 +136,7 @@ class Journey:
     common: Replay
     experts: Replay
     join: Piece
-    normal: Tensor | None  # what is to be made again is made from it
+    normal: Tensor | None  # recomputation starts from it
     sent: Tensor | None  # back by the experts
 
     differentiable = True
@@ -180,8 +180,8 @@ class Journey:
         return self.common.gradients(of_common, queue)[0]
 
     def _weigh(self, of_sent: Tensor, factors: Tensor) -> Tensor:
-        """Turn gradients of weighted results [rows, dim] into those of the results, in place; return those of the weights [rows,
-        1]."""
+        """Turn gradients of weighted results [rows, dim] into gradients of the results, in place; return the gradients of the
+        weights [rows, 1]."""
         assert self.sent is not None
         products = (self.sent * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
         self.sent = None

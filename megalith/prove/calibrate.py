@@ -110,7 +110,7 @@ def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | 
 
 
 def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str, str, int, Callable[[], Any]]]:
-    """Return what each rank measures by itself, beside the others: kind, format, size, and the work."""
+    """Return the measurements that each rank makes alone while the others make theirs: kind, format, size, and the work."""
 
     def product(dtype: torch.dtype, inner: int) -> Callable[[], Any]:
         left = torch.randn(sizes.product, inner, device=device).to(dtype)
@@ -141,7 +141,7 @@ def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str,
 
 
 def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Callable[[], Any]]:
-    """Return forward and backward of a block that computes next to nothing: its time is that of starting its operations,
+    """Return forward and backward of a block that computes almost nothing: its time is spent starting its operations,
     including the Python code. Its size is the number of operations that a trace counts."""
     layout = Layout(microbatch=1, seq_len=LITTLE.context, fused=False, width=dtype.itemsize)
     operations = sum(trace_block(LITTLE.build(), 0, layout).kernels.values())

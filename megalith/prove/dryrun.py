@@ -1,6 +1,6 @@
 """A rank's step without the machine: the trainer's own `assemble` and `train_step`, on fake tensors and fake groups, counted.
 
-The real code is counted, so there is no model of it that could drift. Kernels are those of the CPU: the internal allocations of
+The real code is counted, so no model of the code can drift from it. Kernels are those of the CPU: the internal allocations of
 GPU kernels, and fragmentation of the caching allocator, are not included.
 """
 

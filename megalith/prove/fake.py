@@ -1,5 +1,5 @@
-"""One rank of a world that does not exist: tensors without data, process groups that send nothing, and fixed answers where data
-would decide.
+"""One rank without the other ranks of its world: tensors without data, process groups that send nothing, and fixed answers
+where data would decide.
 
 Tensors are torch's fake tensors, which know shapes, types and storages; groups are torch's fake process groups, which finish at once.
 """

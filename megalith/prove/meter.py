@@ -233,7 +233,7 @@ class Meter(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args)
         if DTensor in types:
-            return NotImplemented  # it comes by again for the share, which is what has memory
+            return NotImplemented  # called again for the share, which has the memory
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":

@@ -1,9 +1,9 @@
 """Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
 In bf16, a plan's numbers differ from those of one process, because each rounds its own partial sums to 8 bits. One process in
-bf16 lies some way from fp32: a hundredth of a gradient, a few hundred roundings that mostly cancel out. A plan rounds about as
-often (it adds only the partial sums of a few ranks), so its distance from the exact result is similar, in another direction. Its
-distance therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
+bf16 differs from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds
+about as often (it adds only the partial sums of a few ranks), so its distance from the exact result is similar, in another
+direction. Its distance therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
 
 Where rounding cancels out, smaller errors are found. Along one process's own gradient thousands of roundings become one number,
 the factor by which the
@@ -107,8 +107,8 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 def _longer(ours: Tensor, theirs: Tensor) -> float:
     """|factor - 1| by which `ours` is longer than `theirs`, less CHANCE standard errors of it.
 
-    The factor is a regression through the origin on the middle of both. If they differ in their roundings alone, it is chance which of
-    them is which, so the expected factor is 1. In a regression on only one of them it would be less, because a rounded regressor
+    The factor is a regression through the origin on the middle of both. If they differ only in their roundings, they could as well be
+    exchanged, so the expected factor is 1. In a regression on only one of them it would be less, because a rounded regressor
     lowers the slope.
     A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest over numbers, rows and
     columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
@@ -123,8 +123,8 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _maxima(alone: Recording, found: Recording) -> list[Gap]:
-    """Return how far the maxima that scales followed are from those of one process: a rank that mistakes its part for the whole
-    has a lower maximum. Gradients of which ranks have only parts are not compared."""
+    """Return the distance between the maxima that scales followed and those of one process: a rank that mistakes its part for
+    the whole has a lower maximum. Gradients of which ranks have only parts are not compared."""
     names = [name for name in alone.maxima if name in found.maxima]
     return [(abs(log2(found.maxima[name].value / alone.maxima[name].value)), name) for name in names]
 

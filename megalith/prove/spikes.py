@@ -164,7 +164,7 @@ def train(
     after: Callable[[Loop, int], object] = lambda loop, step: None,
 ) -> Ended:
     """Train on one of the plan's ranks, which are all on one node whose memory lies in `folder`; on the CPU. `after` is called after
-    each step. `source`: what to restore, None: a checkpoint if there is one."""
+    each step. `source`: the copy to restore; None: a checkpoint if there is one."""
     flips = Flips(faults)
     trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
     poison = [one for one in faults if one.kind == "poison"]

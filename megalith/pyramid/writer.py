@@ -117,7 +117,7 @@ class Writer:
             if os.write(file, record) < len(record):
                 raise OSError(28, os.strerror(28))
         except OSError:
-            os.close(self._files.pop(level)[0])  # what follows goes to another file
+            os.close(self._files.pop(level)[0])  # later records go to another file
             raise
         self._files[level] = file, records + 1
 
@@ -126,7 +126,7 @@ class Writer:
         return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), LEAST // SEGMENTS)
 
     def _begin(self, level: int, first: int) -> int:
-        """Begin a file, and remove the oldest ones of its level that are beyond what is kept."""
+        """Begin a file, and remove the oldest ones of its level beyond the number that is kept."""
         older = [segment for segment in segments(self._folder) if segment.level == level]
         room = max(self._keep, LEAST * record_bytes(self._kind, self._width, level))
         for segment in reversed(older):

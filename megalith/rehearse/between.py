@@ -1,4 +1,4 @@
-"""Settings of merges between simulated sites: as given, else those of the run, else assumed."""
+"""Settings of merges between simulated sites: those given, else those of the run, else assumed ones."""
 
 from typing import Any
 

@@ -189,8 +189,8 @@ def run(
     crew: Crew | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Ran:
-    """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile, and
-    so do interfaces of their `network`. `crew`: the command starts one agent, and the run is that of all agents."""
+    """Run a command to its end, starting it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) come
+    back, and so do interfaces of their `network`. `crew`: the command starts one agent, and the run is that of all agents."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None

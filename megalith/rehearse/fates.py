@@ -53,7 +53,7 @@ class Fate:
 
     `interrupted`: the supervisor was killed before the run went on, so the time until the next supervisor's start counts instead.
     `among`: its node was named, and others with it. `hidden`: the incident is another fault's: its cause is not the sign of this
-    kind, or it covers several faults and names another. The run resumed from both; nothing else is known of this fault.
+    kind, or it covers several faults and names another. The run resumed after both, but nothing else is known about this fault.
     """
 
     injection: Injection

@@ -146,8 +146,8 @@ def draw(
     """A list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
     About one in eight crashes comes while the ranks start again after the fault before; about one in eight faults comes in the same
-    step as the one before, on another rank. `only_at`: kinds that come at multiples of so many steps; `not_before`: kinds that come at that
-    step at the earliest.
+    step as the one before, on another rank. `only_at`: kinds that come only at multiples of a number of steps; `not_before`: kinds that
+    come at a given step at the earliest.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]
@@ -184,7 +184,7 @@ _RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two",
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
-    """True if both can be told apart when they come in one step: on other ranks, both end a process."""
+    """True if two faults in one step can be told apart: a crash, then a crash or a hang, of different ranks."""
     return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, *_HANGS)
 
 

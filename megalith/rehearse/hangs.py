@@ -22,7 +22,7 @@ from megalith.events import Event, Incident, RunStarted, Step
 from megalith.fleet import signs
 from megalith.spec.fleet import FleetSpec
 
-ALLOWED_SECONDS = 0.25  # two turns of the watch: 0.02 s each, and what else it does in them
+ALLOWED_SECONDS = 0.25  # two turns of the watch: 0.02 s each, and the time of its other work
 TURNS_SECONDS = 2.0  # the most that two turns count for
 BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 0's
 

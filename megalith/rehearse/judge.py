@@ -159,7 +159,7 @@ def judge(
 
 
 def _asked(aims: Aims, found: Judgement) -> tuple[Asked, ...]:
-    """The aims that were given, beside what was found."""
+    """Return the aims that were given, with the results beside them."""
     table = (
         ("recovery in the median", " s", found.recovery_median, aims.median),
         ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),

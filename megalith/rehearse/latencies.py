@@ -132,8 +132,8 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
 
 
 def _recoveries(events: Sequence[Event], begun: Mapping[int, Incident]) -> dict[str, list[float]]:
-    """Seconds from a decision to the next step, by the slowest tier that was read. Of starts that failed, only the last one counts, and
-    what waited for a save is not known apart."""
+    """Seconds from a decision to the next step, by the slowest tier that was read. Only the last of several failed starts counts, and
+    the time spent waiting for a save is not known separately."""
     decided = sorted(incident.time for incident in begun.values())
     found: dict[str, list[float]] = {}
     for recovery in of_kind(events, Recovery):

@@ -12,8 +12,8 @@ from megalith.rehearse.site import Site
 
 
 def alone(plan: Scenario) -> Scenario:
-    """Return the scenario of one of several sites between merges. It has no copies of its own but checkpoints, and a fault takes it back to
-    the last merge: it gets the weights of the others, or loads what all hold, in `return_seconds`."""
+    """Return the scenario of one of several sites between merges. Its only copies are checkpoints. A fault takes it back to the last merge:
+    within `return_seconds` it gets the others' weights, or loads a checkpoint that all sites hold."""
     if plan.sites == 1:
         return plan
     times, each = plan.latencies, plan.merge_every / plan.store_every
@@ -28,8 +28,8 @@ def alone(plan: Scenario) -> Scenario:
 
 @dataclass(frozen=True)
 class _Period:
-    """A part of a site's life with the work of one merge: its seconds, and after how many of them its ranks were last started again; None
-    if they were not."""
+    """The period of a site's life whose work goes to one merge: its seconds, and after how many of them its ranks were last started
+    again; None if they were not."""
 
     seconds: float
     started: float | None
@@ -37,9 +37,9 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site. `since`: when it began with the period `number`; `follows`: it does not train yet, and can from `since` on;
-    `merged`, `lost`:
-    periods whose work a merge has taken, or that no merge took; `lived`: seconds of its life that have passed."""
+    """One site. `since`: when it began the period `number`. `follows`: it does not train yet, and can from `since` on.
+    `merged`, `lost`: numbers of periods whose work a merge took, or no merge took. `lived`: seconds of its life that have
+    passed."""
 
     periods: list[_Period]
     number: int = 0
@@ -51,12 +51,12 @@ class _Member:
 
     @property
     def period(self) -> _Period:
-        """The period that it is in; one that never ends, where the run is over before."""
+        """Return its current period; a period that never ends if the run is over first."""
         return self.periods[self.number] if self.number < len(self.periods) else _Period(inf, None)
 
     @property
     def restarted(self) -> bool:
-        """True if its ranks were started in this period: the merges of the others go on without it, as with one that is away."""
+        """True if its ranks were started in this period: the others merge without it, as if it were away."""
         return not self.follows and self.period.started is not None
 
     @property
@@ -90,7 +90,7 @@ class Merged:
 def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
     """Merge the lives of all sites, one merge after the other, until the run is over.
 
-    Faults have no memory, so the time that a site stands still for others does not change when its next one comes.
+    Faults have no memory, so the time that a site waits for others does not change when its next fault comes.
     """
     horizon, work = plan.days * DAY, plan.merge_every
     members = [_Member(_periods(site, work)) for site in sites]
@@ -134,21 +134,22 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return when the site that decides merges: it waits for all that train until they are there, done or started again, for at most a
-    grace, and then for a quorum; inf if that takes longer than its patience."""
+    """Return the time of the decider's merge: it waits for at most a grace until all sites that train are there, done or started
+    again, and then for a quorum; inf if that takes longer than its patience."""
     latest = max(member.ready for member in members if not member.follows)
     now = max(own.ready, min(latest, own.ready + plan.grace), _quorum(plan, members))
     return now if now - own.ready <= plan.patience or now == own.ready else inf
 
 
 def _noticed(plan: Scenario, standing: Sequence[_Member], decider: _Member) -> float:
-    """Return when the sites that stand at a merge notice that the one which decides was started again, or was silent for a grace."""
+    """Return when the sites that wait at a merge notice that the decider was started again, or was silent for a grace."""
     waiting = min(member.ready for member in standing)
     return max(waiting, min(decider.ready, waiting + plan.grace))
 
 
 def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member, *, patience: float) -> float:
-    """Return when all sites train again from the newest checkpoint, since no site stands at the merge, or too few came for the patience."""
+    """Return when all sites train again from the newest checkpoint, because no site waits at the merge, or too few came within the
+    patience."""
     return max(own.ready + patience + plan.latencies.restart + plan.return_seconds, _quorum(plan, members))
 
 

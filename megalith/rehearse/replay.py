@@ -329,7 +329,7 @@ class _Hurt(Site):
             slot=self._slot(one), node=self._node(one), rank=one.ranks[0], ratio=2.0, lost=1.0, replacing=1.0, **self._when()
         )
         if not self._decide(sign).commands:
-            self._ready()  # there is no spare: it is borne
+            self._ready()  # there is no spare, so the slow node is kept
 
     def _leave_no_room(self, one: Injection) -> None:
         self.unwritten.add(one.step)

@@ -100,9 +100,8 @@ class Simulated:
 
 
 def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> Simulated:
-    """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults whatever the policy,
-    so settings compare
-    without noise."""
+    """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults under every policy,
+    so settings can be compared without noise."""
     if seeds < 1:
         raise ValueError(f"seeds = {seeds}: at least one run must be simulated. Use 1 or more")
     lives: list[Life] = []

@@ -230,7 +230,7 @@ class Site:
             fault=fault,
         )
         if not decision.commands:
-            del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
+            del self.broken[node]  # it is tolerated: it stays in the mesh although it is slow
 
     def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
         """Wrong gradients are seen at the next verification, if there is one; until then every step is lost."""
@@ -433,4 +433,4 @@ class Site:
         gone = [name for name in self.state.placement if self.broken.get(name, 0.0) > self.now]
         self._decide(self._lost(gone) if gone else signs.Started(**self._when()))
         for node in [name for name in self.state.quarantined if name not in self.broken]:
-            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))  # what came back while nobody listened
+            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))  # nodes that returned while nobody listened

@@ -22,8 +22,8 @@ def table(advice: Advice) -> Table:
 
 
 def picture(advice: Advice) -> str:
-    """Draw the loss above that of the run's own batch over the doublings of it, with the ends of its 95 % interval; a line marks what is
-    tolerated."""
+    """Draw the loss at each doubling of the batch above the loss at the run's own batch, with its 95 % interval; a line marks the
+    tolerance."""
     points = [(math.log2(row.factor), row.excess, row.error or 0.0) for row in advice.rows]
     limit = advice.tolerance * next(row.loss for row in advice.rows if row.factor == 1)
     series = [

@@ -69,7 +69,7 @@ def write(runs: Mapping[str, History], out: Path) -> Path:
 
 
 def render(runs: Mapping[str, History]) -> str:
-    """Return the page as text; it needs nothing else."""
+    """Return the page as text; it refers to no other file."""
     title = " · ".join(runs)
     curves = [
         _chart("Training loss (nats a token)", runs, lambda step: step.loss),

@@ -82,7 +82,7 @@ def tried(
 
 
 def simulated(result: "Simulated") -> str:
-    """A simulation as one stand-alone picture: what time went to, and goodput over the days."""
+    """Draw a simulation as one stand-alone picture: where its time went, and goodput over the days."""
     seconds, plan = {what.value: value for what, value in result.seconds.items()}, result.scenario
     bars, curves = shares({"goodput": seconds}), over_time([life.curve for life in result.lives])
     return svg.standalone(svg.titled(f"{plan.name}, {plan.days:g} days: where the time went", [bars, curves]))

@@ -91,7 +91,7 @@ def tensor() -> str:
 
 def context() -> str:
     """A causal sequence shared by four context ranks: rows are queries, columns keys, colours the ranks that score the pairs."""
-    from megalith.parallel.context import parts  # asked, not told again; torch comes with it, and only here
+    from megalith.parallel.context import parts  # computed, not repeated by hand; this alone needs torch
 
     ranks, chunks, size = 4, 8, 30.0
     owner = {

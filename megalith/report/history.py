@@ -158,7 +158,7 @@ def gather(records: Iterable[Event]) -> History:
                 finished, moved = None, True
                 repeated += _pop_after(steps, record.resumed_step)
                 _pop_after(validations, record.resumed_step)
-                _pop_after(watched, record.resumed_step - 1)  # those of a step come before it
+                _pop_after(watched, record.resumed_step - 1)  # a step's own come before it
                 _pop_after(phases, record.resumed_step)
                 _pop_after(samples, record.resumed_step)
                 _pop_after(spans, record.resumed_step)

@@ -178,7 +178,7 @@ def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Ro
 
 
 def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
-    """Rename every action of a row, or leave it out where `name` gives None; the other half of an overlap then stays alone. A
+    """Rename every action of a row, or remove it where `name` returns None; the other half of an overlap then stays by itself. A
     schedule without some whole microbatches is still possible, because no microbatch waits for the result of another one.
     """
     found: list[Slot] = []

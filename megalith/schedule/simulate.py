@@ -190,7 +190,7 @@ class _Machine:
         self.clock = [0.0] * self.program.ranks
         self.collectives = [0.0] * self.program.ranks  # when the rank's lane for gathers and reductions is free
         self.gathered: list[dict[int, float]] = [{} for _ in range(self.program.ranks)]
-        self.waits: dict[Action, Wait] = {}  # what is not there yet -> who stands still for it
+        self.waits: dict[Action, Wait] = {}  # a result not there yet -> the ranks that wait for it
         self.woken: list[int] = []  # ranks whose wait has just ended
 
     def run(self) -> list[Wait]:

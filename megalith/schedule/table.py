@@ -31,7 +31,7 @@ FILE = "file:"
 
 
 def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
-    """A schedule whose number of chunks is given by its kind."""
+    """A schedule whose kind fixes the number of chunks."""
     return lambda ranks, microbatches, _: schedule(ranks, microbatches)
 
 

@@ -13,7 +13,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     inside its own span, and each holds the activations of at most 2 * ranks stages, which are `ranks` microbatches of two stages
     each. Other times and fewer microbatches also run, with some bubble. As with ZB-H2, ranks end one after the other.
     """
-    full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches there are none of are left out
+    full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches that do not exist are dropped
 
     def row(rank: int) -> Row:
         return renamed(_row(rank, ranks, full), lambda action: action if number(action) < microbatches else None)

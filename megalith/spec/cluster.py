@@ -205,7 +205,7 @@ def load(text: str) -> ClusterSpec:
 
 
 def counted(text: str) -> bool:
-    """True if a text that `load` takes says how many devices there are; a bare name in a run file is any number of them."""
+    """True if a text that `load` takes gives the number of devices; a bare name in a run file stands for any number."""
     return ":" in text or text.endswith(".toml") or COUNTED.fullmatch(text) is not None
 
 

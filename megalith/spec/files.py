@@ -83,7 +83,7 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
     found = _lay_all(layers, path=path, saved=saved)
     if not problems:
         return Reading(found.resolved, [*found.problems, *_cluster_missing(found.resolved, path)])
-    unread = problems[0].source != "command line"  # the file: nothing else can be said
+    unread = problems[0].source != "command line"  # a file: then only its problems can be reported
     raise SpecErrors(problems if unread else [*problems, *found.problems])
 
 
@@ -187,7 +187,7 @@ def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) ->
     plain |= {("sites", *leaf.path): leaf.value for leaf in leaves(SitesSpec())}
     said = {("name",), ("data", "path"), ("train", "steps"), ("train", "global_batch"), ("train", "seq_len"), ("sites", "count")}
     for leaf in leaves(spec):
-        # what is left out of `[sites]` may be chosen for a link, so what a person said stays although it is a default
+        # missing keys of `[sites]` may be chosen for a link, so a value that a person gave is kept even if it is the default
         asked = leaf.path[0] == "sites" and origins.get(dotted(leaf.path), "default") not in ("", "default")
         if leaf.path[0] != "model" and (asked or leaf.path in said or plain.get(leaf.path, ...) != leaf.value):
             yield Leaf(leaf.path, tuple(map(_told, leaf.value)) if isinstance(leaf.value, tuple) else leaf.value)
@@ -267,7 +267,7 @@ def _file(path: Path) -> Layer:
             if _is_relative_file(named := table.get("cluster")) and (path.parent / named).is_file():
                 table["cluster"] = str(
                     (path.parent / named).resolve()
-                )  # in full: it is saved in run folders, which lie elsewhere
+                )  # absolute: it is saved in run folders, which are elsewhere
         return Layer(values, f"file {path}")
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))

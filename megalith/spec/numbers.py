@@ -327,7 +327,7 @@ def recipe_of(choices: PrecisionSpec, precision: str) -> str:
 
 
 def tile_of(choices: PrecisionSpec, precision: str) -> int:
-    """Return the number of channels, and of tokens, that share a scale; 0 if that number is not fixed, or there is no common
+    """Return how many channels and how many tokens share a scale; 0 if the number is not fixed, or there is no common
     scale."""
     tile = PRECISIONS[precision].tile
     return 0 if choices.granularity != "tile" else tile and (choices.tile or tile)

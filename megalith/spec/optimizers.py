@@ -92,7 +92,7 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
             slots=(Slot("moments.first"),),
             unit="matrix",
             rest="adamw",
-            width=-0.5,  # all its singular values are alike, where those of Adam's updates are few: their sum over a row grows more slowly
+            width=-0.5,  # its singular values are all equal, Adam's are mostly small: a row's sum grows more slowly
         ),
     }
 )

@@ -130,7 +130,7 @@ def _warmup(value: Any) -> int | str:
 
 
 class GroupSpec(Spec):
-    """Parameters with an update of their own: those whose names match a pattern."""
+    """Parameters with their own update rule: those whose names match a pattern."""
 
     pattern: str = Field(min_length=1, description="names of parameters, with * for any characters: `*.experts.*`")
     lr: PositiveFloat = Field(default=1.0, description="factor of the learning rate")

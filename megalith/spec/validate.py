@@ -1,4 +1,5 @@
-"""From a tree of raw values to a RunSpec or another spec, or to all its problems, worded for the person who wrote the values."""
+"""Turns a tree of raw values into a RunSpec or another spec, or into a list of all its problems, worded for the person who wrote
+the values."""
 
 import json
 import re

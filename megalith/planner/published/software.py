@@ -65,7 +65,7 @@ _BY_SENDER = {"deduplicated": False, "router": "plain"}
 
 _AHEAD = {"overlap_expert": True, "moment_bytes": 4}
 
-EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # what rows of experts leave out and their sources' programs say
+EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # missing in rows of experts, and taken from their sources' programs
     # Megatron-Bridge src/megatron/bridge/recipes/moonlight/h100/moonlight_16b.py, for 8 GPUs and for 16
     ("mbridge-skills", "moonlight-16b-a3b", "H100-80GB-SXM"): _BY_SENDER | {"moment_bytes": 4},
     ("mbridge-cards", "moonlight-16b-a3b", "H100-80GB-SXM"): _AHEAD,

@@ -122,7 +122,7 @@ def wire_bytes(fragment: Fragment) -> int:
 
 def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
     """Return the tensors that merges keep for each weight, cut as the weights are: an anchor, a velocity with momentum, and with rounded
-    differences what rounding left out. Vectors and routers' biases keep fewer, which is not told apart."""
+    differences what rounding left out. Vectors and routers' biases have fewer, but are counted with the rest."""
     if sites is None or sites.exchanges_gradients:
         return ()
     names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}

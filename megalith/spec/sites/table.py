@@ -116,8 +116,8 @@ class SitesSpec(Spec):
 
     @model_validator(mode="after")
     def _every_step(self) -> Self:
-        """Fill in what data parallelism says of merges, where the table leaves it out. A validator that runs before would make pydantic
-        refuse lists in place of tuples."""
+        """Fill in the settings of merges that the table leaves out with those of data parallelism. A validator that runs before would
+        make pydantic refuse lists in place of tuples."""
         for key, value in EVERY_STEP.items() if self.exchanges_gradients else ():
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, value)  # specs are frozen once they are validated
@@ -215,8 +215,8 @@ def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
 
 
 def kept(spec: "RunSpec") -> int:
-    """Return how many of its newest checkpoints a run keeps. A site that is ahead of another must still have the newest one that
-    both saved: without a common one they could not resume."""
+    """Return how many of its newest checkpoints a run keeps. A site that is ahead of another must still have the newest
+    checkpoint that both saved: without a common one they could not resume."""
     keep, every = spec.checkpoint.keep, spec.checkpoint.every
     return keep if spec.sites is None or not every else max(keep, 2 + -(-spec.sites.lead // every))
 
