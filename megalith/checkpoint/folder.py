@@ -331,7 +331,7 @@ def away_text(path: Path, why: str) -> str:
 def none_intact_text(path: Path, problems: list[str]) -> str:
     """All checkpoints are damaged, as a person should read it."""
     lines = "\n  ".join(problems)
-    return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or move the folder away to start anew."
+    return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or move the folder away to start over."
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Keeps a run going through faults: signs -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
 
 Only `policy.decide` decides; this module observes what it needs, and carries out its commands. Ranks are never mended
-while they run: every rank is killed, and the same logical ranks begin anew from the newest whole copy of the state. If a
+while they run: every rank is killed, and the same logical ranks are started again from the newest whole copy of the state. If a
 controller is killed, the next one can take over everything: copies are files, and its own memory is `ranks/fleet.json`.
 """
 
@@ -113,7 +113,7 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed: without them, the run would begin anew. False if somebody wants to stop
+        """Wait until the checkpoints can be listed: without them, the run would start over. False if somebody wants to stop
         meanwhile. Raises OSError if it takes longer than the run would wait for a node."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:

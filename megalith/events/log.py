@@ -45,7 +45,7 @@ class EventLog:
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
         """Yield the first lines of a log that lost its content. The writer that makes the file adds the note."""
         if made:
-            words = f"{FILE} was removed, or emptied, during the run: its events are lost, and it begins anew here"
+            words = f"{FILE} was removed, or emptied, during the run: its earlier events are lost; a new file begins here"
             yield _line(Problem("warning", words))
         for event in self._opening:
             fresh = replace(event, time=time.time())

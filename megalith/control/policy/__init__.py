@@ -3,7 +3,7 @@
 The supervisor of a real run and the goodput simulator obey the same function, so similar signs have similar consequences. The
 rules, in
 short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
-time stops with a report; damaged copies are never used, and the run never begins anew while it has checkpoints; a broken node's
+time stops with a report; damaged copies are never used, and the run never starts over while it has checkpoints; a broken node's
 place goes to a spare; faults that a node did not cause are not blamed on it; starts without progress come at growing intervals.
 """
 

@@ -1,12 +1,12 @@
 """The agreement of the ranks that lead sites: which merges are made, by whom and with whom.
 
-One site decides. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict to
-all. A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. These count: the site that
-decides, those whose differences came, and those that only follow its merges. A follower must have said so since the merge was due,
-because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in one line alone, and says so to
-the site that decides there. So of two halves that cannot see each other, at most one makes merges: no site speaks in both, and two quorums
-have one in common. If a line has no quorum or loses the site that decides, the sites whose differences are due stand at the merge and meet
-the others there (`meeting`). Other sites end. Started again, they take part anew, or begin from a checkpoint (`Council.begin`).
+One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict
+to all. A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. The sites that count
+are the decider, those whose differences came, and those that only follow its merges. A follower must have sent a message since the merge
+was due, because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in a single line, and tells
+its decider so. So of two halves that cannot see each other, at most one makes merges: no site takes part in both, and two quorums always
+share a site. If a line has no quorum or loses its decider, the sites whose differences are due wait at the merge and meet the others
+there (`meeting`). Other sites end; started again, they join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
@@ -28,7 +28,7 @@ from megalith.train.sites.pending import Pending, are
 from megalith.train.sites.roll import Roll
 from megalith.train.sites.wire import Wire
 
-TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
+TURN_SECONDS = 0.25  # between looks at the clock while no message comes
 SPEAK_SECONDS = 0.5  # between words of a site to the one that decides
 JOINING = -1  # in place of a merge's number: a site waits for the weights of the others
 
@@ -49,8 +49,8 @@ class Council:
     ) -> None:
         """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left, and that
         a site which has ended stays at most, so that the others get its last messages. `start`: seconds that a site may take for its first
-        round; a quorum begins without the others after a quarter of it. `limit`: seconds to wait for a quorum at the beginning. `beat` is
-        called several times a second during waits."""
+        round; after a quarter of them a quorum begins without the others. `limit`: seconds to wait for a quorum at the beginning. `beat`
+        is called several times a second during waits."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
@@ -58,7 +58,7 @@ class Council:
         self._cuts: Sequence[Cut] = ()
         self._roll = Roll(site)
         self._meeting = Meeting(spec, site, self._roll)
-        self._stand: Stand | None = None  # the merge that the line began at; without a line, the one that this site stands at
+        self._stand: Stand | None = None  # the merge at which the line began; without a line, the merge at which this site waits
         self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
         self._start: tuple[int, Start] | None = None
         self._differences = Differences(site, kept=2 if spec.exchanges_gradients else 1)  # who decides may be a step ahead
@@ -66,14 +66,14 @@ class Council:
         self._given: deque[Verdict] = deque(maxlen=2 * spec.fragments + 2)  # as the site that decides
         self._told: Told | None = None
         self._held: dict[int, Held] = {}
-        self._asks: Hello | Ready | None = None  # what this site wants of the one that decides
+        self._asks: Hello | Ready | None = None  # what this site asks of the decider
         self._asking: set[int] = set()
         self._ready: set[int] = set()
         self._due: int | None = None  # the number of the merge that waits for its verdict
         self._due_at = 0.0  # when it became due here
         self._due_since = 0.0  # the same, or when the line was entered in which it is decided
         self._decided_at = 0.0  # when the newest verdict was there
-        self._said = 0.0  # when this site last told the others that it is there
+        self._said = 0.0  # when this site last sent a sign of life
         self.pace = Pace(start, spec.grace)
         self._leaving_since: float | None = None
         self._lost_since: float | None = None  # the connection to the site that decides
@@ -90,7 +90,7 @@ class Council:
     # --- beginning ---
 
     def begin(self, cuts: Sequence[Cut], seconds: float) -> Beginning | None:
-        """Meet the others, and agree with them where to begin; None if `seconds` were not enough, and the call is to be made again. `cuts`:
+        """Meet the others, and agree with them where to begin; None if `seconds` were not enough and the caller must call again. `cuts`:
         this site's checkpoints. Raises PeerGone where too few come for the limit."""
         self._cuts = cuts
         if self._wire is None:
@@ -106,11 +106,11 @@ class Council:
                 return Beginning(None, anew=True)
             if self._start is not None:
                 return self._begun(self._start[1], self._start[0])
-            # A site with a line under way, which lost the site that decides, comes again once it knows.
+            # A site that lost the decider of its line comes again once it knows.
             patient = time.monotonic() - self._since < self._start_seconds / 4
             offers = self._meeting.offers(Hello(cuts=tuple(cuts)), self._wire.connected, patient=patient)
             if caller(offers) is not None or self._meeting.coming(self._wire.connected):
-                continue  # those that stand at a merge have more than any checkpoint
+                continue  # sites that wait at a merge have newer state than any checkpoint
             if offers.keys() == all_here or (not patient and self.quorum(offers)):
                 cut, calls = called({site: hello.cuts for site, hello in offers.items()}, self.spec)
                 if calls == self.site:
@@ -159,12 +159,12 @@ class Council:
         seconds: float = math.inf,
     ) -> Verdict | None:
         """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
-        site's, if it decides, or the one that comes; None if `seconds` were not enough, and the call is to be made again. `members`: as in
-        a `Deal`. `mark`: the digest of all merges before it. Raises PeerGone, and OutOfStepError."""
+        site's own if it is the decider, else the verdict that it receives. None if `seconds` were not enough and the caller must call
+        again. `members`: as in a `Deal`. `mark`: the digest of all merges before it. Raises PeerGone, and OutOfStepError."""
         began = time.monotonic()
         if self._due != number:
             self._due, self._due_at, self._due_since = number, began, began
-        self._hear(0.0)  # who was connected since the last merge may lack what this site has sent
+        self._hear(0.0)  # a site connected since the last merge may lack messages of this site
         merge = Pending(number, fragment, sent, step, members, mark)
         while (verdict := self._verdict(merge)) is None:
             if time.monotonic() - began >= seconds:
@@ -189,18 +189,19 @@ class Council:
             return None
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if a merge lacks this site's difference alone: a site that does not train loses nothing when it takes part anew."""
+        """True if a merge lacks only this site's difference: a site that does not train loses nothing by joining with the others'
+        weights."""
         return self.site in merge.due
 
     def _leave(self, stand: Stand, gone: PeerGone) -> None:
-        """Leave the line, and tell the others at which merge this site stands."""
+        """Leave the line, and tell the others at which merge this site waits."""
         self._gone, self._since = (self.line, gone), time.monotonic()
-        self._meeting.forget(self.decider)  # what it tells from here on shows that it is there
+        self._meeting.forget(self.decider)  # its messages from here on show that it is there
         self.line, self.decider, self._stand, self._start = "", self.site, stand, None
         self._post(Hello(stand=stand))
 
     def _meet_again(self, left: str, gone: PeerGone) -> None:
-        """Take part in a line that begins at the merge at which this site stands: another site's, or its own, once a quorum has met. Raises
+        """Take part in a line that begins at this site's merge: another site's line, or its own once a quorum has met. Raises
         `gone` if the others continue elsewhere, or too few come for the limit."""
         assert self._wire is not None and self._stand is not None and self._since is not None
         waited = time.monotonic() - self._since
@@ -211,7 +212,7 @@ class Council:
             raise gone
 
     def _go_on(self, line: str, decider: int) -> None:
-        """Take part in a line from the merge at which this site stands, and send there what was not merged yet."""
+        """Take part in a line from this site's merge on, and send it the differences that were not merged yet."""
         self._follow(line, decider, self._stand)
         self._roll.begin()
         self._asking.clear()
@@ -221,7 +222,7 @@ class Council:
             self.post(difference)
 
     def _decided(self, merge: Pending) -> Verdict | None:
-        """Decide with what the others have sent, and tell them; None if it is not time for that."""
+        """Decide from the messages of the others, and tell them the verdict; None if it is not time for that."""
         got = merge.due & self._there(merge.fragment, merge.sent).keys()
         verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - self._due_since))
         if verdict is None:
@@ -229,7 +230,7 @@ class Council:
         self._given.append(verdict := replace(verdict, line=self.line))
         self._ready -= set(verdict.joined)
         if len(self._given) == self._given.maxlen:
-            self._stand = None  # whoever still stands where the line began would soon not get the verdict that is due there
+            self._stand = None  # a site still waiting where the line began would soon no longer get the verdict due there
         self._post(verdict)
         return verdict
 
@@ -288,8 +289,8 @@ class Council:
             raise PeerGone(f"site {self.decider}, which decides, {what}: waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
-        """Wait for what a verdict merges; True once it is there, False if `seconds` were not enough, and the call is to be made again.
-        Raises PeerGone for what does not come within the grace."""
+        """Wait for the differences that a verdict merges; True once they are there, False if `seconds` were not enough and the caller
+        must call again. Raises PeerGone if one does not come within the grace."""
         began = time.monotonic()
         while missing := set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys():
             if time.monotonic() - self._decided_at >= self.pace.grace:
@@ -323,8 +324,8 @@ class Council:
             self._post(message, to=site)
 
     def told(self, seconds: float) -> Told | None:
-        """Return the data for a site that joins anew, once it has arrived with the weights of all fragments; None if `seconds` were not
-        enough, and the call is to be made again. Raises PeerGone if the site that decides is lost."""
+        """Return the data for a joining site, once they have arrived with the weights of all fragments; None if `seconds` were not
+        enough and the caller must call again. Raises PeerGone if the decider is lost."""
         began = time.monotonic()
         self._due, self._due_since = JOINING, self._due_since if self._due == JOINING else began
         self._roll.expect(self.decider)
@@ -374,14 +375,14 @@ class Council:
         """Process the received messages, and answer newly connected sites. Returns at once."""
         self._hear(0.0)
 
-    # --- what comes ---
+    # --- received messages ---
 
     def _post(self, message: Message, to: int | None = None) -> None:
         if self._wire is not None:
             self._wire.send(message.pack(), to)
 
     def _hear(self, seconds: float) -> None:
-        """Take in what has come, or what comes first within `seconds`."""
+        """Handle the messages that have come, or the first that comes within `seconds`."""
         self._beat()
         if self._wire is None:
             return
@@ -392,7 +393,7 @@ class Council:
             news = self._wire.next(0.0)
 
     def _speak(self) -> None:
-        """Tell the site that decides, now and then, that this one is there and takes part in the same line; as that site, tell all."""
+        """From time to time tell the decider that this site is there and takes part in the same line; the decider tells all sites."""
         now = time.monotonic()
         if self.line and now - self._said >= SPEAK_SECONDS:
             self._said = now
@@ -414,7 +415,8 @@ class Council:
                 self._roll.spoke(site)
 
     def _greet(self, site: int) -> None:
-        """Tell a site that has just been connected how this one stands, and what a broken connection may have lost."""
+        """Tell a newly connected site the state of this one, and send again the messages that a broken connection may
+        have lost."""
         self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts), stand=self._stand), to=site)
         for difference in self._differences.own:
             self._post(difference, to=site)

@@ -10,9 +10,10 @@ def called(offered: Mapping[int, Sequence[Cut]], spec: SitesSpec) -> tuple[Cut |
     """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
 
     `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The newest
-    that all of these hold, as far as they are there and have any, loses nobody's state. If there is none, it is the newest that a
-    quorum holds: the others get its weights. If there is none either, it is the newest of all. The site that the run file names
-    decides; else the first that holds the checkpoint. Raises ValueError where a named site has no checkpoint, but others do.
+    checkpoint that all of these hold (of those present that have any) loses no site's state, so it comes first. If there is none,
+    the newest that a quorum holds is taken, and the other sites get its weights. Otherwise it is the newest of all. The site that
+    the run file names decides; else the first that holds the checkpoint. Raises ValueError where a named site has no checkpoint,
+    but others do.
     """
     age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
     every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides

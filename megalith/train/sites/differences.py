@@ -10,11 +10,11 @@ SAME = "All sites must run the same version and run file"
 
 
 class OutOfStepError(RuntimeError):
-    """Another site sent something else than is due: the sites do not run the same program."""
+    """Another site sent a message that is not due: the sites do not run the same program."""
 
 
 class Differences:
-    """All that have come or were sent, and may still be merged. Those of each line are apart."""
+    """Differences that have come or were sent, and may still be merged. Each line has its own."""
 
     def __init__(self, site: int, *, kept: int = 1) -> None:
         """`kept`: how many of this site's differences of each fragment may have to be sent again."""
@@ -24,11 +24,11 @@ class Differences:
         self._merged: dict[int, int] = {}  # for each fragment, the step of the newest that are merged
 
     def note(self, site: int, difference: Difference) -> None:
-        """Keep what a site has sent."""
+        """Keep a difference that a site has sent."""
         self.there(difference.line, difference.fragment, difference.step)[site] = difference
 
     def there(self, line: str, fragment: int, step: int) -> dict[int, Difference]:
-        """Return what has come of a fragment, by site."""
+        """Return the differences of a fragment that have come, by site."""
         return self._there.setdefault((line, fragment, step), {})
 
     def send(self, difference: Difference, line: str) -> Difference:

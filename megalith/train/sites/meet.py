@@ -24,7 +24,7 @@ from megalith.train.sites.whole import Wholes
 
 LOOPBACK = "127.0.0.1"
 SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
-SPARE_BYTES = 1 << 20  # for verdicts and what else is short
+SPARE_BYTES = 1 << 20  # for verdicts and other short messages
 ADDRESS_FILE = "site.address"
 """The address at which the leader of a site listens, in the site's folder: for the other sites of this machine."""
 
@@ -111,7 +111,7 @@ def cuts_in(folder: Path, *, at_most: int | None) -> list[Cut]:
     for path in committed(folder):
         try:
             meta = read_manifest(path).meta
-        except (OSError, DamagedCheckpointError):  # whoever loads it says so
+        except (OSError, DamagedCheckpointError):  # the code that loads it reports it
             continue
         step = meta["position"]["step"]
         if "sites" in meta and (at_most is None or step <= at_most):

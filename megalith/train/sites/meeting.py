@@ -1,8 +1,8 @@
-"""How sites that take part in no line come to one: from a checkpoint, or from the merge that some of them stand at.
+"""How sites without a line come to one: from a checkpoint, or from the merge at which some of them wait.
 
-A line ends when the site that decides is lost, or the sites that are left form no quorum. Those whose differences are due keep all of
-their state and stand at the merge. The first of the sites that stand furthest calls the others to a new line once a quorum has met. The
-sites that stand at the same merge continue from there, all others take part anew.
+A line ends when its decider is lost, or when the sites that are left form no quorum. Sites whose differences are due keep all of their
+state and wait at the merge. Of the sites that wait at the latest merge, the first calls the others to a new line once a quorum has met.
+The sites that wait at this merge continue from there; all others join with their weights.
 """
 
 import math
@@ -27,7 +27,7 @@ class Beginning:
 
 
 class Line(NamedTuple):
-    """A line that is under way, and the site that decides there."""
+    """A line, and its decider."""
 
     name: str
     decider: int
@@ -45,15 +45,15 @@ class Meeting:
         self._hellos[site] = hello
 
     def forget(self, site: int) -> None:
-        """Forget what a site has told: it was started again, or is lost."""
+        """Forget a site's messages: it was started again, or is lost."""
         self._hellos.pop(site, None)
 
     def clear(self) -> None:
-        """Forget all that was told: this site takes part in a line."""
+        """Forget all messages: this site takes part in a line."""
         self._hellos.clear()
 
     def under_way(self) -> Line | None:
-        """Return a line that the site which decides it takes part in; None if there is none that a site may join."""
+        """Return a line in which its decider takes part; None if there is no line that a site may join."""
         if self._spec.exchanges_gradients:  # it would lack the optimizer's state
             return None
         for hello in self._hellos.values():
@@ -63,8 +63,8 @@ class Meeting:
         return None
 
     def line_from(self, stand: Stand, connected: Callable[[int], bool], *, patient: bool) -> Line | None:
-        """Return a line that continues from the merge at which this site stands: one that another site has begun there, or a new one, if
-        this site calls the others and a quorum has met. None if there is neither. `patient`: wait for all connected sites to come."""
+        """Return a line that continues from this site's merge: one that another site has begun there, or a new one if this site calls
+        the others and a quorum has met. None if there is neither. `patient`: wait for all connected sites to come."""
         for site, hello in self._hellos.items():
             if hello.line and hello.decides == site and hello.stand == stand:
                 return Line(hello.line, site)
@@ -80,14 +80,15 @@ class Meeting:
         return line is not None and (line.name != left or not patient)
 
     def has_left(self, line: str, stand: Stand | None, site: int, hello: Hello) -> bool:
-        """True if a site stands at a merge and no longer takes part in this site's line, which began at `stand`. A site that stands there
+        """True if a site waits at a merge and no longer takes part in this site's line, which began at `stand`. A site that stands there
         and never spoke in the line will follow."""
         if not line or hello.line or hello.stand is None:
             return False
         return hello.stand != stand or self._roll.last_word(site) > -math.inf
 
     def coming(self, connected: Callable[[int], bool]) -> set[int]:
-        """Return the sites that soon stand at a merge: they take part in a line that this site decided before it was started again."""
+        """Return the sites that will soon wait at a merge: they take part in a line whose decider was this site before it was started
+        again."""
         return {site for site, one in self._hellos.items() if one.line and one.decides == self._site and connected(site)}
 
     def offers(self, own: Hello, connected: Callable[[int], bool], *, patient: bool) -> dict[int, Hello]:

@@ -1,4 +1,5 @@
-"""Merges: when a fragment is due, its difference leaves for the other sites, and what they sent becomes new weights."""
+"""Merges: when a fragment is due, its difference is sent to the other sites, and new weights are made from the
+differences of all."""
 
 import math
 import time
@@ -27,8 +28,8 @@ from megalith.train.sites.whole import Wholes
 from megalith.train.watchers import Watcher
 
 T = TypeVar("T")
-WAIT_SECONDS = 10.0  # after which the ranks of a site that wait for others hear that they still do
-REMEMBERED = 1024  # steps of which it is known what they read
+WAIT_SECONDS = 10.0  # after which a site's ranks learn that they still wait for other sites
+REMEMBERED = 1024  # steps whose samples are known
 
 
 @dataclass
@@ -141,7 +142,7 @@ class Sites:
         return beginning
 
     def resume(self) -> None:
-        """Take part with the state that was loaded: send again what was under way when it was saved."""
+        """Take part with the state that was loaded: send again the differences that were in flight when it was saved."""
         deal = self.progress.deal
         self._trains = self.site in deal.members
         sent = self.state.sent.tolist()
@@ -175,8 +176,8 @@ class Sites:
             self._council.say_ready()
 
     def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
-        """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and all ranks know
-        each time that the leading one still waits: none of them runs out of time, however long the other sites take."""
+        """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and each time all
+        ranks learn that the leading one still waits, so none of them times out, however long the other sites take."""
         while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
             self._beat()
         return found
@@ -208,7 +209,8 @@ class Sites:
 
     def after_step(self, step: int, *, stop: bool) -> Round:
         """Send and merge what is due after `step` steps of the run; everything, if no samples are left. `stop`: this site was asked to
-        stop, and says so with what it sends next. Without it the others may go on; if they do not, all stop with the same merge."""
+        stop, and tells the others with its next message. Without it the others may go on; if they do not, all stop with the same
+        merge."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -250,7 +252,7 @@ class Sites:
         ]
 
     def _merge_all(self, step: int, fresh: Collection[int]) -> list[Made]:
-        """Merge the fragments on their way, in the order in which they were sent; then send and merge those that this step did not send.
+        """Merge the fragments in flight, in the order in which they were sent; then send and merge those that this step did not send.
         All sites end with the merged weights."""
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
         made = [self._merge(number, step) for _, number in under_way]
@@ -295,7 +297,7 @@ class Sites:
             self._council.post(Difference(number, step, self._stop, loss, message))
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
-        """Return this rank's shares of what the site has to send."""
+        """Return this rank's shares of the site's differences."""
         state = self.state
         return {
             piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.left_out(piece.name))

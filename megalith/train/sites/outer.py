@@ -13,14 +13,14 @@ from megalith.spec.sites import SitesSpec
 
 
 def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tensor:
-    """Return what a site has to send: the anchor minus its own weights, plus what earlier differences left out."""
+    """Return a site's difference: the anchor minus its own weights, plus the remainders of earlier roundings."""
     found = anchor - weight
     return found if feedback is None else found + feedback
 
 
 def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
-    """Return the mean over sites, each counted as often as its share of the samples says, summed in fp32 in the order given, which is that
-    of the sites' numbers."""
+    """Return the mean over sites, each counted as often as its share of the samples says, summed in fp32 in the given order, that of the
+    sites' numbers."""
     total = differences[0].float() * shares[0]
     for each, share in zip(differences[1:], shares[1:], strict=True):
         total += each * share

@@ -24,7 +24,7 @@ class Pace:
 
     @property
     def grace(self) -> float:
-        """Seconds that a merge waits for a site: as the run file says, or as long as a whole round takes here."""
+        """Seconds that a merge waits for a site: those of the run file, or as many as a whole round takes here."""
         if self._grace is not None:
             return self._grace
         return max(LEAST_GRACE, median(self.rounds)) if self.rounds else self._first

@@ -1,7 +1,7 @@
 """Merges that a run has recorded, and a council that makes them again.
 
-An undisturbed run makes the same bits again by itself. One whose sites came and went depends on clocks only in its verdicts: who was
-merged, who left, who joined. So the same run file with the same verdicts makes the same bits.
+An undisturbed run makes the same bits again by itself. A run whose sites came and went depends on clocks only in its verdicts: which
+sites were merged, left, or joined. So the same run file with the same verdicts makes the same bits.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -102,7 +102,7 @@ class Recorded(Council):
         return len(set(sites)) == self.spec.count
 
     def _may_stand(self, merge: Pending) -> bool:
-        """False: there is nobody else to continue with than the sites that the record names."""
+        """False: only the sites that the record names can continue."""
         return False
 
     def _judged(self, merge: Pending) -> Verdict | None:

@@ -1,7 +1,7 @@
-"""The starts of the other sites' ranks, as one site knows them: which is the newest of each, which take part, and which have spoken lately.
+"""The starts of the other sites' ranks, as one site knows them: the newest of each site, those that take part, and those heard from lately.
 
-A connection seems whole for a while after it was cut, so words count, not connections. A site that was started again knows nothing of what
-its earlier start took part in.
+A connection seems whole for a while after it was cut, so messages count, not connections. A site that was started again knows nothing
+about the lines of its earlier start.
 """
 
 import time
@@ -15,7 +15,7 @@ class Roll:
         self._site = site
         self._newest: dict[int, bytes] = {}  # each other site, by the newest start of its ranks that came
         self._ours: dict[int, bytes] = {}  # those that take part, by the start that does
-        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that took part or followed last, and when
+        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that last took part or followed, and when
 
     def __contains__(self, site: int) -> bool:
         """True for a site that has been connected."""
@@ -36,7 +36,7 @@ class Roll:
         self._spoke[site] = self._newest[site], time.monotonic()
 
     def begin(self) -> None:
-        """All that have come take part in a new line, of which nobody has spoken yet."""
+        """All sites that have come take part in a new line, in which none has sent a message yet."""
         self._ours = dict(self._newest)
         self._spoke.clear()
 
@@ -49,7 +49,7 @@ class Roll:
         self._ours.setdefault(site, self._newest[site])
 
     def leave(self, site: int) -> None:
-        """A site takes part no longer, whatever it said before."""
+        """A site no longer takes part, whatever it sent before."""
         self._ours.pop(site, None)
         self._spoke.pop(site, None)
 
@@ -58,7 +58,7 @@ class Roll:
         return site == self._site or (site in self._ours and self._newest.get(site) == self._ours[site])
 
     def present(self, since: float) -> set[int]:
-        """Return this site, and those whose newest start has spoken since then: they are in no other half."""
+        """Return this site, and those whose newest start has sent a message since then: they are in no other half."""
         return {self._site} | {site for site in self._speakers() if self._spoke[site][1] >= since}
 
     def followers(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The state of a rank between two merges: anchors, velocities, what rounding left out, and fragments that are under way."""
+"""The state of a rank between two merges: anchors, velocities, remainders of rounding, and fragments in flight."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,14 +38,14 @@ class OuterState:
         self.flights = {
             fragment.number: torch.zeros(fragment.bytes, dtype=torch.uint8) for fragment in fragments if leads and sites.overlap
         }
-        """The site's own difference of each fragment that may be under way, as it was sent; only on the rank that leads."""
+        """The site's own difference of each fragment that may be in flight, as it was sent; only on the rank that leads."""
 
     def is_trained(self, name: str) -> bool:
         """True for a parameter, False for a buffer such as a router's bias: that one is averaged."""
         return name in self._inner.parameters
 
     def left_out(self, name: str) -> Tensor | None:
-        """Return what the next difference of a tensor adds of what earlier ones left out; None if they left out nothing."""
+        """Return the remainder of earlier roundings that the next difference of a tensor adds; None if there is none."""
         return self.feedback[name] * self._decay if name in self.feedback else None
 
     def begin(self) -> None:

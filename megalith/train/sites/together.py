@@ -89,7 +89,7 @@ class All(Council):
 
     def __init__(self, *arguments: Any, patience: float, every: int, **named: Any) -> None:
         """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for a site as long as for a quorum:
-        without it there is none."""
+        without that site there is no quorum."""
         super().__init__(*arguments, patience=patience, **named)
         self.pace, self._every = Pace(patience, patience), every
         self._first = Cut(0, "", 0, tuple(range(self.spec.count)))  # the first weights, which all sites have

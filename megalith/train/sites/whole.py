@@ -1,4 +1,4 @@
-"""Whole tensors from the shares of a site's ranks, and back: what travels between sites does not depend on a site's plan."""
+"""Whole tensors from the shares of a site's ranks, and back: messages between sites do not depend on a site's plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Wholes:
         boxes = [_Box(held, rank) for rank, each in enumerate(table) for held in each if held.place in owned[rank]]
         self._boxes = sorted(boxes, key=lambda box: (box.rank, box.held.place))
         self.owned = {box.held.key for box in self._boxes if box.rank == self.rank}
-        """Tensors of whose boxes this rank's is the one that counts."""
+        """The tensors for which this rank's copy of a box is the one used."""
 
     def gather(self, fragment: Fragment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a fragment's whole tensors on the first rank, fp32 on the CPU; nothing on others. `values`: this rank's boxes."""

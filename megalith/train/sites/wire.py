@@ -1,4 +1,4 @@
-"""How the rank that leads a site reaches those of the others, whatever carries its messages."""
+"""The connection of the rank that leads a site to the leading ranks of the others, over any transport."""
 
 from typing import Protocol
 
@@ -13,7 +13,7 @@ class Wire(Protocol):
         ...
 
     def next(self, seconds: float) -> News | None:
-        """Return what came next; None if nothing came within `seconds`."""
+        """Return the next message; None if none arrives within `seconds`."""
         ...
 
     def connected(self, site: int) -> bool:
