@@ -33,7 +33,7 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
     try:
         lifeline.die_with_parent(parent)
         for number in REQUESTS:
-            signal.signal(number, signal.SIG_IGN)  # meant for whoever serves a run; its store goes last
+            signal.signal(number, signal.SIG_IGN)  # meant for the process that serves a run; its store ends last
         StoreServer(server, key).serve()
     finally:  # this is a fork: nothing may climb back into the caller
         os._exit(1)

@@ -93,7 +93,7 @@ def serve_node(host: Host, place: Place | None) -> int:
             f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one in progress"
         )
     _take_key(host, place.store, alone=place.world == 1)
-    os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # should this process have to begin anew
+    os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # if this process is started again
     return _serve(host, meeting, order=place.rank, cut_off=_begin_anew)
 
 

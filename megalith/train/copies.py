@@ -17,7 +17,7 @@ from megalith.parallel.groups import MESSAGES_ONLY, another
 from megalith.train.assemble import Trainer
 from megalith.train.stability.history import room
 
-GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a second spike at the same place goes further back
+GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a second spike goes further back
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:

@@ -38,9 +38,9 @@ class Score:
 
 
 def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, seq_len: int | None = None) -> Score:
-    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. All tokens of a
-    document except the first, and its end, are predicted from the earlier ones in windows of `seq_len` tokens (default: as
-    trained). Raises ValueError if no text has two tokens.
+    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. Every token of
+    a document but the first, and the end-of-text token, is predicted from the earlier ones in windows of `seq_len` tokens
+    (default: as in training). Raises ValueError if no text has two tokens.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)

@@ -127,8 +127,8 @@ class Guard:
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
-        """Return the loss scale's part of the digest. It changes in a skipped step, when nothing else may. `State` keeps it as a number as
-        well, so that an altered tensor is detected."""
+        """Return the loss scale's part of the digest. It changes in a skipped step, in which nothing else may change. `State` keeps it as
+        a number as well, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else digest([torch.tensor(scale, dtype=torch.float32)])
 
@@ -238,7 +238,7 @@ class Guard:
             self.report(sign)
         dist.barrier(group=self.trainer.groups.world)
         if isinstance(sign, Nonfinite) and REPORTS not in os.environ:
-            return  # nobody listens: the caller's own error says it better
+            return  # nobody listens, and the caller's own error is clearer
         raise Reported(text)
 
     # --- copies ---

@@ -34,7 +34,7 @@ from megalith.train.tally import Stepped
 from megalith.train.validate import Validator
 from megalith.train.watchers import Referee, Watcher, tell
 
-AGAIN_SECONDS = 10.0  # between tries to save what nothing comes after
+AGAIN_SECONDS = 10.0  # between tries to save the final state
 STOP_SECONDS = 20.0  # that a run which was asked to stop tries for: who asks has little patience
 OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow GPU: in "data" ranks meet
 SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
@@ -346,7 +346,7 @@ class Loop:
 
     def _noise_of(self, done: Stepped) -> dict[str, float]:
         """Return the gradient noise of a step for its event; empty if the plan does not show it."""
-        if done.noise is None or (self.sites and self.sites.watchers):  # gradients of all sites beside those of this one's ranks
+        if done.noise is None or (self.sites and self.sites.watchers):  # gradients of all sites, besides those of this site
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
         self._noise = signal, noise

@@ -75,7 +75,7 @@ class Unchecked:
         trainer.clip(1.0, number=trainer.state.updates)
         tell(watchers, "before_update", trainer, step)
         trainer.update()
-        self.updates = trainer.state.updates  # the next step is under way when this one is told of
+        self.updates = trainer.state.updates  # the next step is under way when this one is reported
         trainer.take_in_loads()
         self._tell_of_update()
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint whose moments have another number format than this run's: they are read as they were saved, and then converted."""
+"""Loads a checkpoint whose moments have another number format than this run's: they are read as saved, and then converted."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

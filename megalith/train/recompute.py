@@ -2,10 +2,10 @@
 gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
 compared with another data replica's result from the same samples: the same weights, kernels and order give the same bits. Faults
 that
-persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation: the whole step
-with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank, each rank can only repeat its own
-computation. This finds transient faults, but not those that give the same wrong result each time. (Silent data corruption in
-training: arXiv:2502.12340, 2604.00726.)
+persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation: that is the
+whole step with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank, each rank can only repeat its
+own computation. This finds transient faults, but not those that give the same wrong result each time. (Silent data corruption
+in training: arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -212,7 +212,7 @@ class Updates:
             return None
         label = buffers.files[number].label
         if label is None or buffers.files[number].digest(label) != label.digest:
-            return None  # the copy is damaged: what would be made from it says nothing
+            return None  # the copy is damaged: a result computed from it would prove nothing
         found = [self._again(buffers.views[number], step) for _ in range(2)]
         return label.rank if found[0] == found[1] != after else None
 

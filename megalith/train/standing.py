@@ -44,8 +44,8 @@ def begun() -> dict[str, int]:
 
 
 def recorded() -> list[str]:
-    """Return the last collective of each group in torch's flight recorder, with its number and state; empty if it is switched
-    off."""
+    """Return the last collective of each group in torch's flight recorder, with its number and state; empty if the recorder
+    is off."""
     last: dict[str, str] = {}
     for recorder in _RECORDERS:
         dump = getattr(c10d, recorder, None)

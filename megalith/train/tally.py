@@ -83,7 +83,7 @@ class Stepped:
     updates: int = 0  # updates made, this one among them
     outcome: Outcome = NO_OUTCOME
     scale: float | None = None  # the loss scale that it was computed with, if any
-    noise: Noise | None = None  # what the step's gradients say of their noise, where they can
+    noise: Noise | None = None  # noise estimates from the step's gradients, if there are any
 
     @property
     def overflow(self) -> Overflow | None:

@@ -61,7 +61,7 @@ class Alerts:
         try:
             with self._source.lock:
                 found = alive(self._source)
-        except Exception as error:  # whatever is wrong with a run's files: what follows the run goes on
+        except Exception as error:  # whatever is wrong with a run's files, the process that follows the run goes on
             found = Alive(
                 "unknown", "bad", "", [Say("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")]
             )

@@ -11,7 +11,7 @@ from megalith.watch import signs
 from megalith.watch.signs import Health, Say
 from megalith.watch.source import Source
 
-RECENT = 200  # steps that what is usual stands on
+RECENT = 200  # steps that define the usual
 SILENT, QUIET = 20.0, 10.0  # times the usual time from step to step, and seconds: the longer of the two is silence
 HEALTHS: tuple[Health, ...] = get_args(Health)
 

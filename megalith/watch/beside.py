@@ -70,14 +70,14 @@ class Beside:
                 self._index.close()
             for process in (self._alerting, self._feeding):
                 if process is not None and process.stdin is not None:
-                    process.stdin.close()  # it ends when what it has to send is sent
+                    process.stdin.close()  # it ends when its messages are sent
             if self._server is not None:
                 self._server.terminate()
                 self._server.wait(LEAVE_SECONDS)
 
 
 def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
-    """Start a process that reads `what` from its input, and outlives this one: the end of its input tells it that this one is gone."""
+    """Start a process that reads `what` from its input and outlives this process, whose end it notices by the end of its input."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(what.model_dump_json().encode() + b"\n")

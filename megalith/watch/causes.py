@@ -24,7 +24,7 @@ UNEVEN = 1.15  # times the median data rank that the slowest one works, in the m
 STAGE = 1.08  # times the median stage that a stage works
 PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
 """Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
-REST, LONGEST = 500, 120.0  # times as long as finding took, and seconds at most, that what was found stands
+REST, LONGEST = 500, 120.0  # a result is kept this many times as long as its search took, and for so many seconds at most
 FABRIC = 1.3  # times the predicted seconds of communication
 PLANNED = ("unbalanced stage", "communication", "slow fabric")
 """Kinds of causes that another plan may remedy."""

@@ -11,7 +11,7 @@ from megalith.watch.alerts import Alerts
 from megalith.watch.source import Source
 
 EVERY = 5.0  # seconds between looks
-LEAVE = 10.0  # seconds that the log has to say how the run ended, once its command is gone
+LEAVE = 10.0  # seconds to wait for the log to tell how the run ended, once its command is gone
 
 
 def look_at(source: Source, alerts: Alerts) -> None:

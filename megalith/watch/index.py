@@ -61,7 +61,7 @@ class Index:
             with epochs.newest(self._run_dir, events.FILE).open("rb") as log:
                 there = os.fstat(log.fileno())
                 if there.st_size < self.offset or self._inode not in (0, there.st_ino):
-                    self.offset = 0 if there.st_size < self.offset else self.offset  # it was removed, and begins anew
+                    self.offset = 0 if there.st_size < self.offset else self.offset  # it was removed, and a new one begins
                 self._inode = there.st_ino
                 log.seek(self.offset)
                 read = log.read(most)

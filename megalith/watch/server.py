@@ -25,15 +25,15 @@ from megalith.watch import causes, page, panels
 from megalith.watch.alerts import Alerts
 from megalith.watch.source import Source
 
-CONNECTIONS, STREAMS = 48, 12  # open at once: all, and those that pages keep to hear of news
+CONNECTIONS, STREAMS = 48, 12  # open connections: all, and those that pages keep open for news
 HEAD_SECONDS, SEND_SECONDS = 5.0, 10.0
 HEAD_BYTES, BODY_BYTES = 16 << 10, 4 << 10
 POLL_SECONDS = 0.5  # between looks at the logs
-ALERT_SECONDS = 2.0  # between looks for what must be told
+ALERT_SECONDS = 2.0  # between looks for news
 BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
 STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
 SHARE = 0.0005  # of a core that the same question about a panel may take, however often it is asked
-STANDS, FRESH = 60.0, {"alive": 5.0}  # seconds at most that an answer stands; of panels that tell how long ago something was
+STANDS, FRESH = 60.0, {"alive": 5.0}  # most seconds that an answer is kept, for panels that show how long ago something was
 KEPT = 64  # answers that are kept
 
 FIRST = ("alive", "loss", "speed", "rank-heatmap")
@@ -138,7 +138,7 @@ class Server:
         before = source.causes
         try:
             causes.refresh(source)
-        except Exception as error:  # whatever is wrong with a run's files: its page goes on without
+        except Exception as error:  # whatever is wrong with a run's files, its page goes on without them
             source.causes = source.revision, time.monotonic() + causes.LONGEST, []
             print(f"the causes of long steps are unknown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if source.causes is not before:
@@ -327,6 +327,6 @@ def _head(
 
 
 def write(sources: Sequence[Source], path: Path) -> None:
-    """Write the page of some runs, as they are now, as a file that needs nothing else."""
+    """Write the current page of some runs as a single file that refers to no other."""
     data = [{name: panels.panel(source, name) for name in panels.PANELS} for source in sources]
     disk.write_whole(path, page.standing([source.name for source in sources], data))

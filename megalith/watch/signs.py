@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megalith.watch.alive import Alive
 
 SPIKE = 6.0  # times the usual difference of the loss from its recent median
-LATER = 30  # steps after a start in which a slow step says nothing
+LATER = 30  # steps after a start in which slowness means nothing
 STANDING = 20  # steps over which experts' loads are looked at
 
 Health = Literal["good", "warn", "bad"]

@@ -67,7 +67,7 @@ class TensorBoard:
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         if "train/loss" in values and (
             self._last is None or step <= self._last
-        ):  # drops what is shown of this step and later ones
+        ):  # removes the values shown of this step and later ones
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time, step=step, session_log=start))
         self._last = step if "train/loss" in values else self._last

@@ -126,7 +126,7 @@ class Source:
         )
         self.law: Law | None = None  # fitted to other runs: the loss is drawn beside it
         self.own_law: tuple[int, Law] | None = None  # of `watch.law`: fitted to this run up to a step
-        self.rules: AlertsSpec | None = None  # those that whoever follows the run was given
+        self.rules: AlertsSpec | None = None  # the rules given to the process that follows the run
         self.served = False  # whether a server follows the run, and so looks for causes
         self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None
         self._predicts, self._asked = predicts, ""
@@ -262,7 +262,7 @@ class Source:
 
     def _find_places(self) -> dict[str, NDArray[np.int64]]:
         plan, world = self.plan, self.world
-        if plan is None or plan.ranks != world:  # a plan that this version cannot read, or other ranks: the log says who is where
+        if plan is None or plan.ranks != world:  # an unreadable plan, or other ranks: the log has the placement
             axes = ("pipeline", "data", "context", "tensor")
             rows = [
                 [self.holdings[rank].coordinates.get(axis, 0) if rank in self.holdings else 0 for axis in axes]

@@ -29,7 +29,7 @@ class NoiseMeter:
         self.all = len(self.names) == len(weights)
         self._squares: list[Tensor] = []
         if parts(spec.plan, 2) == 1:
-            self.all = True  # nothing is asked of it
+            self.all = True  # it is not needed
             return
         mine = {weights[name] for name in self.names}
         for bucket in buckets:

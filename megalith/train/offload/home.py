@@ -32,11 +32,11 @@ ROUND = 1024
 
 
 class Lot(NamedTuple):
-    """One parameter whose state is elsewhere."""
+    """One parameter whose state is not on the device."""
 
     weight: Weight
     slots: tuple[Slot, ...]
-    """The slots that are elsewhere."""
+    """The slots that are not on the device."""
     whole: bool
     """True if its update looks at the whole share at once."""
 
@@ -49,8 +49,8 @@ class Lot(NamedTuple):
 def lots_of(
     state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
 ) -> dict[str, Lot]:
-    """Return the parameters whose state goes elsewhere. Master weights go too where products compute with other numbers; of those in two
-    halves the lower one goes."""
+    """Return the parameters whose state is kept off the device, with their slots. Master weights go too if products compute in another
+    number format; of master weights in two halves, only the lower half goes."""
     sizes = {name: local(weight.kept).numel() for name, weight in weights.items()}
 
     def masters(name: str) -> list[Slot]:
@@ -85,7 +85,7 @@ class Host:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state. What they changed reaches the weights that compute."""
+        """Yield the parts with their state, and copy the changes to the weights to compute with."""
         for part in parts:
             lot = self.lots[part.name]
             near = {slot.name: self.held[slot, part.name] for slot in lot.slots}
@@ -120,7 +120,7 @@ class Host:
 
 
 class Disk:
-    """State in files of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same numbers of all of a parameter's
+    """State in files of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same range of all of a parameter's
     tensors that are here."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int) -> None:
@@ -184,11 +184,12 @@ class Disk:
                     self.lots[name].weight.take_over(first, numbers)
 
     def settle(self) -> None:
-        """Let an update count."""
+        """Make an update valid."""
         self.slots.settle()
 
     def drop(self) -> None:
-        """Forget an update that does not count yet: the weights that compute are made from the master weights before it."""
+        """Discard an update that is not valid yet: the weights to compute with are made again from the master weights
+        before it."""
         self.slots.drop()
         self.publish()
 
@@ -203,7 +204,7 @@ class Disk:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory that chunks pass through."""
+        """Return the buffers that chunks pass through."""
         return self._stream.buffers
 
     @property

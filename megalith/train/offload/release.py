@@ -63,7 +63,8 @@ class Asked:
 
 
 class Release:
-    """Per-rank updates inside the backward. All of the optimizer's state is on disk, and rules look at one number at a time."""
+    """Per-rank updates inside the backward. All of the optimizer's state must be on disk, and rules must look at one number at
+    a time."""
 
     def __init__(
         self,

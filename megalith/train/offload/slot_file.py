@@ -30,12 +30,12 @@ class StateFileError(OSError):
 
 
 def padded(size: int) -> int:
-    """The size with what fills up its last page."""
+    """Return the size rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def memory_of(size: int) -> Tensor:
-    """Get memory for a chunk: uint8 [size], its first byte on a page's border."""
+    """Allocate memory for a chunk: uint8 [size], aligned to a page."""
     whole = torch.empty(size + PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE if type(whole) is Tensor else 0  # a fake tensor has no memory
     return whole[start : start + size]
@@ -50,14 +50,14 @@ class Layout:
     """Places of chunks in a file. Each segment fills whole pages, and is a tensor of bytes in the file's header."""
 
     def __init__(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """`chunks`: what each is of, and the bytes of its segments."""
+        """`chunks`: the name of each chunk and the bytes of its segments."""
         self.names = [name for name, _ in chunks]
         self.segments = [tuple(sizes) for _, sizes in chunks]
         self.rooms = [sum(map(padded, sizes)) for sizes in self.segments]
         self.header = self._header()
         self.starts = [*accumulate(self.rooms, initial=len(self.header))][:-1]
         self.payload = sum(map(sum, self.segments))
-        """Bytes of all segments, without what fills up their last pages."""
+        """Bytes of all segments, without the padding of their last pages."""
         self.bytes = len(self.header) + sum(self.rooms)
         """Bytes of a file."""
 
@@ -67,7 +67,7 @@ class Layout:
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def _header(self) -> bytes:
-        """The header of a safetensors file, with as many spaces behind it as the first chunk needs to begin on a page's border."""
+        """Return the header of a safetensors file, padded with spaces so that the first chunk is aligned to a page."""
         fields, end = dict[str, Any](), 0
         for chunk, sizes in enumerate(self.segments):
             for segment, size in enumerate(sizes):
@@ -79,7 +79,7 @@ class Layout:
 
 
 class SlotFile:
-    """One slot of all chunks. Raises OSError where there is no room for them."""
+    """One slot of all chunks. Raises OSError if there is no room for them."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         """`path`: names the file in messages; there is no file of this name."""
@@ -123,7 +123,7 @@ class SlotFile:
         return sum(self._sums.get(chunk, ()))
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Sync the file, so that its content survives a power cut."""
         try:
             os.fdatasync(self.descriptor)
             # without direct I/O the cache would grow to the file's size
@@ -139,7 +139,7 @@ class SlotFile:
         return self.layout.payload
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file the name `path` too. Raises OSError on another file system, and where files without names cannot get one."""
+        """Give the file `path` as a name. Raises OSError on another file system, and where files without names cannot get one."""
         os.fsync(self.descriptor)
         folder = os.open(path.parent, os.O_RDONLY)
         try:  # with a folder to start from, or Python would link the link in /proc rather than what it leads to
@@ -197,7 +197,8 @@ def _opened(path: Path, flags: int, page: "np.ndarray[Any, Any]") -> int:
 
 
 def _nameless(path: Path, flags: int) -> int:
-    """Open a file that can be given a name later; where that is unknown, one whose name is removed, which a checkpoint copies."""
+    """Open a file without a name that can get one later. Where that is not supported, open a file and remove its name;
+    checkpoints then copy it."""
     try:
         return os.open(path.parent, flags | os.O_TMPFILE, 0o666)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Chunks of bytes on disk, each in two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
-So an update that stops halfway, or turns out to be wrong, has its state from before whole in the other slots. A slot of all chunks is one
-file. It belongs to one process, and has no name: it disappears when the process ends for any reason, unless a checkpoint has given
+So if an update stops halfway or turns out to be wrong, the state from before it is complete in the other slots. A slot of all chunks is
+one file. It belongs to one process, and has no name: it disappears when the process ends for any reason, unless a checkpoint has given
 it one. A file that a checkpoint holds is never written again: a new file takes its place.
 """
 
@@ -21,11 +21,11 @@ FREE = "Make room there, or name a folder on another disk by plan.state.folder"
 class Slots:
     """One rank's chunks. A chunk is a row of segments, each read by itself or all at once.
 
-    Raises StateFileError where there is no room for two slots: they are reserved now, so that no step finds the disk full.
+    Raises StateFileError if there is no room for two slots: they are reserved now, so that no step finds the disk full.
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
-        """`chunks`: what each is of, and the bytes of its segments. `dry`: nothing is written or read."""
+        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: nothing is written or read."""
         self.path, self.dry, self.layout = path, dry, Layout(chunks)
         self._pair: list[SlotFile] = [] if dry else [self._make(), self._make()]  # the files that may be written
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
@@ -35,8 +35,8 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """The most bytes that files of this process take besides older checkpoints: two slots, and one for what takes the place of a slot
-        that the newest checkpoint holds."""
+        """Return the most bytes that files of this process take besides older checkpoints: two slots, and a third that replaces a slot
+        held by the newest checkpoint."""
         return DISK_SLOTS * self.layout.bytes
 
     def _make(self) -> SlotFile:
@@ -60,7 +60,8 @@ class Slots:
             self._fresh.get(chunk, self._used[chunk]).read(chunk, into, segment)
 
     def write(self, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        """Write a chunk into the slot that is not in use. `counts`: it counts at once, as is right where nothing can be undone."""
+        """Write a chunk into the slot that is not in use. `counts`: it is valid at once, which is right where nothing can be
+        undone."""
         if self.dry:
             return
         used = self._used[chunk]
@@ -80,24 +81,24 @@ class Slots:
         self._fresh, self._full = {}, False
 
     def drop(self) -> None:
-        """Forget what was written since the last `settle`."""
+        """Discard the writes since the last `settle`."""
         self._fresh = {}
 
     def undo(self) -> None:
-        """Go back to what counted before the last `settle`."""
+        """Go back to the chunks that were valid before the last `settle`."""
         self._used |= self._before
         self._before, self._fresh = {}, {}
 
     @property
     def sum(self) -> int:
-        """The sum of all 64-bit words that count, modulo 2^64."""
+        """The sum of all valid 64-bit words, modulo 2^64."""
         return sum(file.sum_of(chunk) for chunk, file in self._used.items()) % WORDS
 
     # --- what a checkpoint does ---
 
     def hold(self) -> SlotFile | None:
-        """Return the file that has all that counts, which no `undo` leaves any more. From now on it is never written: the room for a new
-        one is reserved now, so that no step finds the disk full.
+        """Return the file that holds all valid chunks; `undo` can no longer leave it. From now on it is never written: the room for a
+        new one is reserved now, so that no step finds the disk full.
 
         None if there is no room, or in the midst of an update.
         """
@@ -105,8 +106,8 @@ class Slots:
         if self._fresh or len(files) != 1 or self._full:
             return None
         (held,) = files
-        self._before = {}  # the file before it may be an older checkpoint's, which nothing else needs
-        if held in self._pair:  # else it is held already, and nothing was written since
+        self._before = {}  # the previous file may be an older checkpoint's, and nothing else needs it
+        if held in self._pair:  # else a checkpoint holds it already, and nothing was written since
             try:
                 self._pair = [*(file for file in self._pair if file is not held), self._make()]
             except StateFileError:
@@ -115,7 +116,7 @@ class Slots:
         return held
 
     def close(self) -> None:
-        """Let go of the files. One without a name disappears once nothing reads it any more."""
+        """Close the files. A file without a name disappears once nothing reads it."""
         self._pair, self._used, self._fresh, self._before, self.dry = [], {}, {}, {}, True
 
 

@@ -1,4 +1,4 @@
-"""One tensor's share in files of chunks, as checkpoints read and fill it: never more than a few pieces of it in memory."""
+"""One tensor's share in files of chunks, which checkpoints read and fill with no more than a few pieces in memory."""
 
 from collections.abc import Iterator, Sequence
 from math import prod

@@ -11,7 +11,7 @@ from megalith.train.offload.slot_file import memory_of
 from megalith.train.offload.slots import Slots
 
 BUFFERS = 3
-"""One that is read, one that is worked on, one that is written."""
+"""One being read, one being worked on, one being written."""
 
 
 class _Moving(NamedTuple):
@@ -23,7 +23,7 @@ class _Moving(NamedTuple):
 
 
 class Stream:
-    """Takes chunks on disk through memory in the order that is asked for."""
+    """Moves chunks from disk through memory and back in a given order."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -57,7 +57,7 @@ class Stream:
             while writing:
                 _finished(writing.popleft())
         finally:
-            for each in (*reading, *writing):  # after an error: nobody else gets these buffers while they are in use
+            for each in (*reading, *writing):  # after an error, wait: the buffers must not be reused before
                 each.done.exception()
 
     def _room(self, chunk: int, buffer: Tensor) -> Tensor:
@@ -71,6 +71,6 @@ class Stream:
 
 
 def _finished(moving: _Moving) -> Tensor:
-    """The buffer, once nothing reads or writes it any more. Raises what went wrong."""
+    """Return the buffer once nothing reads or writes it. Raises the error of a transfer that failed."""
     moving.done.result()
     return moving.buffer

@@ -78,7 +78,7 @@ def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
     for role, view in views.items():  # experts first: only some ranks hold each of them
         mine = [name for name in names if (whole.described[name].role == "experts") == (role == "experts")]
         held = {item: boxes for name in mine for item, boxes in view.holders(name, whole).items()}
-        if role == "dense":  # another copy's ranks may stand elsewhere among the experts: their work is known by where they stand
+        if role == "dense":  # another copy's ranks may have other places on the expert axis, and their place gives their work
             loads = {rank: loads.get(views["experts"].twin(rank), 0.0) for rank in view.ranks}
         homes = share_out(((item, tuple(boxes)) for item, boxes in held.items()), loads)
         for item, boxes in held.items():
@@ -166,7 +166,7 @@ class Exchange:
         return wait
 
     def scatter(self, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
-        """Send the matrices whose home is here to all ranks that hold parts of them; fill this rank's `shares` from all homes."""
+        """Send the matrices at home here to all ranks that hold parts of them, and fill this rank's `shares` from all homes."""
         sent = [[(each, box) for each in self.mine if (box := each.held.get(rank))] for rank in range(self.ranks)]
         received = [
             [(each, each.held[self.rank]) for each in self.placed if each.home == rank and self.rank in each.held]

@@ -51,8 +51,8 @@ class Home(Protocol):
 
 
 def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
-    """Yield the parts one by one, with all that an update changes on the device. A part whose rule's unit is one element may come
-    in pieces. `weights_alone`: the slots are not needed."""
+    """Yield the parts one by one, with all that an update changes on the device. A part whose rule works on single elements may
+    be passed in pieces. `weights_alone`: the slots are not needed."""
 
     def home(part: Part) -> "Home | None":
         return None if part.home is None or (weights_alone and not part.home.masters) else part.home
@@ -67,7 +67,8 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts in lists for one update each: all whose state is on the device, and then each of the others."""
+    """Yield the parts in lists for one update each: first all parts whose state is on the device, then each other part
+    by itself."""
     at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand

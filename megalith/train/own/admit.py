@@ -1,4 +1,4 @@
-"""The own parts of a run in this rank: they are imported, compared between ranks, and compared with those at the run's
+"""A run's own parts on this rank: they are imported, and compared between ranks and with those at the run's
 beginning."""
 
 import hashlib

@@ -142,7 +142,7 @@ def _try_cuts(module: nn.Module, declared: Declared, x: Tensor, batch: Batch, ca
 
 
 class _Trial(Split):
-    """One of two tensor ranks that send nothing: the caller adds up what they return."""
+    """One of two tensor ranks that send nothing: the caller adds up their results."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x

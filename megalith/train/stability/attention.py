@@ -48,13 +48,13 @@ class HeadClip:
         first = [self._first(heads) for heads in (layer.queries, layer.keys)]
 
         def look(_: nn.Module, given: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():  # else it is validation, or a pass that is computed again before its backward
+            if torch.is_grad_enabled():  # else it is validation, or a pass that will be recomputed before its backward
                 for which, factor in ((0, causal.scale_of(given[0])), (1, 1.0)):
                     self._see(self._longest[which, number], first[which], given[which], factor)  # pyright: ignore[reportAttributeAccessIssue]
 
         core.register_forward_pre_hook(look)
 
-    @torch.compiler.disable  # it is not part of the model: a compiled block would be compiled again for what it changes
+    @torch.compiler.disable  # it is not part of the model, since its changes would make a compiled block compile again
     def _see(self, longest: Tensor, first: int, x: Tensor, factor: float) -> None:
         """Update the longest vectors of heads from x [batch, seq, heads, channels], whose heads begin at `first`."""
         found = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax((0, 1)) * factor

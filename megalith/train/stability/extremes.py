@@ -103,7 +103,7 @@ class Extremes:
 
     def _of_scores(self, place: int, core: CausalCore) -> Any:
         def look(module: nn.Module, given: tuple[Any, ...]) -> None:
-            if place not in self._seen:  # else it is a later microbatch, or this one recomputed
+            if place not in self._seen:  # else it is a later microbatch, or a recomputation of this one
                 q, k = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax() for x in given[:2])
                 self._note(place, q * core.scale_of(given[0]))
                 self._note(place + 1, k)

@@ -1,8 +1,8 @@
 """Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All functions are pure.
 The strength of the evidence decides the order. If a step gives other numbers the second time, from the same state and samples,
-its computation was wrong: there is no other explanation. A recent jump of the learning rate is the next strongest. After that
-comes the batch before. If it has its old loss, the weights are good, and the samples are the cause. If not, the weights are
-damaged, and a recomputation of the window shows whether a computing error or training itself did it.
+one of the two computations was wrong: there is no other explanation. A recent jump of the learning rate is the next strongest.
+After that comes the batch before. If it has its old loss, the weights are good, and the samples are the cause. If not, the
+weights are damaged, and a recomputation of the window shows whether a computing error or training itself did it.
 """
 
 import math
@@ -56,7 +56,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Moved:
-    """The first part of the model whose largest output differs between the damaged weights and those of the copy."""
+    """Return the first part of the model whose largest output differs between the damaged weights and those of the copy."""
 
     part: str
     was: float

@@ -1,5 +1,5 @@
-"""A run's history of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones. It is a
-value that is equal on every rank and, with the position of the run, part of copies and checkpoints. So all ranks make the same
+"""A run's history of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones. It is
+equal on every rank and, like the position of the run, part of copies and checkpoints. So all ranks make the same
 decisions, also after the run was killed. Bands are made of logarithms: the median of the newest numbers, and the median
 change from one to the next, which neither a falling loss nor a few outliers widen. (OLMo-core skips steps by mean and standard
 deviation of a window, which both do.)
@@ -20,7 +20,7 @@ LEAST = {"loss": math.log(1.1), "norm": math.log(10.0)}
 """The least distance from the median to the end of a band, in logarithms. Without it, numbers with little scatter would leave
 their band by noise. Norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
-LEVEL = 16  # the newest numbers, whose median is the level that a band stands on
+LEVEL = 16  # the newest numbers, whose median is a band's base
 CALM = 8  # steps inside all bands that end a spike
 TINY = 1e-300  # for the logarithm of a number that is 0
 
