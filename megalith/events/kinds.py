@@ -115,11 +115,11 @@ class PhaseBegan(Event):
 @dataclass(frozen=True)
 class Merge(Event):
     """A fragment of the model was merged over all sites after `step` steps, from differences taken after `sent` steps. `losses`: the mean
-    loss of each site's last steps, None where it has just been started. `bytes_sent`, `bytes_received`: the first site's. `waited`: seconds
-    that its ranks stood still for the other sites, of `seconds` for the merge. `norm`: of the mean difference; `spread`: root mean square
-    distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`: those that
-    trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out among from
-    here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
+    loss of each site's last steps, None if the site has just been started. `bytes_sent`, `bytes_received`: the first site's. `waited`:
+    seconds that its ranks stood still for the other sites, of `seconds` for the merge. `norm`: of the mean difference; `spread`: root mean
+    square distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`:
+    those that trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out
+    among from here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
     one. `decided`: the site that decided about it; None in logs of earlier versions."""
 
     kind: ClassVar[str] = "merge"

@@ -128,8 +128,8 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
     if schedule.mirrored is not None and zero >= 2:
         raise ValueError(
-            f"zero = {zero} with schedule = {schedule.name!r}, which runs the two copies of a stage in different orders: what ZeRO 2 "
-            f"and 3 exchange for each microbatch would not meet. Use zero = 0 or 1, or schedule = 'dualpipev'."
+            f"zero = {zero} with schedule = {schedule.name!r}, which runs the two copies of a stage in different orders: the "
+            f"exchanges of ZeRO 2 and 3 for each microbatch would not match. Use zero = 0 or 1, or schedule = 'dualpipev'."
         )
     arrivals = _arrivals(schedule)
     turns = {receive: turn for lane in arrivals.values() for turn, receive in enumerate(lane)}

@@ -79,7 +79,7 @@ def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> d
 EMBEDDING = same("embedding.weight", "model.embed_tokens.weight")
 FINAL_NORM = same("head.norm.weight", "model.norm.weight")
 OUTPUT = same("head.output.weight", "lm_head.weight")
-"""The ends of a model as most families name them."""
+"""Embedding and output of a model under the names that most families use."""
 
 ATTENTION = [same(f"attention.{ours}.weight", f"self_attn.{ours[0]}_proj.weight") for ours in ("q", "k", "v", "out")]
 GATED_MLP = [same(f"mlp.{part}.weight", f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")]

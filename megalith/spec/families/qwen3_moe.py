@@ -25,7 +25,7 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 class Qwen3Moe(ParametrizedSpec):
     """Sizes of a Qwen3 with many small experts and no shared one; loads are balanced over the global batch (Qwen Team 2025,
-    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873), here that of the step before."""
+    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873), which is here the batch of the step before."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     name: str = "qwen3_moe"

@@ -34,7 +34,7 @@ REMEMBERED = 1024  # steps whose samples are known
 
 @dataclass
 class Progress:
-    """How far a run across sites is. All sites that have made the same merges have the same, but for `anew`."""
+    """How far a run across sites is. It is equal, except for `anew`, on all sites that have made the same merges."""
 
     deal: Deal
     merges: int = 0

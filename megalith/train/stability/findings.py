@@ -81,9 +81,9 @@ class Findings:
     repeated: bool | None = None
     """True if the recomputed step gave the same numbers; None: not recomputed."""
     first: str = ""
-    """The numbers of the first time, in words."""
+    """The numbers of the step's first computation, in words."""
     sound: bool | None = None
-    """True if the batch before has its old loss; None: not examined."""
+    """True if the batch before still gives its old loss; None: not examined."""
     batch_before: str = ""
     """The losses of the batch before, in words."""
     jump: Jump | None = None
