@@ -49,8 +49,7 @@ class Council:
     ) -> None:
         """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left, and that
         a site which has ended stays at most, so that the others get its last messages. `start`: seconds that a site may take for its first
-        round; after a quarter of them a quorum begins without the others. `limit`: seconds to wait for a quorum at the beginning. `beat`
-        is called several times a second during waits."""
+        round; after a quarter of them a quorum begins alone. `limit`: seconds to wait for it. `beat`: called several times a second."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
@@ -189,8 +188,7 @@ class Council:
             return None
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if a merge lacks only this site's difference: a site that does not train loses nothing by joining with the others'
-        weights."""
+        """True if a merge lacks only this site's difference: a site that does not train loses nothing by joining anew."""
         return self.site in merge.due
 
     def _leave(self, stand: Stand, gone: PeerGone) -> None:
