@@ -6,6 +6,8 @@ Hugging Face loop.
     python benchmarks/train_speed.py --peer              # ours and the plain loop in turn, in the same minutes
     python benchmarks/train_speed.py --peer --compile
     python benchmarks/train_speed.py --device cuda --preset llama-1b --seq 4096 --batch 4 --compile
+    python benchmarks/train_speed.py --device cuda --preset llama3.1-8b --set model.layers=8 --seq 8192 --batch 2 --compile \
+        --precision fp8 --set precision.granularity=tensor --set precision.multiply=codes
 
 Ours is the trainer's own step (fp32 master weights, moments and reductions; bf16 compute; clipping; checked gradients) on random
 tokens. The peer is `transformers.LlamaForCausalLM` and `torch.optim.AdamW` as in a tutorial, in two forms: `autocast`
@@ -34,7 +36,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--microbatch", type=int, help="sequences a rank computes at once; default: all it has")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--precision", choices=("bf16", "fp32", "fp8"), default="bf16")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another key of our run file, as TOML")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--zero", type=int, default=None, help="default: 3 with several ranks")
     parser.add_argument("--recompute", default="none")
@@ -58,27 +61,32 @@ def arguments() -> argparse.Namespace:
 
 def spec_of(a: argparse.Namespace) -> Any:
     """Return the run that is timed."""
-    from megalith.spec.presets import presets
-    from megalith.spec.run import RunSpec
+    from megalith.spec import files
 
     if a.preset:
-        model = presets()[a.preset].build().model_dump()
+        model = {"preset": a.preset}
     else:
         model = {"layers": a.layers, "dim": a.dim, "heads": a.heads, "ffn": a.ffn, "vocab": a.vocab, "kv_heads": a.kv_heads}
     each = a.batch // a.ranks
     zero = a.zero if a.zero is not None else (3 if a.ranks > 1 else 1)
-    return RunSpec.model_validate(
-        {
-            "model": model | {"context": a.seq},
-            "plan": {
-                "data": a.ranks, "zero": zero, "compile": a.compile, "microbatch": a.microbatch or each, "recompute": a.recompute,
-            },
-            "data": {"path": "random tokens", "document_mask": False},
-            "train": {
-                "steps": 10_000, "global_batch": a.batch, "seq_len": a.seq, "precision": a.precision, "device": a.device,
-            },
-        }
-    )  # fmt: skip
+    given = {
+        "model": {key: value for key, value in model.items() if value is not None} | {"context": a.seq},
+        "plan": {
+            "data": a.ranks,
+            "zero": zero,
+            "compile": a.compile,
+            "microbatch": a.microbatch or each,
+            "recompute": a.recompute,
+        },
+        "data": {"path": "random tokens", "document_mask": False},
+        "train": {"steps": 10_000, "global_batch": a.batch, "seq_len": a.seq, "precision": a.precision, "device": a.device},
+    }
+    return files.resolve([files.Layer(given, "benchmark"), *map(files.read_setting, a.set)]).spec
+
+
+def wide(a: argparse.Namespace) -> str:
+    """The format of weights and activations; products in fp8 have it too, apart from their factors."""
+    return "fp32" if a.precision == "fp32" else "bf16"
 
 
 def ours(arguments: dict[str, Any]) -> None:
@@ -163,7 +171,7 @@ def run_peer(a: argparse.Namespace) -> dict[str, Any]:
         num_key_value_heads=model.kv_heads or model.heads, vocab_size=model.vocab, max_position_embeddings=a.seq, use_cache=False,
     )  # fmt: skip
     autocast = a.side == "autocast"
-    dtype = torch.bfloat16 if a.precision == "bf16" and not autocast else torch.float32
+    dtype = torch.bfloat16 if wide(a) == "bf16" and not autocast else torch.float32
     network = LlamaForCausalLM(config).to(a.device, dtype)
     network.train()
     forward = torch.compile(network) if a.compile else network
@@ -172,7 +180,7 @@ def run_peer(a: argparse.Namespace) -> dict[str, Any]:
     for number in range(a.warmup + a.steps):
         ids = torch.randint(0, model.vocab, (a.batch, a.seq), device=a.device)
         start = time.perf_counter()
-        with torch.autocast(a.device, torch.bfloat16, enabled=autocast and a.precision == "bf16"):
+        with torch.autocast(a.device, torch.bfloat16, enabled=autocast and wide(a) == "bf16"):
             loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -190,7 +198,7 @@ def matmul_peak(a: argparse.Namespace) -> float:
 
     from megalith.train.measure.peak import matmul_rate
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[a.precision]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[wide(a)]
     return matmul_rate(dtype, torch.device(a.device), seconds=3.0, size=2048 if a.device == "cpu" else 8192)
 
 
@@ -211,7 +219,7 @@ def main() -> None:
         result = run_ours(a) if a.side == "ours" else matmul_peak(a) if a.side == "peak" else run_peer(a)
         print(json.dumps(result))
         return
-    names = ["ours", *(("autocast", "bf16") if a.precision == "bf16" else ("fp32",))] if a.peer else ["ours"]
+    names = ["ours", *(("autocast", "bf16") if wide(a) == "bf16" else ("fp32",))] if a.peer else ["ours"]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     peaks = []
     for _ in range(a.rounds if a.peer else 1):
@@ -236,7 +244,7 @@ def main() -> None:
     if a.json:
         print(json.dumps(report))
         return
-    print(f"matrix products: {peak / 1e12:.3f} TFLOP/s ({a.precision}, measured); {flops / 1e6:.0f} MFLOP a token")
+    print(f"matrix products: {peak / 1e12:.3f} TFLOP/s ({wide(a)}, measured); {flops / 1e6:.0f} MFLOP a token")
     for name, row in table.items():
         print(
             f"{name:9} {row['seconds']:8.3f} s a step  {row['tokens_per_second']:9.0f} tokens/s  "

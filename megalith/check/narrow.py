@@ -9,7 +9,7 @@ from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of, whole_tiles
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import layer_of, multiplied, own_tensors
 
@@ -313,14 +313,41 @@ def _idle(case: Case) -> Iterator[str]:
 
 
 def narrow_is_emulated(case: Case) -> Found:
-    """The trainer computes the numbers of a narrow format, without its speed."""
-    precision = case.spec.train.precision
-    if precision not in FAST:
+    """The trainer computes the numbers of a narrow format. It has their speed only where it is asked to multiply their codes."""
+    precision, asked = case.spec.train.precision, case.spec.precision.multiply == "codes"
+    if precision in FAST:
+        return
+    if not asked:
         reason = "gives exactly the format's numbers, but is slower than bf16 on every device: only factors are rounded, products are wide"
         yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
-    if precision not in FAST and case.plan.compile:
+    if case.plan.compile and not asked:
         reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'
         yield error("plan.compile", True, reason, "Use one or the other.")
+
+
+def codes_can_be_multiplied(case: Case) -> Found:
+    """Few devices multiply numbers in 8 bits, each with scales of some kinds."""
+    precision, choices = case.spec.train.precision, case.spec.precision
+    if choices.multiply != "codes" or not is_narrow(precision):
+        return
+    device = case.cluster.accelerator if case.cluster is not None else None
+    if not in_codes(choices, precision, device.compute_capability if device is not None else None):
+        name = f"{device.name} has no products" if device is not None else "no device is named that has products"
+        reason = f'cannot be: {name} in 8 bits for train.precision = "{precision}" with these scales'
+        way_out = (
+            'Use fp8 without precision.tile or stochastic rounding on an H100 or H200 (cluster = "h100:8"), or multiply = "wide"; '
+            'newer GPUs multiply with granularity = "row" or "tensor", those of compute capability 8.9 with "tensor".'
+        )
+        yield error("precision.multiply", "codes", reason, way_out)
+    elif case.plan.compile and _follows_others(case):
+        reason = 'with precision.multiply = "codes" and scales that follow numbers of other ranks or steps, which a compiler cannot see'
+        yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile".')
+
+
+def _follows_others(case: Case) -> bool:
+    """Return True if a scale follows numbers that a rank's product does not have."""
+    choices, plan = case.spec.precision, case.plan
+    return choices.history > 0 or (choices.granularity != "tile" and plan.tensor * plan.context > 1)
 
 
 def _cuts(block: BlockSpec, case: Case) -> Iterator[Cut]:

@@ -228,6 +228,7 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.rotations_fit),
     Rule("narrow", narrow.something_is_narrow),
     Rule("narrow", narrow.narrow_is_emulated),
+    Rule("narrow", narrow.codes_can_be_multiplied),
     Rule("steps", steps.warmup_and_decay_fit),
     Rule("steps", steps.long_runs_save),
     Rule("stability", stability.answers_are_a_ladder),

@@ -3,7 +3,8 @@
 Where scales are powers of two, every such number is one of bf16's, and a product here is one bf16 product of rounded factors. NVFP4's
 scales and those in fp32 are not, so these products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for
 each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over.
-Nothing here is faster than bf16: it only computes the numbers of hardware that multiplies in few bits.
+Such a product is no faster than bf16: it only computes the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in
+8 bits.
 """
 
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import once, pack, unpack
 from megalith.kernels.quantise import ALL, Scale, Scaling, Share, narrowed
+from megalith.kernels.scaled import Factor, multiplies, scaled_product
 from megalith.spec.numbers import PrecisionSpec
 
 SLAB = 1 << 16
@@ -30,6 +32,8 @@ SLAB = 1 << 16
 def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None) -> Tensor:
     """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time: in the dtype of x
     where scales are powers of two, else in fp32. `lost` as there."""
+    if x.device.type != "cpu":
+        return narrowed(x, scaling, draws=draws, lost=lost)
     height, columns = scaling.block[0], x.shape[-1]
     matrices = x.flatten(0, -2)[None] if height == 1 else x[None].flatten(0, -3)
     dtype = x.dtype if scaling.exact else torch.float32
@@ -154,6 +158,11 @@ class Narrow(Multiply, ABC):
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         if self._wide:
             return super().fprop(x, weight, bias, sizes=sizes)
+        if sizes is None:
+            factors = self._factor(x, self.along, TOKENS, INPUTS), self._factor(weight, self.weight_along, OUTPUTS, INPUTS)
+            if (out := self._in_codes(*factors)) is not None:
+                out = out.view(*x.shape[:-1], -1)
+                return out if bias is None else out + bias
         return self._product(self._inputs(x, sizes), weight, bias, sizes).to(x.dtype)
 
     def keeping(
@@ -188,6 +197,13 @@ class Narrow(Multiply, ABC):
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
         if self.choices.input_gradient == "wide" or self._wide:
             return super().dgrad(grad, weight, sizes=sizes, out=out)
+        if sizes is None and not self.draws:
+            factors = (
+                self._factor(grad, self.gradient_along, TOKENS, OUTPUTS),
+                self._factor(weight, self.weight_down, OUTPUTS, INPUTS, down=True),
+            )
+            if (of_x := self._in_codes(*factors)) is not None:
+                return of_x.view(*grad.shape[:-1], -1) if out is None else out.copy_(of_x)
         draws = self._draws(grad, "of inputs", sizes)
         rows = self._tokens(grad, self.gradient_along, OUTPUTS, grouped=sizes is not None, draws=draws)
         weight = self._weight(weight, self.weight_down)
@@ -201,6 +217,13 @@ class Narrow(Multiply, ABC):
         plan."""
         if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
+        if not self.draws and not self.rotation:
+            factors = (
+                self._factor(*each, down=True)
+                for each in ((grad, self.gradient_down, TOKENS, OUTPUTS), (x, self.down, TOKENS, INPUTS))
+            )
+            if (of_weight := self._in_codes(*factors)) is not None:
+                return of_weight
         dtype, draws = grad.dtype, self._draws(grad, "of weights")
         if self.rotation:
             grad, x = rotated(grad, self.rotation), rotated(x, self.rotation)
@@ -208,6 +231,21 @@ class Narrow(Multiply, ABC):
         if self.down.exact:
             grad, x = grad.to(dtype), x.to(dtype)  # what was rotated in fp32 is rounded to numbers of bf16
         return super().wgrad(grad, x).to(dtype)
+
+    def _factor(self, x: Tensor, scaling: Scaling, rows: str, columns: str, *, down: bool = False) -> Factor:
+        """Return x [..., columns] as a factor of a product in codes."""
+        share = self._share(scaling, rows, columns, whole=scaling.whole) if _spans(scaling) else None
+        return Factor(x.reshape(-1, x.shape[-1]), scaling, share, down)
+
+    def _in_codes(self, a: Factor, b: Factor) -> Tensor | None:
+        """Return the product of two factors in the dtype of the first; None where none is asked for, the device has none for them, or what
+        is rounded must be counted."""
+        if self.choices.multiply != "codes":
+            return None
+        apart = self.microbatch != ALL and any(ALL in each.scaling.block for each in (a, b))
+        if _counts is not None or apart or not multiplies(a, b):
+            return None
+        return scaled_product(a, b, a.numbers.dtype)
 
     @property
     def part(self) -> str:
@@ -218,7 +256,10 @@ class Narrow(Multiply, ABC):
     def _wide(self) -> bool:
         """True if products are wide now."""
         work = tokens_at_work()
-        return work is not None and (work.wide or self.part in work.raised)
+        if work is None:
+            return False
+        # A compiler that sees no name here compiles blocks once, not each.
+        return work.wide or bool(work.raised and self.part in work.raised)
 
     @property
     def travels_as(self) -> Scaling | None:

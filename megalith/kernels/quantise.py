@@ -148,6 +148,11 @@ def _scaled(x: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, T
     return _unblocked(blocks * by[..., :, None, :, None], x.shape), scales, whole
 
 
+def largest(x: Tensor, scaling: Scaling) -> Tensor:
+    """The largest size in each block of x [..., rows, columns]: fp32 [..., blocks of rows, blocks of columns]."""
+    return _blocked(x, scaling.block).abs().amax((-3, -1)).float()
+
+
 def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor | None]:
     """The largest size in each block, and that in each matrix where it has a scale, over all ranks that hold a part of them."""
     amax = blocks.abs().amax((-3, -1))

@@ -237,6 +237,18 @@ TRAINED = tuple(PRECISIONS)
 FAST = tuple(name for name in TRAINED if not PRECISIONS[name].emulated)
 """Precisions that the trainer does not emulate: it also has their speed and memory."""
 
+Granularity = Literal["tile", "row", "tensor"]
+ADA, HOPPER = 8.9, 9.0
+"""NVIDIA's compute capabilities: the first that multiplies numbers of 8 bits, and the one whose products know scales of tiles of 128."""
+
+
+def multiplies_codes(granularity: Granularity, capability: float | None) -> bool:
+    """Return True if a GPU of this compute capability multiplies numbers in 8 bits that share scales so; None: it has no such number."""
+    if capability is None:
+        return False
+    return {"tensor": capability >= ADA, "row": capability >= HOPPER, "tile": capability == HOPPER}[granularity]
+
+
 if TYPE_CHECKING:
     Rate = str
     Trained = str
@@ -263,7 +275,7 @@ class PrecisionSpec(Spec):
         default="narrow", description="format of the products that give the gradients of weights, except for experts"
     )
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients as factors of products")
-    granularity: Literal["tile", "row", "tensor"] = Field(
+    granularity: Granularity = Field(
         default="tile",
         description="numbers that share a scale in fp8: a tile; a row along a product's inner dimension; a microbatch's whole tensor",
     )
@@ -290,6 +302,10 @@ class PrecisionSpec(Spec):
     wide_decay: bool = Field(default=False, description="every layer is wide once the learning rate of wsd or 1-sqrt decays")
     wide: tuple[str, ...] = Field(
         default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
+    )
+    multiply: Literal["wide", "codes"] = Field(
+        default="wide",
+        description="dense products in fp8: of rounded factors in bf16, on any device; of codes in 8 bits, on GPUs that have them",
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
@@ -324,6 +340,13 @@ def recipe_of(choices: PrecisionSpec, precision: str) -> str:
     """Return the name of the recipe for products."""
     own = PRECISIONS[precision].products
     return RECIPE[choices.granularity] if own in RECIPE.values() else own
+
+
+def in_codes(choices: PrecisionSpec, precision: str, capability: float | None) -> bool:
+    """Return True if a GPU of this compute capability can multiply the factors of dense products in 8 bits."""
+    own = PRECISIONS[precision]
+    usual = own.products == "blockwise" and choices.tile in (None, own.tile) and choices.rounding != "stochastic"
+    return usual and multiplies_codes(choices.granularity, capability)
 
 
 def tile_of(choices: PrecisionSpec, precision: str) -> int:

@@ -209,3 +209,28 @@ def test_inputs_are_kept_in_8_bits_where_products_round_to_these() -> None:
     assert [problem.key for problem in errors(*every)].count("precision.kept") == 2
     assert "do not round to 8 bits" in reasons("train.precision=nvfp4", *FP8[1:], "precision.kept=fp8")["precision.kept"]
     assert "precision.kept" in advice("train.precision=bf16", *FP8[1:], "precision.kept=fp8")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "key"),
+    [
+        ("h100:8", (), None),
+        ("h100:8", ("plan.compile=true",), None),
+        ("h100:8", ("precision.tile=64",), "precision.multiply"),
+        ("h100:8", ("precision.rounding=stochastic",), "precision.multiply"),
+        ("a100:8", (), "precision.multiply"),
+        ("local", (), "precision.multiply"),
+        ("b200:8", (), "precision.multiply"),
+        ("b200:8", ("precision.granularity=row",), None),
+        ("h100:8", ("train.precision=mxfp8",), "precision.multiply"),
+        ("h100:8", ("precision.granularity=tensor", "plan.tensor=2", "plan.compile=true"), "plan.compile"),
+        ("h100:8", ("precision.granularity=tensor", "precision.history=4", "plan.compile=true"), "plan.compile"),
+    ],
+    ids=str,
+)
+def test_codes_are_multiplied_where_a_device_has_products_for_them(
+    cluster: str, settings: tuple[str, ...], key: str | None
+) -> None:
+    asked = (*FP8, f"cluster={cluster}", "precision.multiply=codes", *settings)
+    assert {problem.key for problem in errors(*asked)} == ({key} if key else set())
+    assert "train.precision" not in advice(*asked)  # it is no rehearsal

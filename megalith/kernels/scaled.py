@@ -1,0 +1,156 @@
+"""Products of factors in 8 bits, on GPUs that multiply them: torch's `scaled_mm`.
+
+`quantise` defines the codes here too: a compiler makes one pass over the numbers from it. Sums are in fp32 and rounded once, as in the
+definition, in another order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from megalith.kernels.quantise import ALL, Scaling, Share, largest, quantise
+from megalith.spec.numbers import Granularity, multiplies_codes
+
+ALIGNED = 16
+"""Rows and columns come in multiples of this many: `scaled_mm` reads 16 bytes at once."""
+TILE = 128
+"""The only size of a tile that `scaled_mm` knows on Hopper."""
+KINDS: dict[tuple[int, int], ScalingType] = {
+    (ALL, ALL): ScalingType.TensorWise,
+    (1, ALL): ScalingType.RowWise,
+    (1, TILE): ScalingType.BlockWise1x128,
+    (TILE, TILE): ScalingType.BlockWise128x128,
+}
+"""Block of a factor whose columns a product sums over -> torch's name for it."""
+GRANULARITY: dict[tuple[int, int], Granularity] = {(ALL, ALL): "tensor", (1, ALL): "row", (1, TILE): "tile"}
+"""Block of a product's first factor -> our name for it."""
+PAIRS = {((ALL, ALL), (ALL, ALL)), ((1, ALL), (1, ALL)), ((1, TILE), (1, TILE)), ((1, TILE), (TILE, TILE))}
+"""Blocks of two factors that torch multiplies, the second one's columns summed over too."""
+GRAPHS = 256
+"""How many combinations of formats, blocks and shapes the compiler keeps; its own limit, 8, is a guard against another mistake."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a product."""
+
+    numbers: Tensor
+    """[rows, columns], in bf16 or fp32"""
+    scaling: Scaling
+    """How they share scales"""
+    share: Share | None = None
+    """How maxima are taken over the ranks that hold a part of its blocks; None: its blocks are whole here."""
+    down: bool = False
+    """True if the product sums over its rows, otherwise over its columns."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Size of a block, that of the dim that is summed over last."""
+        rows, columns = self.scaling.block
+        return (columns, rows) if self.down else (rows, columns)
+
+    @property
+    def sizes(self) -> torch.Size:
+        """Size of the dim that stays, and of the one that is summed over."""
+        return self.numbers.shape[::-1] if self.down else self.numbers.shape
+
+
+def multiplies(a: Factor, b: Factor) -> bool:
+    """Return True if the device has a product of such factors in 8 bits."""
+    formats = {factor.scaling.element.dtype for factor in (a, b)}
+    if (
+        not formats <= {torch.float8_e4m3fn, torch.float8_e5m2}
+        or formats == {torch.float8_e5m2}
+        or (a.block, b.block) not in PAIRS
+    ):
+        return False
+    (rows, inner), (columns, _) = a.sizes, b.sizes
+    if rows % ALIGNED or columns % max(ALIGNED, b.block[0]) or inner % max(ALIGNED, a.block[1]) or not rows * inner:
+        return False
+    return multiplies_codes(GRANULARITY[a.block], capability(a.numbers.device))
+
+
+@cache
+def capability(device: torch.device) -> float | None:
+    """Return a GPU's compute capability, 9.0 for Hopper; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10
+
+
+def scaled_product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
+    """Return the product of two factors, [size of a, size of b], both summed over their inner dim. `multiplies` must be true."""
+    (codes, scales), (others, their_scales) = coded(a), coded(b)
+    return _product(codes, scales, others, their_scales, *a.block, *b.block, dtype)
+
+
+def coded(factor: Factor) -> tuple[Tensor, Tensor]:
+    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit those of `quantise`, the dim that is summed over last."""
+    known = None if factor.share is None else factor.share(largest(factor.numbers, factor.scaling))
+    encode = _encode if torch.compiler.is_compiling() else _compiled()
+    return encode(factor.numbers, known, factor.scaling, factor.down)
+
+
+def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tuple[Tensor, Tensor]:
+    """`known`: the blocks' largest numbers over all ranks, if this rank's do not tell."""
+    assert scaling.element.dtype is not None
+    narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
+    codes = narrow.codes.view(scaling.element.dtype)
+    return (codes.T.contiguous(), narrow.scales.T) if down else (codes, narrow.scales)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    config = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    return torch.compile(_encode, dynamic=False, fullgraph=True)
+
+
+# A compiler must not see this product: it has transposed scales of blocks (pytorch/pytorch#161127).
+@torch.library.custom_op("megalith::scaled_product", mutates_args=())
+def _product(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    a_rows: int,
+    a_inner: int,
+    b_rows: int,
+    b_inner: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    kinds = KINDS[a_rows, a_inner], KINDS[b_rows, b_inner]
+    of_a, of_b = _laid(a_scales, kinds[0], first=True), _laid(b_scales, kinds[1], first=False)
+    return F.scaled_mm(a, b.T, of_a, kinds[0], of_b, kinds[1], output_dtype=dtype)
+
+
+@_product.register_fake
+def _shape(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    a_rows: int,
+    a_inner: int,
+    b_rows: int,
+    b_inner: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+def _laid(scales: Tensor, kind: ScalingType, *, first: bool) -> Tensor:
+    """Return the scales of the first or second factor as cuBLAS reads them. It does not notice others."""
+    if kind == ScalingType.TensorWise:
+        return scales.reshape(())
+    if kind == ScalingType.RowWise:
+        return scales.reshape(-1).view((-1, 1) if first else (1, -1))
+    if kind == ScalingType.BlockWise1x128:
+        return scales.T.contiguous().T
+    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().T

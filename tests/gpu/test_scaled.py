@@ -1,0 +1,116 @@
+"""Products in 8 bits on a GPU that has them: the codes are those of the definition, the products within its bound."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.elements import E4M3, E5M2, Element
+from megalith.kernels.narrow import Narrow
+from megalith.kernels.quantise import ALL, Scale, Scaling, quantise
+from megalith.kernels.recipes import Blockwise, Rowwise, Tensorwise
+from megalith.kernels.scaled import TILE, Factor, coded, multiplies, scaled_product
+from megalith.spec.numbers import PrecisionSpec, multiplies_codes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+]  # the compiler tells of the machine and of what is deprecated
+
+READ = [
+    ((1, TILE), False), ((TILE, 1), True), ((TILE, TILE), False), ((TILE, TILE), True),
+    ((1, ALL), False), ((ALL, 1), True), ((ALL, ALL), False), ((ALL, ALL), True),
+]  # fmt: skip
+"""Blocks, and whether a product sums over rows."""
+RECIPES: dict[str, type[Narrow]] = {"tile": Blockwise, "row": Rowwise, "tensor": Tensorwise}
+
+CODES = PrecisionSpec(multiply="codes")
+
+
+@pytest.fixture
+def eight(gpu: torch.device) -> torch.device:
+    """A GPU that multiplies numbers in 8 bits with scales of every kind."""
+    major, minor = torch.cuda.get_device_capability(gpu)
+    if not multiplies_codes("tile", major + minor / 10):
+        # other devices compute these products from rounded factors in bf16, which tests/kernels holds
+        pytest.skip(f"needs a GPU of compute capability 9.0, and this one has {major}.{minor}")
+    return gpu
+
+
+def lively(*shape: int, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Numbers whose tiles differ in size by up to 2^8, so that a scale in a wrong place cannot hide."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=random)
+    for dim in (0, 1):
+        sizes = torch.randint(-4, 5, (-(-shape[dim] // TILE),), generator=random).repeat_interleave(TILE)[: shape[dim]]
+        x = x * (2.0**sizes).view(-1, *[1] * (1 - dim))
+    x[:, 5], x[3] = 0.0, 0.0
+    return x.to(device, dtype)
+
+
+@pytest.mark.parametrize(("block", "down"), READ, ids=str)
+@pytest.mark.parametrize(("element", "scale"), [(E4M3, "up"), (E4M3, "fp32"), (E5M2, "up")], ids=str)
+def test_codes_and_scales_are_those_of_the_definition_bit_for_bit(
+    element: Element, scale: Scale, block: Any, down: bool, eight: torch.device
+):
+    scaling = Scaling(element, block, scale)
+    for rows, columns in ((512, 384), (256, 640)):
+        x = lively(rows, columns, device=eight)
+        expected = quantise(x.cpu(), scaling)
+        wanted = (expected.codes.T, expected.scales.T) if down else (expected.codes, expected.scales)
+        codes, scales = coded(Factor(x, scaling, down=down))
+        assert codes.is_contiguous()
+        assert torch.equal(codes.view(torch.uint8).cpu(), wanted[0])
+        assert torch.equal(scales.cpu(), wanted[1])
+
+
+@pytest.mark.parametrize("granularity", RECIPES)
+@pytest.mark.parametrize("choices", [{}, {"scale": "fp32"}, {"gradients": "e5m2"}], ids=str)
+@pytest.mark.parametrize("shape", [(512, 768, 1280), (256, 1024, 512), (1024, 128, 128), (128, 512, 4096)], ids=str)
+def test_the_three_products_are_those_of_the_definition(shape: Any, choices: Any, granularity: Any, eight: torch.device):
+    """Up to the order of fp32 sums and the rounding of the result to bf16. Rows of scales number 1 to 32: 10, 4 and 1 are sizes at which
+    cuBLAS wants other strides."""
+    rows, outputs, inputs = shape
+    here = RECIPES[granularity](PrecisionSpec(multiply="codes", granularity=granularity, **choices))
+    x, weight, grad = (
+        lively(*sizes, device=eight, seed=seed) for seed, sizes in enumerate(((rows, inputs), (outputs, inputs), (rows, outputs)))
+    )
+    of = lambda tensor, scaling: quantise(tensor, scaling).decoded().double()  # noqa: E731
+    products = {
+        "forward": (here.fprop(x, weight), of(x, here.along), of(weight, here.weight_along)),
+        "of inputs": (here.dgrad(grad, weight), of(grad, here.gradient_along), of(weight, here.weight_down).T),
+        "of weights": (here.wgrad(grad, x), of(grad, here.gradient_down).T, of(x, here.down).T),
+    }
+    for name, (found, a, b) in products.items():
+        assert found.dtype == torch.bfloat16
+        exact, sizes = a @ b.T, a.abs() @ b.abs().T
+        sums = a.shape[1] * 2.0**-23 * sizes
+        assert ((found.double() - exact).abs() <= 2.0**-8 * (exact.abs() + sums) + sums).all(), name
+
+
+def test_products_take_the_device_s_way_and_others_the_definition_s(eight: torch.device, monkeypatch: pytest.MonkeyPatch):
+    here, calls = Blockwise(CODES), []
+    monkeypatch.setattr("megalith.kernels.narrow.scaled_product", lambda *args: calls.append(1) or scaled_product(*args))
+    x, weight = lively(256, 384, device=eight), lively(512, 384, device=eight, seed=1)
+    here.fprop(x, weight)
+    here.dgrad(lively(256, 512, device=eight), weight)
+    here.wgrad(lively(256, 512, device=eight), x)
+    assert len(calls) == 3
+    here.fprop(x[:, :200].contiguous(), weight[:, :200].contiguous())  # the last tile is short
+    here.fprop(x[:100], weight)  # 100 rows are no multiple of 16
+    assert len(calls) == 3
+
+
+def test_a_number_that_is_none_makes_its_products_none(eight: torch.device):
+    x, weight = lively(256, 256, device=eight), lively(256, 256, device=eight, seed=1)
+    x[7, 9] = torch.inf
+    assert Blockwise(CODES).fprop(x, weight).isnan().all(1).nonzero().flatten().tolist() == [7]
+
+
+def test_two_factors_in_e5m2_have_no_product(eight: torch.device):
+    x = lively(256, 256, device=eight)
+    one, other = (Factor(x, Scaling(element, (ALL, ALL))) for element in (E4M3, E5M2))
+    assert multiplies(one, other) and multiplies(other, one) and not multiplies(other, other)
+    assert not multiplies(replace(one, numbers=x.cpu()), replace(one, numbers=x.cpu()))
