@@ -32,5 +32,5 @@ def read_full(path: Path, keys: Iterable[str] | None = None, *, check: bool = Tr
             with safe_open(path / file, framework="pt") as content:
                 for key, chunk in chunks:
                     slices = tuple(slice(start, start + size) for start, size in zip(chunk.offset, chunk.sizes, strict=True))
-                    whole[key][slices].copy_(read(content, key, chunk, index[key].dtype))
+                    read(content, key, chunk, index[key].dtype, into=whole[key][slices])
     return whole

@@ -39,7 +39,7 @@ from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
 from megalith.checkpoint.linked import Placed, link
 from megalith.checkpoint.shares import Held, Share
-from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
+from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES, box
 from megalith.disk import Place
 
 
@@ -281,21 +281,12 @@ class FolderReader(StorageReader):
             with safe_open(self.path / file, framework="pt") as content:
                 for item, chunk in items:
                     key = item.storage_index.fqn
-                    whole = tensors.read(content, key, chunk, self.index[key].dtype)
-                    source = box(whole, item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item)
-                    target.copy_(source)
+                    tensors.read(content, key, chunk, self.index[key].dtype, into=target, offset=item.storage_offsets)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The view of `tensor` that starts at `offset` and is `sizes` large."""
-    for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,36 @@ def write(path: Path, tensors: "Mapping[str, Tensor | Stored]") -> FileDigest:
     return FileDigest(total, digest.hexdigest())
 
 
-def read(content: Any, name: str, chunk: Chunk, dtype: str) -> Tensor:
-    """Return the values of one chunk of the tensor `name` from its open file (`safetensors.safe_open`), which may be its own pages."""
+def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, offset: Sequence[int] | None = None) -> None:
+    """Copy a box of one chunk of the tensor `name`, which begins at `offset` of the chunk, from its open file (`safetensors.safe_open`).
+    Of a chunk in pieces, memory holds one piece besides, if the box is whole slices of the first dim."""
+    start = (0,) * into.dim() if offset is None else tuple(offset)
     if not chunk.pieces:
-        return content.get_tensor(name)
-    octets = [content.get_tensor(piece.name)[: piece.bytes] for piece in chunk.pieces]
-    return (octets[0] if len(octets) == 1 else torch.cat(octets)).view(TORCH_DTYPES[dtype]).view(chunk.sizes)
+        into.copy_(box(content.get_tensor(name), start, into.shape))
+    elif into.is_contiguous() and tuple(into.shape[1:]) == chunk.sizes[1:]:
+        _join(content, chunk, dtype, into.view(-1), first=prod((*start[:1], *chunk.sizes[1:])) if start else 0)
+    else:
+        whole = torch.empty(chunk.sizes, dtype=TORCH_DTYPES[dtype])
+        _join(content, chunk, dtype, whole.view(-1), first=0)
+        into.copy_(box(whole, start, into.shape))
+
+
+def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -> None:
+    """Copy the chunk's numbers from number `first` on, as many as `into` takes."""
+    end = 0
+    for piece in chunk.pieces:
+        begin, end = end, end + piece.bytes // TORCH_DTYPES[dtype].itemsize
+        low, high = max(begin, first), min(end, first + len(into))
+        if low < high:
+            numbers = content.get_tensor(piece.name)[: piece.bytes].view(TORCH_DTYPES[dtype])
+            into[low - first : high - first].copy_(numbers[low - begin : high - begin])
+
+
+def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The view of `tensor` that starts at `offset` and is `sizes` large."""
+    for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def _bytes(tensor: "Tensor | Stored") -> Iterator[memoryview]:
