@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megalith.checkpoint.digests import FileDigest
 from megalith.spec.run import RunSpec
 from megalith.train.offload.home import Disk
-from megalith.train.offload.slot_file import PAGE
+from megalith.train.offload.slot_file import PAGE, SlotFile
 from megalith.train.offload.slots import Slots
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
@@ -21,11 +22,11 @@ from tests.runs import finish, start, train
 from tests.specs import tiny_run
 
 
-def two_ranks(data: Path, place: dict[str, Any], **parts: dict[str, Any]) -> RunSpec:
+def two_ranks(data: Path, place: dict[str, Any], *, zero: int = 1, **parts: dict[str, Any]) -> RunSpec:
     """Return a run of eight steps on two ranks, with state at `place`. Keyword arguments update further tables."""
     return tiny_run(
         model={"layers": 2, "vocab": 264},
-        plan={"data": 2, "zero": 1, "state": place},
+        plan={"data": 2, "zero": zero, "state": place},
         data={"path": str(data)},
         train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
         checkpoint={"every": 2},
@@ -34,13 +35,17 @@ def two_ranks(data: Path, place: dict[str, Any], **parts: dict[str, Any]) -> Run
 
 
 def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
-    """Train to the end, while the second rank dies this many times when half of a random chunk is written."""
+    """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not complete,
+    before that when half of a random chunk is written."""
     random = Random(seed)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
     number = run_ranks(chunks, 2, spec)[1]
-    for _ in range(times):
-        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights and the loaded state
-            patch.setattr(Slots, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
+    for time in range(times):
+        with pytest.MonkeyPatch.context() as patch:
+            if time == times - 1:
+                patch.setattr(SlotFile, "link", _dying_once_linked(1))
+            else:  # the first writes are the master weights and the loaded state
+                patch.setattr(Slots, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
             codes = finish(start(spec, folder))
         assert codes[1] == -signal.SIGKILL
     train(spec, folder)
@@ -51,6 +56,19 @@ def chunks(rank: int, spec: RunSpec) -> int:
     home = trainer_of(spec).state.home
     assert isinstance(home, Disk)
     return len(home.slots.layout.rooms)
+
+
+def _dying_once_linked(rank: int) -> Callable[..., FileDigest]:
+    """A `SlotFile.link` that is the rank's end."""
+    link = SlotFile.link
+
+    def linked(self: SlotFile, path: Path) -> FileDigest:
+        digest = link(self, path)
+        if os.environ.get("RANK") == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return digest
+
+    return linked
 
 
 def _dying(rank: int, *, at: int) -> Callable[..., None]:
