@@ -1,6 +1,7 @@
 """Train in less memory than the training state takes: a fresh process in a memory cgroup of its own (Linux, cgroup v1, as root).
 
     python benchmarks/within_memory.py --limit 900 --folder /mnt/nvme --json
+    python benchmarks/within_memory.py --limit 900 --folder /mnt/nvme --place streamed --layers 18
 
 The cgroup counts all memory of the process: Python, torch, weights, gradients, activations, buffers, and the page cache of files that it
 writes. The kernel kills a process that needs more. If no such cgroup can be made, use `--inside`, which only trains, under any other
@@ -21,8 +22,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-MODEL = {"layers": 6, "dim": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 3072, "vocab": 4096, "context": 128}
-"""A model of 90M parameters, whose largest tensor is 12 MiB in fp32."""
+MODEL = {"dim": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 3072, "vocab": 4096, "context": 128}
+"""The largest tensor is 16 MiB in fp32. 6 blocks are 90M parameters, 18 are 254M."""
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"state": {"optimizer": "host"}},
+    "disk": {"state": {"optimizer": "disk"}},
+    "streamed": {"zero": 3, "state": {"optimizer": "disk", "weights": "disk", "release": True}},
+}
+"""Places of the training state. `streamed`: on disk, with weights made from it at each gather, and gradients released."""
 
 FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Setting with which glibc returns freed tensors to the system. A rank needs more memory while it builds the model than later."""
@@ -34,7 +43,8 @@ A_PARAMETER = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=900, help="MiB of the group")
-    parser.add_argument("--place", default="disk", choices=("device", "host", "disk"), help="of the optimizer's state")
+    parser.add_argument("--place", default="disk", choices=tuple(PLACES), help="of the training state")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the file of the state goes")
     parser.add_argument("--inside", action="store_true", help="make no group")
@@ -92,12 +102,13 @@ def inside(given: argparse.Namespace) -> dict[str, Any]:
     from megalith.spec.run import RunSpec
 
     torch.set_num_threads(1)
-    state = {} if given.place == "device" else {"optimizer": given.place, "chunk": 4, "folder": given.folder}
+    place = PLACES[given.place]
+    state = place["state"] | {"chunk": 4, "folder": given.folder} if place else {}
     spec = RunSpec.model_validate(
         {
-            "model": MODEL,
+            "model": MODEL | {"layers": given.layers},
             "data": {"path": "none"},
-            "plan": {"recompute": "full", "state": state},
+            "plan": {"recompute": "full", **place, "state": state},
             "train": {"steps": given.steps, "global_batch": 1, "seq_len": 128, "precision": "bf16", "gradients": "bf16"},
             "optimizer": {"warmup": 0, "lr": 1e-4},
         }

@@ -118,6 +118,27 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
 
+def weights_elsewhere_are_gathered(case: Case) -> Found:
+    """Weights that are not on the device are made from master weights in the same place, each time they are gathered."""
+    state, spec, key = case.plan.state, case.spec, "plan.state.weights"
+    if state.weights == "device":
+        return
+    if state.optimizer != state.weights:
+        reason = (
+            f'makes the weights from master weights there, and plan.state.optimizer = "{state.optimizer}" has these elsewhere'
+        )
+        yield error(key, state.weights, reason, f'Use plan.state.optimizer = "{state.weights}", or weights = "device".')
+    if case.plan.zero != 3:
+        reason = f"gathers the weights of one part at a time, and plan.zero = {case.plan.zero} keeps all of them whole"
+        yield error(key, state.weights, reason, 'Use plan.zero = 3, on one data rank too, or weights = "device".')
+    if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
+        reason = f"makes the weights from master weights, and with train.precision = {spec.train.precision!r} both are the same and stay"
+        yield error(key, state.weights, reason, 'Use train.precision = "bf16", or weights = "device".')
+    if spec.optimizer.master in LOWER:
+        reason = f"makes the weights from master weights, and optimizer.master = {spec.optimizer.master!r} makes these from the weights"
+        yield error(key, state.weights, reason, 'Use optimizer.master = "fp32", or weights = "device".')
+
+
 def released_gradients_can_be_taken_back(case: Case) -> Found:
     """A step that updates inside its backward, before the norm is known, can be undone, and saves memory."""
     state, spec, key = case.plan.state, case.spec, "plan.state.release"
@@ -190,10 +211,12 @@ def disk_takes_the_state(case: Case) -> Found:
         yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
+    building = slot * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away == 1 and slot else 0
     has, way_out = f"but {there} has {format_bytes(free)} free", "Make room there, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
-    if PAIR * slot > free:
-        reason = f"needs at least {format_bytes(PAIR * slot)} for two slots of each rank's state, {has}"
+    if (least := PAIR * slot + building) > free:
+        besides = " and, while the model is built, for its master weights" if building else ""
+        reason = f"needs at least {format_bytes(least)} for two slots of each rank's state{besides}, {has}"
         yield error("plan.state.folder", state.folder, reason, way_out)
     elif (PAIR + saved) * slot > free:
         reason = f"needs at least {format_bytes((PAIR + saved) * slot)} while it saves, in files that checkpoints hold too, {has}"

@@ -243,7 +243,7 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
 def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
     """Return the seconds that gathers and reductions add to a step of one rank."""
     plan, practice = workload.plan, workload.practice
-    if workload.frozen or plan.holders == 1:
+    if workload.frozen or (plan.holders == 1 and not plan.state.weights_away):
         return 0.0
     dense, expert = numbers(workload, traced, here)
     whole, own = line("holders", workload), line("expert_holders", workload)
@@ -271,8 +271,11 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
         return _beside(summed, backward, setting)
     if plan.zero == 3:
         size = traced.segments.size if traced.segments else 1
-        again = gathers * (2 - 1 / size)  # a segment's weights once more, but for its last block's
-        return m * (_beside(gathers, forward, setting) + _beside(again + reductions, backward, setting))
+        again = 2 - 1 / size  # a segment's weights once more, but for its last block's
+        late, gathers = (gathers, 0.0) if plan.state.weights == "disk" else (0.0, gathers)  # sent where they are needed
+        gathers += host.read_seconds(workload, dense / shards.size + expert / expert_shards.size)
+        beside = _beside(gathers, forward, setting) + _beside(again * gathers + reductions, backward, setting)
+        return m * (beside + (1 + again) * late)
     if plan.zero == 2:
         return m * _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
     if practice.gathers == "rank":

@@ -225,8 +225,10 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     own = mine * workload.master_bytes
     if workload.width < WIDE:
         near = own * (1 - plan.state.away)
-        weights, optimizer = found.weights + near, found.optimizer - near
-    else:  # a share is kept beside the whole weights, unless the share is all of them
+        apart = plan.state.weights_away and plan.shards > 1  # one part is whole, and the next one in messages
+        whole = workload.width * _largest(here) if apart else found.weights
+        weights, optimizer = whole + near, found.optimizer - near
+    else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * own, found.optimizer
     moments = _released_moments if plan.state.release else _moments

@@ -36,8 +36,9 @@ def widths(workload: Workload, traced: Parts) -> Numbers:
 
 
 def kept(workload: Workload, profile: Profile, block: int) -> float:
-    """Return the bytes of a rank's messages for a block that ZeRO 3 keeps until the end of the step: rounded once, and sent often."""
-    if workload.packed is None or workload.plan.zero < 3:
+    """Return the bytes of a rank's messages for a block that ZeRO 3 keeps until the end of the step: rounded once, and sent often.
+    None are kept where the weights are elsewhere."""
+    if workload.packed is None or workload.plan.zero < 3 or workload.plan.state.weights_away:
         return 0.0
     experts = {weight.expert for weight in _narrow(workload, workload.packed, profile, block)}
     by_kind = zip((False, True), gathered(workload, profile, block), workload.shards, strict=True)

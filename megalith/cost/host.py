@@ -3,8 +3,10 @@ assumed figures, because the catalogue of accelerators has none. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.sizes import model_parameters
+from megalith.spec.state import MASTER, bytes_each
 
 USABLE = 0.5
 """The part of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
@@ -55,14 +57,29 @@ def held(workload: Workload, numbers: float) -> float:
 
 
 def streamed(workload: Workload) -> float:
-    """Bytes of the buffers that state on disk passes through: three chunks, each of the same numbers of all of a parameter's tensors."""
+    """Bytes of the buffers that state on disk passes through: three chunks, each of the same numbers of all of a parameter's tensors, and
+    the master weights of a chunk where weights are made from them at each gather."""
     state, plan = workload.plan.state, workload.plan
     if state.optimizer != "disk":
         return 0.0
     split = plan.tensor * (workload.shards[0] if plan.zero else 1)
     largest = max(each.numel for each in model_parameters(workload.model).values()) / split
     piece = largest if OPTIMIZERS[workload.optimizer].unit != "element" else min(largest, state.chunk * MIB / 4)
-    return BUFFERS * piece * workload.state_bytes
+    return piece * (BUFFERS * workload.state_bytes + bytes_each([MASTER]) * bool(state.weights_away))
+
+
+def has_weights(workload: Workload) -> bool:
+    """Return True if weights can be made from master weights on the host or on disk. `megalith check` has the same rules."""
+    narrow = PRECISIONS[workload.format].compute.name != MASTER.number
+    return workload.practice.ours and narrow and not workload.halved and workload.plan.zero == 3
+
+
+def read_seconds(workload: Workload, numbers: float) -> float:
+    """Return the seconds to read this many master weights there, from which the weights that compute are made."""
+    host, devices = workload.cluster.host, _devices(workload.cluster)
+    disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
+    rate = disk if workload.plan.state.optimizer == "disk" else host.link or LINK
+    return numbers * workload.plan.state.weights_away * bytes_each([MASTER]) / rate
 
 
 def seconds(workload: Workload, numbers: float) -> float:

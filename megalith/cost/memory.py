@@ -184,7 +184,7 @@ def _rank(
     own, held = _own(parts, here), numbers(workload, parts, here)
     shards, expert_shards = workload.shards
     state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
-    whole = _whole(workload, own.largest, shards)
+    whole = _whole(workload, parts, here, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     working = generation.working * own.working
@@ -198,7 +198,7 @@ def _rank(
         + (
             _released(workload, parts, here)
             if workload.plan.state.release
-            else sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes
+            else sum(s[1] for s in state) + (shards > 1) * whole / workload.width * workload.gradient_bytes
         ),
         optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
@@ -212,11 +212,15 @@ def _rank(
     )
 
 
+def _ends(parts: Parts, here: Held) -> tuple[float, float]:
+    """Numbers of the embedding and of the head's own weights, as far as they are here."""
+    return float(parts.embedding.weights) if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0
+
+
 def _released(workload: Workload, parts: Parts, here: Held) -> float:
     """Bytes of gradients that are released part by part, with the buffers that send them."""
     embedding = float(parts.embedding.weights)
-    ends = (embedding if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0)
-    largest = max(_own(parts, here).largest, *ends)
+    largest = max(_own(parts, here).largest, *_ends(parts, here))
     waiting = released.waiting(workload, embedding, first=here.embedding, last=here.head)
     return released.held(workload, largest) + released.travelling(workload, largest) + waiting
 
@@ -343,9 +347,13 @@ def non_torch(workload: Workload) -> float:
     return found + sum(GROUP if axis > 2 else PAIR for axis in axes if axis > 1)
 
 
-def _whole(workload: Workload, largest: float, shards: int) -> float:
+def _whole(workload: Workload, parts: Parts, here: Held, shards: int) -> float:
     """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
-    of a block where there are three matrices or more."""
+    of a block where there are three matrices or more. Where no other weights are on the device, the embedding or the head may be one of
+    the two."""
+    largest = _own(parts, here).largest
+    if workload.plan.zero == 3 and workload.plan.state.weights_away:
+        return workload.width * (largest + max(largest, *_ends(parts, here)))
     if workload.plan.zero != 3 or shards == 1:
         return 0.0
     return workload.width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
@@ -355,7 +363,7 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
     """Bytes of weights, gradients and optimizer for this many parameters, as in ZeRO (Rajbhandari et al. 2019), of host memory,
     and of the host's disk."""
     zero, practice, state = workload.plan.zero, workload.practice, workload.plan.state
-    weights = workload.width * numbers / (shards if zero == 3 else 1)
+    weights = 0.0 if state.weights_away else workload.width * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
         return weights, 0.0, 0.0, 0.0, 0.0
     gradients = workload.gradient_bytes * numbers / (shards if zero >= 2 else 1)

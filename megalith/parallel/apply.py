@@ -19,12 +19,14 @@ from megalith.models.init import initialise
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.parallel.context import ContextGroups, split_context
-from megalith.parallel.data import Bucket, Place, Reducer, Weight
+from megalith.parallel.data import Bucket, Place, Weight
 from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.reduction import Reducer
+from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
 from megalith.parallel.travel import forward, travels
 from megalith.spec.model import ModelSpec
@@ -47,14 +49,16 @@ class Builder:
         seed: int | None,
         choices: PrecisionSpec | None = None,
         gradients: str = "fp32",
+        aside: Put | None = None,
     ) -> None:
         """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
-        which they are added up."""
+        which they are added up. `aside`: takes master weights where they wait for `Weight.move_out`, so that building never
+        holds all of them."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
-        self.tied = tied_names(spec)
+        self.tied, self.aside = tied_names(spec), aside
         self.reducer = Reducer()
         self.by_name: dict[str, Weight] = {}  # everything this rank holds, under its name in the whole model
         self.context = ContextGroups.build(plan, groups)
@@ -122,6 +126,8 @@ class Builder:
     ) -> list[Bucket]:
         """Make the stored and the computing form of the part's parameters; return the buckets that it uses."""
         found: list[Bucket] = []
+        place = self.plan.state.weights
+        often, late = self.plan.zero == 3 and place == "device", place == "disk"
         own: dict[torch.distributed.DeviceMesh, list[Weight]] = {}
         for path, parameter in part.named_parameters():
             full = self.tied.get(f"{name}.{path}", f"{name}.{path}")
@@ -130,10 +136,12 @@ class Builder:
                 how = {"partial": parameter in self.split.partial, "recipe": recipes.get(parameter)}
                 self.by_name[full] = weight = Weight(parameter, places[parameter], self.dtypes, **how)
                 weight.shared = shared
+                if self.aside is not None and weight.rows:
+                    weight.put_aside(self.aside)
                 if shared:
-                    self._alone[full] = Bucket([weight])
+                    self._alone[full] = Bucket([weight], late=late)
                 else:
                     own.setdefault(places[parameter].mesh, []).append(weight)
             if shared:
                 found.append(self._alone[full])
-        return [Bucket(weights, often=self.plan.zero == 3) for weights in own.values()] + found
+        return [Bucket(weights, often=often, late=late) for weights in own.values()] + found

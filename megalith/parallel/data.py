@@ -9,7 +9,9 @@ a mesh of their own.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -26,7 +28,9 @@ from megalith.kernels.multiply import Multiply
 from megalith.kernels.numbers import Dtypes
 from megalith.kernels.quantise import Scaling
 from megalith.parallel.groups import wait_for
-from megalith.parallel.parcel import Item, Parcel
+from megalith.parallel.parcel import Item, Parcel, collect, deal
+from megalith.parallel.reduction import Reduction
+from megalith.parallel.source import Put, Source
 from megalith.spec.numbers import whole_tiles
 
 
@@ -99,6 +103,9 @@ class Weight:
         self.narrow = dtypes.compute != dtypes.master
         """True if products compute with other numbers than the master weights."""
         self._moved: Tensor | None = None  # the share in the format that computes, once the master weights are elsewhere
+        self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere for `move_out`
+        self.source: Source | None = None
+        """The master weights from which the share is made at each gather; None: it is kept."""
         if dtypes.compute != computes.dtype:
             computes.data = computes.data.to(dtypes.compute)
         self.bytes = computes.numel() * computes.element_size()
@@ -124,15 +131,39 @@ class Weight:
         tile = scaling.block[self.dim - self.computes.dim()]
         return scaling if whole_tiles(self.computes.shape[self.dim], self.mesh.size(1), tile) else None
 
-    def share(self) -> Tensor:
-        """The share that is gathered, its cut dimension first."""
-        return (local(self.kept) if self._moved is None else self._moved).movedim(self.dim, 0)
+    @property
+    def rows(self) -> int:
+        """The share's size along the dimension that shards cut."""
+        return local(self.kept).shape[self.dim]
 
-    def move_out(self) -> Tensor:
-        """Hand over the master weights, in the share's shape; the caller keeps them from now on. The weights to compute with are
-        gathered from shares in their own format, or stay whole if there is one shard."""
-        master = local(self.kept).clone(memory_format=torch.contiguous_format)
-        self._compute_from(master)
+    def write(self, into: Tensor) -> None:
+        """Write the share that is gathered."""
+        if self.source is None:
+            into.copy_(local(self.kept) if self._moved is None else self._moved)
+        else:
+            self.source.read(into)
+
+    def share(self) -> Tensor:
+        """The share that is gathered, in the format that computes, its cut dimension first."""
+        made = self.computes.new_empty(local(self.kept).shape)
+        self.write(made)
+        return made.movedim(self.dim, 0)
+
+    def put_aside(self, put: Put) -> None:
+        """Let the master weights wait elsewhere for `move_out`."""
+        share = local(self.kept)
+        self._aside = put(share)
+        share.untyped_storage().resize_(0)
+
+    def move_out(self, source: Source | None = None) -> Tensor:
+        """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a
+        share in its own format, or stays whole if there is one shard. With a `source` no share is kept."""
+        master = local(self.kept).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
+        self._aside, self.source = None, source
+        if source is None:
+            self._compute_from(master)
+        else:
+            local(self.kept).untyped_storage().resize_(0)
         return master
 
     def split(self, bits: int) -> Tensor:
@@ -154,6 +185,8 @@ class Weight:
 
     def take_over(self, first: int, masters: Tensor) -> None:
         """Compute with these master weights from the share's number `first` on."""
+        if self.source is not None:  # the next gather reads them
+            return
         assert self._moved is not None
         numbers = masters.reshape(-1)
         self._moved.view(-1)[first : first + len(numbers)].copy_(numbers)
@@ -190,26 +223,6 @@ class Weight:
         return None if grad is None else grad.movedim(self.dim, 0)
 
 
-def _put(flat: Tensor, rows: Tensor, chunk: int) -> None:
-    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; places without a row become 0."""
-    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
-    full, rest = divmod(rows.shape[0], chunk)
-    table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
-    if full < table.shape[0]:
-        table[full, :rest].copy_(rows[full * chunk :])
-        table[full, rest:].zero_()
-        table[full + 1 :].zero_()
-
-
-def _get(rows: Tensor, flat: Tensor, chunk: int) -> None:
-    """rows <- flat: the inverse of `_put`."""
-    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
-    full, rest = divmod(rows.shape[0], chunk)
-    rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])
-    if rest:
-        rows[full * chunk :].copy_(table[full, :rest])
-
-
 Probe = Callable[[Sequence[Tensor]], bool]
 """Inspects a bucket's gradients of this rank before they are reduced, one by one or concatenated; False drops them."""
 
@@ -218,19 +231,31 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 """Looks at the gradients of a bucket's weights that are about to be reduced, in their order."""
 
 
+@dataclass
+class Arrival:
+    """Weights on their way. `mine`: this rank's message until it is sent, None if there is one shard; `everyone`: those of all ranks."""
+
+    mine: Tensor | None
+    parcel: Parcel | None = None
+    reading: Future[None] | None = None
+    everyone: Tensor | None = None
+    sending: Any = None
+
+
 class Bucket:
     """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
 
-    def __init__(self, weights: Sequence[Weight], *, often: bool = False) -> None:
-        """`often`: they are gathered several times a step, so what is rounded for it is kept until the step's end."""
-        self.weights, self.often, mesh = tuple(weights), often, weights[0].mesh
+    def __init__(self, weights: Sequence[Weight], *, often: bool = False, late: bool = False) -> None:
+        """`often`: they are gathered several times a step, so what is rounded for it is kept until the step's end. `late`: ranks may take
+        long to read their shares, so all ranks send them where the weights are needed, in the order of the program."""
+        self.weights, self.often, self.late, mesh = tuple(weights), often, late, weights[0].mesh
         self.copies, self.shards = mesh.get_group(0), mesh.get_group(1)
         self.size = self.shards.size()
         ends = list(accumulate(weight.numbers for weight in weights))
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numbers = ends[-1]
         self.whole = True
-        self._arriving: tuple[Any, Tensor, Parcel | None] | None = None
+        self._arriving: Arrival | None = None
         self._packed: tuple[Parcel, Tensor] | None = None  # this rank's message, kept for the next gather
         self.probe: Probe | None = None
         self.observe: Observe | None = None
@@ -249,30 +274,68 @@ class Bucket:
         """Begin to gather, if the weights are not whole and not on their way."""
         if self.whole or self._arriving or self.resident:
             return
-        parcel, mine = self._message()
-        if self.size == 1:
-            self._arriving = None, mine, None
-            return
-        everyone = mine.new_empty(self.size * len(mine))
-        self._arriving = dist.all_gather_into_tensor(everyone, mine, group=self.shards, async_op=True), everyone, parcel
-
-    def _message(self) -> tuple[Parcel | None, Tensor]:
-        """This rank's shares as they are gathered, and their places where some travel in 8 bits."""
         if self._packed is not None:
-            return self._packed
+            parcel, message = self._packed
+            self._arriving = Arrival(message, parcel)
+        else:
+            self._arriving = self._read()
+        if not self.late:
+            self._send(self._arriving)
+
+    def _read(self) -> Arrival:
+        """Begin to bring this rank's shares into the form in which they are gathered. One shard has the whole weights at once."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
-        if any(formats):
+        arrival = Arrival(None)
+        if self.size == 1:
+            self._make_room()
+            fill = self._fill_whole
+        elif any(formats):
             items = (Item(w.computes, w.dim, w.chunk, scaling) for w, scaling in zip(self.weights, formats, strict=True))
-            parcel = Parcel(items)
-            message = parcel.pack([weight.share() for weight in self.weights])
+            arrival.parcel = parcel = Parcel(items)
+            arrival.mine = message = parcel.message()
+            fill = partial(self._pack, parcel, message)
             if self.often:
                 self._packed = parcel, message
-            return parcel, message
-        mine = torch.empty(self.numbers, dtype=self.weights[0].computes.dtype, device=self.weights[0].computes.device)
+        else:
+            arrival.mine = self.weights[0].computes.new_empty(self.numbers)
+            fill = partial(self._fill, arrival.mine)
+        reader = next((weight.source.reader for weight in self.weights if weight.source is not None), None)
+        if reader is None:
+            fill()
+        else:
+            arrival.reading = reader.submit(fill)
+        return arrival
+
+    def _make_room(self) -> None:
+        """Get memory for the whole weights."""
+        for weight in self.weights:
+            if not weight.resident:
+                weight.computes.untyped_storage().resize_(weight.bytes)
+
+    @torch.no_grad()
+    def _fill_whole(self) -> None:
+        for weight in self.weights:
+            if not weight.resident:
+                weight.write(weight.computes.data)  # .data: saved views stay valid
+
+    @torch.no_grad()
+    def _fill(self, mine: Tensor) -> None:
         for weight, where in zip(self.weights, self.slices, strict=True):
             if not weight.resident:
-                _put(mine[where][None], weight.share(), weight.chunk)
-        return None, mine
+                table = mine[where].view(weight.chunk, *weight.row)
+                weight.write(table[: weight.rows].movedim(0, weight.dim))
+                table[weight.rows :].zero_()
+
+    @torch.no_grad()
+    def _pack(self, parcel: Parcel, message: Tensor) -> None:
+        parcel.pack(message, (weight.share() for weight in self.weights))
+
+    def _send(self, arrival: Arrival) -> None:
+        """Begin to gather from all shards."""
+        mine, arrival.mine = arrival.mine, None  # from now on the collective's alone
+        if mine is not None:
+            arrival.everyone = mine.new_empty(self.size * len(mine))
+            arrival.sending = dist.all_gather_into_tensor(arrival.everyone, mine, group=self.shards, async_op=True)
 
     def forget(self) -> None:
         """Drop what was rounded: the weights are about to change."""
@@ -281,30 +344,40 @@ class Bucket:
     def gather(self) -> None:
         """Make the weights whole."""
         self.start()
-        if self._arriving is None:
+        arrival = self._arriving
+        if arrival is None:
             return
-        work, flat, parcel = self._arriving
-        if work is not None:
-            wait_for(work)
-        table = flat.view(self.size, -1)
-        for weight in self.weights:
-            if not weight.resident:
-                weight.computes.untyped_storage().resize_(weight.bytes)
+        if arrival.reading is not None:
+            arrival.reading.result()
+        if self.late:
+            self._send(arrival)
+        if arrival.sending is not None:
+            wait_for(arrival.sending)
+        if arrival.everyone is not None:
+            self._make_room()
+            self._unfold(arrival.everyone.view(self.size, -1), arrival.parcel)
+        self.whole, self._arriving = True, None
+
+    def _unfold(self, table: Tensor, parcel: Parcel | None) -> None:
+        """Write the whole weights from the messages of all ranks."""
         if parcel is not None:
             parcel.unpack(table)
+            return
         for weight, where in zip(self.weights, self.slices, strict=True):
-            if parcel is None and not weight.resident:
-                _get(weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk)  # .data: saved views stay valid
-        self.whole, self._arriving = True, None
+            if not weight.resident:
+                collect(
+                    weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk
+                )  # .data: saved views stay valid
 
     def free(self) -> None:
         """Free the unsharded weights, and those being gathered."""
-        if self._arriving is not None:
-            work, *_ = self._arriving
-            if work is not None:
-                wait_for(work)
-            self._arriving = None
-        if self.resident or not self.whole:
+        arrival, self._arriving = self._arriving, None
+        if arrival is not None:
+            if arrival.reading is not None:
+                arrival.reading.result()
+            if arrival.sending is not None:
+                wait_for(arrival.sending)
+        if self.resident or not (self.whole or arrival):
             return
         for weight in self.weights:
             if not weight.resident:
@@ -313,7 +386,7 @@ class Bucket:
 
     # --- gradients ---
 
-    def reduce(self) -> "Reduction | None":
+    def reduce(self) -> Reduction | None:
         """Start the reduction of the gradients over all ranks that hold these weights; once finished, each rank has the sum for
         its share."""
         grads = [weight.take() for weight in self.weights]
@@ -328,7 +401,7 @@ class Bucket:
                 self._hand_on()
             return None
         flat = self._together(grads)  # looked at while it is in the cache
-        return Reduction(self, flat) if self._take_in([flat], grads) else None
+        return Reduction(flat, self.shards, self.copies, self.finish) if self._take_in([flat], grads) else None
 
     def _take_in(self, looked_at: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         if self.probe is not None and not self.probe(looked_at):
@@ -345,74 +418,15 @@ class Bucket:
             if grad is None:
                 flat[:, where].zero_()
             else:
-                _put(flat[:, where], grad, weight.chunk)
+                deal(flat[:, where], grad, weight.chunk)
         return flat
 
     def finish(self, mine: Tensor) -> None:
         """Hand out the sums: mine [numbers], this rank's shares."""
         for weight, where in zip(self.weights, self.slices, strict=True):
-            weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.share().shape[0]])
+            weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.rows])
         self._hand_on()
 
     def _hand_on(self) -> None:
         if self.done is not None:
             self.done(self)
-
-
-class Reduction:
-    """Gradients of a bucket under way: a reduce-scatter over the shards, then an all-reduce over the copies."""
-
-    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
-        self.bucket = bucket
-        self.flat: Tensor | None = flat  # what the first half sums, which must live until then
-        self.mine = flat[0] if bucket.size == 1 else flat.new_empty(bucket.numbers)
-        self.work: Any = None
-        if bucket.size > 1:
-            self.work = dist.reduce_scatter_tensor(self.mine, flat.flatten(), group=bucket.shards, async_op=True)
-        else:
-            self.second()
-
-    def second(self) -> None:
-        """Wait for the first half, begin the second."""
-        if self.work is not None:
-            wait_for(self.work)
-        self.work = self.flat = None
-        copies = self.bucket.copies
-        self.work = dist.all_reduce(self.mine, group=copies, async_op=True) if copies.size() > 1 else None
-
-    def finish(self) -> None:
-        """Wait for the sums and hand them out."""
-        if self.work is not None:
-            wait_for(self.work)
-        self.bucket.finish(self.mine)
-
-
-class Reducer:
-    """A rank's reductions in progress: at most one in each half, so that their memory does not grow with their number."""
-
-    def __init__(self) -> None:
-        self.first: Reduction | None = None
-        self.last: Reduction | None = None
-
-    def add(self, reduction: Reduction | None) -> None:
-        """Add a reduction. The previous one starts its second half, and the one before that is finished."""
-        if reduction is None:
-            return
-        self._advance()
-        self.first = reduction
-
-    def _advance(self) -> None:
-        if self.first is None:
-            return
-        if self.first.bucket.size > 1:
-            self.first.second()
-        if self.last is not None:
-            self.last.finish()
-        self.first, self.last = None, self.first
-
-    def finish(self) -> None:
-        """Wait for all."""
-        self._advance()
-        if self.last is not None:
-            self.last.finish()
-        self.last = None

@@ -14,9 +14,9 @@ from megalith.kernels.draws import Tokens, working_on
 from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
-from megalith.parallel.data import Reducer
 from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of, wait_for
 from megalith.parallel.passes import Kept, Rest, Runner, Steps
+from megalith.parallel.reduction import Reducer
 from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
 from megalith.schedule.restart import head, unmet

@@ -1,4 +1,4 @@
-"""Shares of a bucket's weights as one message of bytes, where some travel in 8 bits: codes and the scales of their tiles.
+"""Shares of a bucket's weights as one message: rows dealt in chunks, or bytes where some travel in 8 bits: codes and scales of tiles.
 
 Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a weight that is put together
 are those to which a product rounds it, and rounded once more they stay as they are.
@@ -74,9 +74,12 @@ class Parcel:
         self.bytes = -(-end // SCALE_BYTES) * SCALE_BYTES
         """The length of a rank's message"""
 
-    def pack(self, shares: Sequence[Tensor]) -> Tensor:
-        """Return this rank's message, from its share of each weight with the cut dim first."""
-        message = torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].computes.device)
+    def message(self) -> Tensor:
+        """Return an empty message."""
+        return torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].computes.device)
+
+    def pack(self, message: Tensor, shares: Iterable[Tensor]) -> None:
+        """Write this rank's message, from its share of each weight with the cut dim first."""
         for item, fields, share in zip(self.items, self.fields, shares, strict=True):
             parts, share = _parts(item, fields, message, len(share)), share.movedim(0, item.dim)
             if item.scaling is None:
@@ -84,7 +87,6 @@ class Parcel:
             else:
                 scales, codes = parts
                 pack_tiles(share.to(item.computes.dtype), codes, scales, item.scaling)
-        return message
 
     def unpack(self, messages: Tensor) -> None:
         """Write the whole weights from the messages of all ranks, uint8 [ranks, bytes]."""
@@ -97,6 +99,26 @@ class Parcel:
                 else:
                     scales, codes = parts
                     unpack_tiles(codes, scales, share, item.scaling)
+
+
+def deal(flat: Tensor, rows: Tensor, chunk: int) -> None:
+    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
+    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
+    full, rest = divmod(rows.shape[0], chunk)
+    table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
+    if full < table.shape[0]:
+        table[full, :rest].copy_(rows[full * chunk :])
+        table[full, rest:].zero_()
+        table[full + 1 :].zero_()
+
+
+def collect(rows: Tensor, flat: Tensor, chunk: int) -> None:
+    """rows <- flat: the inverse of `deal`."""
+    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
+    full, rest = divmod(rows.shape[0], chunk)
+    rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])
+    if rest:
+        rows[full * chunk :].copy_(table[full, :rest])
 
 
 def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> list[Tensor]:

@@ -20,7 +20,8 @@ from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.models.stage import Stage
-from megalith.parallel.data import Bucket, Reducer, Weight
+from megalith.parallel.data import Bucket, Weight
+from megalith.parallel.reduction import Reducer
 
 # --- graphs ---
 

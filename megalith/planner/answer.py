@@ -337,7 +337,7 @@ def short(plan: Plan) -> str:
     schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
     each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents
     of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with gradients released:
-    d8 z1 m1 disk100 released.
+    d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights.
     """
     tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
@@ -347,7 +347,8 @@ def short(plan: Plan) -> str:
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
     place = "disk" if plan.state.optimizer == "disk" else "o"
-    away = f" {place}{100 * plan.state.away:.0f}{' released' * plan.state.release}" if plan.state.away else ""
+    more = " weights" * (plan.state.weights != "device") + " released" * plan.state.release
+    away = f" {place}{100 * plan.state.away:.0f}{more}" if plan.state.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 

@@ -61,7 +61,8 @@ class Space:
     """Recomputation with less in memory, for plans with full recomputation that do not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits; if none
-    does, all of it on disk; if that is not enough, with gradients released inside the backward."""
+    does, all of it on disk; if that is not enough, with gradients released inside the backward, or, under ZeRO 3, with weights that are
+    made from it at each gather."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
-from megalith.cost import foreseen, released
+from megalith.cost import foreseen, host, released
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
@@ -234,19 +234,31 @@ def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequenc
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
     """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
-    host memory; with all of it on disk; with that and gradients released. None: none does."""
-    able = [workload for workload, held in bases if scorer.fits(workload, replace(held, optimizer=0.0))]
-    freed = [one for one, held in bases if released.can_be(one) and scorer.fits(one, replace(held, optimizer=0.0, gradients=0.0))]
-    in_host = [StateSpec(optimizer="host", share=share) for share in shares]
-    on_disk, and_released = StateSpec(optimizer="disk"), StateSpec(optimizer="disk", release=True)
-    tried = ((able, in_host), (able, [on_disk]), (freed, [and_released])) if shares else ()
+    host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
+    gathering = [(other, held) for one, held in bases if host.has_weights(other := _gathered(one))]
+    freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
+    tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
+        (bases, "optimizer", [StateSpec(optimizer="host", share=share) for share in shares]),
+        (bases, "optimizer", [StateSpec(optimizer="disk")]),
+        (freed, "optimizer gradients", [StateSpec(optimizer="disk", release=True)]),
+        (gathering, "optimizer weights", [StateSpec(optimizer="host", weights="host")]),
+        (gathering, "optimizer weights", [StateSpec(optimizer="disk", weights="disk")]),
+        (both, "optimizer weights gradients", [StateSpec(optimizer="disk", weights="disk", release=True)]),
+    )
     plans = (
         replace(one, plan=one.plan.model_copy(update={"state": state}))
-        for some, states in tried
-        for one in some
+        for some, less, states in (tried if shares else ())
+        for one, held in some
+        if scorer.fits(one, replace(held, **dict.fromkeys(less.split(), 0.0)))
         for state in states
     )
     return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
+
+
+def _gathered(workload: Workload) -> Workload:
+    """Return the workload under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
+    plan = workload.plan
+    return replace(workload, plan=plan.model_copy(update={"zero": 3})) if plan.holders == 1 else workload
 
 
 def assumed(plan: Plan, software: str = OURS) -> Practice:

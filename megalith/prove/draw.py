@@ -73,6 +73,8 @@ AXES: Axes = {
         "on the device": {},
         "half on the host": {"state": {"optimizer": "host", "share": 0.5}},
         "on disk": {"state": {"optimizer": "disk"}},
+        "on disk, weights too": {"state": {"optimizer": "disk", "weights": "disk"}},
+        "half on the host, weights too": {"state": {"optimizer": "host", "weights": "host", "share": 0.5}},
     },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},

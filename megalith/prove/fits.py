@@ -20,14 +20,25 @@ class Lever:
     saves: float
 
 
+def _allowed(spec: RunSpec, key: str, value: object) -> bool:
+    """Return True if `check` allows a value of `plan.state` for the run."""
+    plan = spec.plan.model_copy(update={"state": spec.plan.state.model_copy(update={key: value})})
+    changed = spec.model_copy(update={"plan": plan})
+    return not any(problem.key == f"plan.state.{key}" for problem in check(changed, files=False))
+
+
+def _weights(spec: RunSpec) -> Lever | None:
+    """Return weights made from the state elsewhere, if `check` allows it for the run: only those of two parts remain."""
+    state = spec.plan.state
+    if not state.away or state.weights_away or not _allowed(spec, "weights", state.optimizer):
+        return None
+    return Lever(f'plan.state.weights = "{state.optimizer}"', "weights", state.away * (1 - 2 / (spec.model.layers + 2)))
+
+
 def _release(spec: RunSpec) -> Lever | None:
     """Return the release of gradients, if `check` allows it for the run: only the gradients of one part remain."""
     state = spec.plan.state
-    if state.optimizer != "disk" or state.release:
-        return None
-    plan = spec.plan.model_copy(update={"state": state.model_copy(update={"release": True})})
-    released = spec.model_copy(update={"plan": plan})
-    if any(problem.key == "plan.state.release" for problem in check(released, files=False)):
+    if state.optimizer != "disk" or state.release or not _allowed(spec, "release", True):
         return None
     return Lever("plan.state.release = true", "gradients", 1 - 1 / (spec.model.layers + 2))
 
@@ -40,6 +51,7 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
     lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
     _release,
+    _weights,
     lambda s: Lever(f"plan.microbatch = {s.plan.microbatch // 2}", "activations", 0.5) if s.plan.microbatch > 1 else None,
     lambda s: Lever(f"plan.context = {2 * s.plan.context}", "activations", 0.5),
 )

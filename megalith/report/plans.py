@@ -199,9 +199,11 @@ def _offloaded(found: Answer) -> str:
     cluster, count = found.asked.cluster, found.found.offloaded
     said = "" if cluster.host.memory else ", assumed"
     freed = any(choice is not None and choice.plan.state.release for choice in shown)
+    made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
-        f"there; disk: to disk{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}. "
+        f"there; disk: to disk{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}"
+        f"{'; weights: made from it at each gather' * made}. "
         f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only in this way; without --offload they are left out."
     )
 

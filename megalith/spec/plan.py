@@ -28,6 +28,11 @@ class StateSpec(Spec):
         default="device",
         description="device | host | disk: where the optimizer's state and the master weights live and are updated",
     )
+    weights: Place = Field(
+        default="device",
+        description="device | host | disk: where the weights that compute come from at each gather under ZeRO 3; elsewhere they are made "
+        "from the master weights there",
+    )
     share: PositiveFloat = Field(default=1.0, le=1.0, description="how much of them lives there; the rest stays on the device")
     folder: str = Field(default="", description="disk: where each rank's files go; empty: into the run folder")
     chunk: PositiveInt = Field(
@@ -43,6 +48,11 @@ class StateSpec(Spec):
     def away(self) -> float:
         """The share that is not on the device."""
         return 0.0 if self.optimizer == "device" else self.share
+
+    @property
+    def weights_away(self) -> float:
+        """The share of the weights that compute which is not kept on the device."""
+        return 0.0 if self.weights == "device" else self.away
 
 
 class Plan(Spec):

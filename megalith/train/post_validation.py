@@ -101,7 +101,8 @@ class Unchecked:
     def correct(self) -> None:
         """Undo the update, then carry out the decision. Raises gradients.NotFinite, or Undone if the step is to be computed
         again."""
-        torch._foreach_copy_(self.trainer.state.changed(), self._before)
+        if self._before:  # none of it may be in memory
+            torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
             norms.copy_(before)
         self.trainer.discard()  # the forwards since were computed with weights that are undone

@@ -16,7 +16,9 @@ from megalith.spec.presets import presets
 from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
 RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
-"""Settings under which gradients can be released."""
+"""Settings with which gradients can be released."""
+AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "train.precision=bf16"]
+"""Settings with which weights can be elsewhere."""
 
 
 @pytest.mark.parametrize(
@@ -50,11 +52,20 @@ RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.preci
         ),
         ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs them all"),
         ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs them all"),
+        ([*AWAY, "plan.state.optimizer=host"], "plan.state.weights", 'Use plan.state.optimizer = "disk", or weights = "device".'),
+        ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps all of them whole. Use plan.zero = 3"),
+        ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
+        ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes these from the weights"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
     is_named(settings, key, said)
+
+
+def test_weights_may_be_elsewhere_on_one_data_rank_too():
+    for settings in (AWAY, [*AWAY, "plan.state.share=0.5"], [*AWAY, "plan.data=2"]):
+        assert errors(*settings) == []
 
 
 @pytest.mark.parametrize(
@@ -182,6 +193,18 @@ def test_room_for_what_checkpoints_hold_is_asked_for(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     found = [problem.severity for problem in check(run) if problem.key == "plan.state.folder"]
     assert found == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(("more", "severity"), [(0.9, "error"), (1.1, None)])
+def test_room_for_master_weights_is_asked_for_while_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, more: float, severity: str | None
+) -> None:
+    """Weights that are made from the state wait in files until that is there: a third of one of AdamW's two slots."""
+    run = spec(*AWAY, "fleet.memory_every=0", "checkpoint.every=0")
+    free = int((2 + more / 3) * disk_bytes(Case(run, None, files=True), run.plan))
+    full = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert [problem.severity for problem in check(run) if problem.key == "plan.state.folder"] == ([severity] if severity else [])
 
 
 def _said_of_the_folder(*settings: str) -> str:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.kernels.numbers import Dtypes
-from megalith.parallel.data import Bucket, Place, Reducer, Weight, _get, _put, local
+from megalith.parallel.data import Bucket, Place, Weight, local
+from megalith.parallel.parcel import collect, deal
+from megalith.parallel.reduction import Reducer
 from megalith.schedule.action import parts
 from megalith.spec.run import RunSpec
 from megalith.train.step import compute, update
@@ -213,8 +215,8 @@ def _dealt(rows: int, ranks: int) -> int:
     bucket, back = torch.full((ranks, 5 + chunk * 3), torch.nan), torch.full_like(x, torch.nan)
     flat = bucket[:, 5:]  # other weights are stored beside it
     with Operations() as operations:
-        _put(flat, x, chunk)
-        _get(back, flat, chunk)
+        deal(flat, x, chunk)
+        collect(back, flat, chunk)
     shares = x.chunk(ranks)
     for rank, found in enumerate(flat):
         share = shares[rank].flatten() if rank < len(shares) else x.new_empty(0)

@@ -37,17 +37,13 @@ def test_messages_of_all_ranks_are_the_rounded_weights(given: tuple[Given, ...],
     chunks = [4 * -(-one.shape[one.dim] // (4 * ranks)) if one.scaling else -(-one.shape[one.dim] // ranks) for one in given]
     found = [torch.full_like(weight, torch.nan) for weight in weights]
     parcel = Parcel(Item(out, one.dim, chunk, one.scaling) for out, one, chunk in zip(found, given, chunks, strict=True))
-    messages = torch.stack(
-        [
-            parcel.pack(
-                [
-                    weight.float().movedim(one.dim, 0)[rank * chunk : (rank + 1) * chunk]
-                    for weight, one, chunk in zip(weights, given, chunks, strict=True)
-                ]
-            )
-            for rank in range(ranks)
-        ]
-    )
+    messages = torch.stack([parcel.message() for _ in range(ranks)])
+    for rank, message in enumerate(messages):
+        shares = (
+            weight.float().movedim(one.dim, 0)[rank * chunk : (rank + 1) * chunk]
+            for weight, one, chunk in zip(weights, given, chunks, strict=True)
+        )
+        parcel.pack(message, shares)
     parcel.unpack(messages)
     for out, weight, one in zip(found, weights, given, strict=True):
         assert torch.equal(out, weight if one.scaling is None else in_slabs(weight, one.scaling))

@@ -235,6 +235,22 @@ def test_the_search_releases_what_check_allows(format: str, optimizer: str, mast
     assert released.can_be(load) == (not refused)
 
 
+def test_weights_are_made_from_the_state_where_it_is_not_enough_to_keep_that_elsewhere():
+    """One device that lacks half of what the weights take, of a host with memory for buffers alone."""
+    model, scorer = dense(16), Scorer(calibration())
+    plan = Plan(recompute="full", zero=0, state=StateSpec(optimizer="disk", release=True))
+    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    held = scorer.memory(full)
+    device = full.cluster.accelerator.model_copy(update={"memory": int((held.total - held.weights / 2) * (1 + SLACK))})
+    small = full.cluster.model_copy(update={"accelerator": device, "host": HostSpec(memory=int(8 * 16e6 / USABLE))})
+    space = replace(SPACE, microbatches=(1,), again=(), offload=Space().offload[-1:])
+    best = search(model, small, seq_len=4096, global_batch=1, space=space).best
+    assert best is not None and best.plan.state == StateSpec(optimizer="disk", weights="disk", release=True)
+    assert short(best.plan) == "d1 z3 m1 disk100 weights released"
+    assert best.estimate.fits and best.estimate.memory.weights < held.weights / 2
+    assert search(model, small, seq_len=4096, global_batch=1, space=space, format="fp32").best is None
+
+
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
 def test_what_does_not_fit_with_single_blocks_recomputed_may_in_segments(share, policy):
     """64 blocks are on one device that lacks some of the memory for full recomputation. The chosen length of segments needs the

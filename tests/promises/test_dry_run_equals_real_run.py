@@ -20,6 +20,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 1": {"plan": {"data": 4, "zero": 1}},
     "zero 2": {"plan": {"data": 4, "zero": 2}, "train": {"precision": "bf16"}},
     "zero 3": {"plan": {"data": 4, "zero": 3}, "train": {"precision": "bf16"}},
+    "weights on disk": {
+        "plan": {"data": 4, "zero": 3, "state": {"optimizer": "disk", "weights": "disk", "share": 0.6}},
+        "train": {"precision": "bf16"},
+    },
     "copies": {"plan": {"data": 4, "zero": 3, "replicate": 2}},
     "tensor": {"plan": {"data": 2, "tensor": 2, "zero": 1}},
     "recomputed": {"plan": {"data": 2, "tensor": 2, "recompute": "full"}, "train": {"precision": "bf16"}},

@@ -22,10 +22,10 @@ from torch import Tensor
 from megalith.kernels.cross_entropy import Loss
 from megalith.mesh import Mesh
 from megalith.models.batch import Batch
-from megalith.parallel.data import Reducer
 from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Steps
+from megalith.parallel.reduction import Reducer
 from megalith.schedule import SCHEDULES, build
 from megalith.schedule.action import COMPUTATIONS, Action, parse, parts
 from megalith.schedule.lower import Program, lower

@@ -194,6 +194,14 @@ def test_release_of_gradients_is_named_where_check_lets_the_run_have_it(batch: i
     assert ("plan.state.release = true" in problem.way_out) == named
 
 
+@pytest.mark.parametrize(("zero", "named"), [(3, True), (2, False)])
+def test_weights_elsewhere_are_named_where_check_lets_the_run_have_them(zero: int, named: bool) -> None:
+    run = tiny_run(plan={"zero": zero, "state": {"optimizer": "host"}}, train={"precision": "bf16"})
+    problem = does_not_fit(run, _memory(weights=85), 80 * GIB)
+    assert problem is not None
+    assert ('plan.state.weights = "host"' in problem.way_out) == named
+
+
 def test_building_can_be_what_does_not_fit() -> None:
     problem = does_not_fit(tiny_run(), _memory(weights=10, building=90), 80 * GIB)
     assert problem is not None

@@ -4,6 +4,8 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from math import lcm, prod
 from pathlib import Path
@@ -15,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import Weight, local
+from megalith.parallel.source import Source
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.plan import StateSpec
 from megalith.spec.state import LOWER, MASTER, Slot, away_names
-from megalith.train.offload.slot_file import padded
+from megalith.train.offload.slot_file import memory_of, padded
 from megalith.train.offload.slots import Slots
 from megalith.train.offload.stored import Stored
 from megalith.train.offload.stream import Stream
@@ -59,25 +62,31 @@ def lots_of(
     return {name: Lot(weights[name], (*masters(name), *slots[name]), whole[name]) for name in away_names(sizes, state.away)}
 
 
-def _first(slot: Slot, lot: Lot) -> Tensor | None:
-    """Take a slot's first values from the weights: its master weights, or their lower half; None: they are zeros."""
+def _first(slot: Slot, lot: Lot, source: Source | None) -> Tensor | None:
+    """Take a slot's first values from the weights: its master weights, or their lower half; None: they are zeros. `source`: how the share
+    that computes is made from the master weights at each gather."""
     if slot == MASTER:
-        return lot.weight.move_out()
+        return lot.weight.move_out(source)
     return lot.weight.split(NUMBERS[slot.number].bits) if slot in LOWER.values() else None
 
 
 class Host:
     """State in the host's memory, updated there."""
 
-    def __init__(self, lots: Mapping[str, Lot]) -> None:
+    def __init__(self, lots: Mapping[str, Lot], *, weights: bool = False) -> None:
+        """`weights`: the weights that compute are made from these master weights at each gather."""
         self.lots = lots
         self.held: dict[tuple[Slot, str], Tensor] = {}
         for name, lot in lots.items():
-            share = lot.share
+            share, source = lot.share, Source(partial(self._masters, name)) if weights else None
             for slot in lot.slots:
-                first = _first(slot, lot)
+                first = _first(slot, lot, source)
                 zeros = torch.zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
                 self.held[slot, name] = zeros if first is None else first.cpu()
+
+    def _masters(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the master weights of a parameter, all at once."""
+        yield 0, self.held[MASTER, name].view(-1)
 
     @property
     def masters(self) -> bool:
@@ -123,8 +132,9 @@ class Disk:
     """State in files of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same range of all of a parameter's
     tensors that are here."""
 
-    def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int) -> None:
-        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once."""
+    def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
+        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once. `weights`: the weights that compute
+        are made from these master weights at each gather."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
         """The pieces of each parameter: the number of a chunk, its first number of the share, and how many."""
@@ -137,12 +147,25 @@ class Disk:
         self.slots = Slots(path, chunks, dry=any(isinstance(lot.share, FakeTensor) for lot in lots.values()))
         self._stream = Stream(self.slots)
         weakref.finalize(self, self._stream.close)
+        reader = None
+        if weights and not self.slots.dry:  # a dry run counts what its own thread allocates
+            reader = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
+            weakref.finalize(self, reader.shutdown)
+        self._passing = [memory_of(max(padded(sizes[0]) for _, sizes in chunks))] if weights else []
+        sources = {name: Source(partial(self._masters, name), reader) for name in lots} if weights else {}
         self.held = {
             (slot, name): self._stored(name, number) for name, lot in lots.items() for number, slot in enumerate(lot.slots)
         }
         for (slot, name), stored in self.held.items():
-            if (first := _first(slot, lots[name])) is not None:
+            if (first := _first(slot, lots[name], sources.get(name))) is not None:
                 stored.fill((0,) * first.dim(), first)
+
+    def _masters(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the master weights of a parameter, the first of its slots. Only one thread calls it: all pass through the same memory."""
+        (memory,) = self._passing
+        for chunk, first, count in self.pieces[name]:
+            self.slots.read(chunk, memory, 0)
+            yield first, memory[: count * MASTER_BYTES].view(torch.float32)
 
     def _stored(self, name: str, number: int) -> Stored:
         lot = self.lots[name]
@@ -179,7 +202,7 @@ class Disk:
     def publish(self) -> None:
         """Let the weights that compute be what the master weights say, which were loaded."""
         for (slot, name), stored in self.held.items():
-            if slot == MASTER:
+            if slot == MASTER and self.lots[name].weight.source is None:
                 for first, numbers in stored.pieces():
                     self.lots[name].weight.take_over(first, numbers)
 
@@ -204,8 +227,8 @@ class Disk:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Return the buffers that chunks pass through."""
-        return self._stream.buffers
+        """The memory that chunks pass through."""
+        return [*self._stream.buffers, *self._passing]
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -214,17 +237,23 @@ class Disk:
 
 
 def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, rank: int) -> Host | Disk | None:
-    """The home of the state that is not on the device; None if all of it is. `folder`: where a file goes if the plan names no
-    place; None: with temporary files.
+    """The home of the state that is not on the device; None if all of it is. `folder`: see `folder_of`.
 
     Raises StateFileError where a disk has no room.
     """
     if not lots:
         return None
+    weights = state.weights != "device"
     if state.optimizer == "host":
-        return Host(lots)
-    where = Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
-    return Disk(lots, where / f"state-of-rank-{rank:05d}.{os.getpid()}", most=state.chunk * MIB)
+        return Host(lots, weights=weights)
+    return Disk(
+        lots, folder_of(state, folder) / f"state-of-rank-{rank:05d}.{os.getpid()}", most=state.chunk * MIB, weights=weights
+    )
+
+
+def folder_of(state: StateSpec, folder: Path | None) -> Path:
+    """The folder of files of state. `folder`: where they go if the plan names no place; None: with temporary files."""
+    return Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from megalith.fleet.exit_codes import ExitCode
 
 PAGE = 4096
 """Bytes to whose multiples direct I/O is aligned: a disk's sector, and more than most need."""
+FREE = "Make room there, or name a folder on another disk by plan.state.folder"
 BACK = "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.state.folder"
 NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 """Errors of file systems and kernels without O_TMPFILE."""

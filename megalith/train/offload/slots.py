@@ -13,9 +13,7 @@ from torch import Tensor
 
 from megalith.checkpoint.digests import WORDS
 from megalith.spec.state import DISK_SLOTS
-from megalith.train.offload.slot_file import Layout, SlotFile, StateFileError
-
-FREE = "Make room there, or name a folder on another disk by plan.state.folder"
+from megalith.train.offload.slot_file import FREE, Layout, SlotFile, StateFileError
 
 
 class Slots:
