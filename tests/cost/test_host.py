@@ -10,6 +10,7 @@ from megalith.planner.candidates import offloaded
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
 from megalith.spec.plan import Plan, StateSpec
+from megalith.spec.sizes import model_parameters
 from tests.cost.models import dense, workload
 
 
@@ -44,3 +45,16 @@ def test_devices_share_a_host_with_as_many_as_there_are():
         made = workload(dense(), Plan(state=state))
         seconds = [host.seconds(replace(made, cluster=two.model_copy(update={"count": count})), 1e9) for count in (1, 2, 8, 16)]
         assert seconds[0] < seconds[1] < seconds[2] == seconds[3]
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_weights_elsewhere_are_read_for_each_forward_and_each_backward(place):
+    """4 bytes of each parameter that a rank updates, for each microbatch."""
+    numbers = sum(each.numel for each in model_parameters(dense()).values())
+    for data in (1, 2):
+        plan = Plan(data=data, zero=3, state=StateSpec(optimizer=place))
+        kept = workload(dense(), plan, practice=Practice(overlap_data=False))
+        made = replace(kept, plan=plan.model_copy(update={"state": StateSpec(optimizer=place, weights=place)}))
+        bandwidth = host.DISK if place == "disk" else host.LINK
+        more = estimate(made).time.data - estimate(kept).time.data
+        assert more == pytest.approx(2 * kept.microbatches * 4 * numbers / data / bandwidth, rel=1e-3)

@@ -35,8 +35,8 @@ def two_ranks(data: Path, place: dict[str, Any], *, zero: int = 1, **parts: dict
 
 
 def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
-    """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not complete,
-    before that when half of a random chunk is written."""
+    """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not
+    complete, before that when half of a random chunk is written."""
     random = Random(seed)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
     number = run_ranks(chunks, 2, spec)[1]
