@@ -79,12 +79,9 @@ def state_is_at_hand(case: Case) -> Found:
         yield error("plan.state.optimizer", where, reason, 'Use "device", or an own optimizer whose unit is "element".')
 
 
-def callbacks_are_the_same_everywhere(case: Case) -> Found:
-    """Each callback is listed once, and all ranks pass it the same numbers."""
+def callbacks_are_listed_once(case: Case) -> Found:
+    """Each callback is listed once."""
     callbacks = case.spec.train.callbacks
     twice = [name for name, count in Counter(callbacks).items() if count > 1]
     if twice:
         yield error("train.callbacks", list(callbacks), f"names {twice[0]} more than once", "Name each once.")
-    if callbacks and case.spec.sites is not None:
-        reason = "with [sites], whose losses differ from site to site, so a callback would not be the same on every rank"
-        yield error("train.callbacks", list(callbacks), reason, "Leave callbacks out, or train on one site.")

@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer", optimizer.rates_scale),
     Rule("own", own.own_parts_fit_the_plan),
     Rule("own", own.state_is_at_hand),
-    Rule("own", own.callbacks_are_the_same_everywhere),
+    Rule("own", own.callbacks_are_listed_once),
     Rule("moments", moments.blocks_lie_inside_shards),
     Rule("moments", moments.something_is_small),
     Rule("moments", moments.halves_can_be_had),

@@ -205,7 +205,7 @@ class Loop:
             self._turn = self.sites.deal(self.step)
             if self._turn.share is None:
                 self._advance(self.step + 1)
-                return self.sites.agree(stop)
+                return self.sites.agree(stop or self._stop_asked)
         ended = self._enter_phase()
         if self.precision is not None:
             self.precision.look(self.step)
@@ -305,7 +305,8 @@ class Loop:
     def _done(self, done: Stepped) -> Done:
         """Return a step for the user's own callbacks."""
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
-        return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, **numbers)
+        site = 0 if self.sites is None else self.sites.site
+        return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, site=site, **numbers)
 
     def _tokens_seen(self, done: Stepped) -> int:
         """Return the tokens that the run had read by the end of a step."""

@@ -1,6 +1,7 @@
 """A user's own parts, taken from the page: equal under every plan, resumed exactly, imported only for a command given the run."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from megalith import own
 from megalith.check import check
+from megalith.checkpoint.folder import find
 from megalith.checkpoint.shares import shares, whole_of
 from megalith.commands.export import export
 from megalith.commands.report import report
@@ -26,6 +28,7 @@ from megalith.spec import files
 from megalith.spec.base import AbsentError
 from megalith.spec.optimizers import OPTIMIZERS, Kind, admit
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import folder_of
 from megalith.spec.state import Slot
 from megalith.train.evaluate import evaluate
 from megalith.train.generate import generate
@@ -36,10 +39,11 @@ from megalith.train.own.admit import changes
 from megalith.train.own.callbacks import Callbacks, Done
 from megalith.train.own.trial import try_rule
 from megalith.train.stream import open_stream
+from tests.keys import GIVEN
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, final_state, prepare_text, train
+from tests.runs import SITE, assert_same_bits, final_state, finish, position, prepare_text, start, train
 from tests.specs import tiny_run
 
 PAGE = Path(__file__).parents[2] / "docs/guide/own_parts.md"
@@ -156,6 +160,47 @@ def test_a_stopped_run_ends_in_the_same_bits(folder: Path, tmp_path: Path) -> No
     assert states[0]["meta"]["callbacks"] == states[1]["meta"]["callbacks"] != {}
 
 
+class Limit:
+    """A callback that keeps the losses of its site, and asks to stop on site 1 after the fourth step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def after_step(self, done: Done) -> bool:
+        assert done.site == int(os.environ[SITE])
+        self.seen.append(done.loss)
+        return done.site == 1 and done.step == 4
+
+    def state(self) -> list[float]:
+        return self.seen
+
+    def load(self, state: list[float]) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize("sites", [{"inner_steps": 2}, {"method": "data-parallel"}], ids=["merged", "data-parallel"])
+def test_a_callback_of_one_site_stops_the_sites_and_each_resumes_with_its_own_state(
+    sites: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """Two sites are a quorum only together, so both stop."""
+    parts: dict[str, Any] = {"sites": {"count": 2, **sites}, "checkpoint": {"every": 2}, "data": {"path": str(folder / "data")}}
+    parts["optimizer"] = {"kind": "adamw"}
+    plain, stops = (
+        run(folder, train={"steps": 8, "loss": None, "callbacks": names}, **parts) for names in ([], [f"{__name__}:Limit"])
+    )
+    assert not [each for each in check(stops, files=False) if each.severity == "error"]
+    assert finish(start(plain, tmp_path / "plain", environment=GIVEN)) == [0, 0]
+    assert finish(start(stops, tmp_path / "stopped", environment=GIVEN)) == [75, 75]
+    assert 4 < position(tmp_path / "stopped")["step"] < 8
+    assert finish(start(stops, tmp_path / "stopped", environment=GIVEN)) == [0, 0]
+    for site in range(2):
+        there = [folder_of(tmp_path / name, site) for name in ("plain", "stopped")]
+        assert_same_bits(final_state(there[0]), final_state(there[1]))
+        losses = [step.loss for step in of_kind(read(there[0]), Step)]
+        meta = json.loads(find(there[1]).joinpath("manifest.json").read_text())["meta"]
+        assert meta["callbacks"] == {f"{__name__}:Limit": losses}
+
+
 def test_the_state_of_a_callback_goes_with_a_copy_in_memory() -> None:
     callbacks, again = Callbacks(), Callbacks()
     callbacks._all, callbacks._stateful = {"one": _Counts()}, {"one"}
@@ -247,9 +292,6 @@ def test_plans_that_a_part_is_not_written_for_are_refused(folder: Path, monkeypa
         away = run(folder, {"state": {"optimizer": "host"}}, optimizer={"kind": kind})
         found = {problem.key for problem in check(away, files=False) if problem.severity == "error"}
         assert ("plan.state.optimizer" in found) is refused
-    assert "train.callbacks" in {
-        problem.key for problem in check(run(folder, sites={"count": 2}), files=False) if problem.severity == "error"
-    }
 
 
 def test_a_name_that_is_none_is_refused() -> None:

@@ -16,7 +16,7 @@ ROOM = 4096
 
 
 class Done(NamedTuple):
-    """A finished step, in numbers that all ranks know."""
+    """A finished step, in numbers that all ranks of a site know; a run without sites counts as one site."""
 
     step: int
     """The step's number; the first is 1."""
@@ -28,19 +28,22 @@ class Done(NamedTuple):
     skipped: str
     """Why the update was skipped; empty if it was made."""
     rank: int
-    """This rank, the only value here that differs between ranks. A callback that writes or sends does so on rank 0."""
+    """This rank of its site, the only value here that differs between ranks. A callback that writes or sends does so on rank 0."""
+    site: int = 0
+    """This rank's site. Sites differ in the loss, and without data parallelism between them in the norm."""
 
 
 class Callback(Protocol):
     """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
 
-    All ranks pass the same numbers, so its state is the same on every rank; ranks compare it at each checkpoint. A callback that
+    All ranks of a site pass the same numbers, so its state is the same on each; they compare it at each checkpoint. A callback that
     keeps anything from step to step also has `state` and `load`. Without them it is refused if its attributes change. It trains
     nothing: it has no weights or gradients, and parity does not call it. An exception in it ends the run.
     """
 
     def after_step(self, done: Done) -> bool | None:
-        """Handle a finished step. Return True to make the run save and stop after the next one."""
+        """Handle a finished step. Return True to make the run save and stop after the next one; with sites, this site is asked to
+        stop, as by a signal."""
         ...
 
     def state(self) -> Any:
