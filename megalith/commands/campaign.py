@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.shared.output import counted, print_json
+from megalith.commands.shared.output import print_json
+from megalith.report.units import counted
 
 if TYPE_CHECKING:
     from megalith.rehearse.campaign import Ran

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.commands.shared.arguments import Json
-from megalith.commands.shared.output import counted, print_json
+from megalith.commands.shared.output import print_json
+from megalith.report.units import counted
 
 if TYPE_CHECKING:
     from megalith.control.leftovers import Leftover

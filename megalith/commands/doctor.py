@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megalith.commands.shared.arguments import Json, Overwrite
-from megalith.commands.shared.output import counted, print_json, write
+from megalith.commands.shared.output import print_json, write
+from megalith.report.units import counted
 
 if TYPE_CHECKING:
     from megalith.machine.health import Finding

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megalith.commands.shared.arguments import Json, RunRequest, Settings
-from megalith.commands.shared.output import counted, print_json, progress
+from megalith.commands.shared.output import print_json, progress
+from megalith.report.units import counted
 
 
 def command(

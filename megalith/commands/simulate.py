@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megalith.commands.shared.arguments import Json, one_of
-from megalith.commands.shared.output import counted, print_json, progress, write
+from megalith.commands.shared.output import print_json, progress, write
+from megalith.report.units import counted
 
 if TYPE_CHECKING:
     from megalith.rehearse.prepare import Prepared, Wanted

@@ -53,7 +53,8 @@ def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: flo
         *(f"{tier} {units.memory(size)}" for tier, size in (("host", holding.host_bytes), ("disk", holding.disk_bytes)) if size),
     ]
     place = ", ".join(f"{axis} {i}" for axis, i in holding.coordinates.items())
-    title = "\n".join([f"rank {holding.rank}: {place}", *lines, f"1/{round(1 / share)} of each part, {shards} shards a copy"])
+    split = f"1/{round(1 / share)} of each part, {units.counted(shards, 'shard')} a copy"
+    title = "\n".join([f"rank {holding.rank}: {place}", *lines, split])
     return Cell(f"rank {holding.rank}", lines, [share * (part in held) for part in order], title)
 
 

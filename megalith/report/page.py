@@ -96,7 +96,7 @@ def _said(run: History) -> str:
     start, plan = run.start, run.plan
     if start is None:
         return "This folder has no record of a start, so there is little to show yet."
-    words = [f"{units.count(start.parameters)} parameters", f"{start.world} ranks on {start.device}"]
+    words = [f"{units.count(start.parameters)} parameters", f"{units.counted(start.world, 'rank')} on {start.device}"]
     if plan:
         words.append(f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}, ZeRO {plan.zero}")
         words += [f"schedule {plan.schedule}"] if plan.pipeline > 1 else []
@@ -348,7 +348,8 @@ def _pipeline(run: History) -> str:
         return ""
     foreseen, basis, microbatches = predict(run)
     groups = {f"predicted from {basis}": timeline.predicted(foreseen)}
-    notes = [f"{plan.schedule}, {plan.pipeline} ranks, {plan.stages} stages, {run.microbatches} microbatches a step."]
+    sizes = [(plan.pipeline, "rank"), (plan.stages, "stage"), (run.microbatches, "microbatch")]
+    notes = [f"{plan.schedule}, {', '.join(units.counted(*each) for each in sizes)} a step."]
     if microbatches < run.microbatches:
         notes.append(f"The prediction is drawn for {microbatches} microbatches, to keep it readable.")
     if spans:

@@ -6,6 +6,11 @@ NOTHING = "–"
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 node", "2 nodes", "2 batches"."""
+    return f"{number:,} {noun}{('es' if noun.endswith('tch') else 's') * (number != 1)}"
+
+
 def count(value: float | None) -> str:
     """A number with at most four digits and a thousands letter: 950, 12.3k, 8.03B."""
     if value is None or not isfinite(value):

@@ -340,7 +340,9 @@ def run(source: Source, asked: Asked) -> dict[str, Any]:
         if start is None
         else {"flops": start.peak_flops, "source": start.peak_source, "convention": start.flops_convention},
         "starts": len(source.starts),
-        "said": [units.count(start.parameters) + " parameters", f"{start.world} ranks on {start.device}"] if start else [],
+        "said": [units.count(start.parameters) + " parameters", f"{units.counted(start.world, 'rank')} on {start.device}"]
+        if start
+        else [],
         "spec": source.spec,
     }
 

@@ -186,11 +186,6 @@ def progress() -> "Progress":
     return Progress(*columns, console=console, auto_refresh=False, disable=hidden, speed_estimate_period=3600, transient=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 node", "2 nodes"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def write(text: str, path: Path, *, overwrite: bool) -> None:
     """Write a file, and the folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
     if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
