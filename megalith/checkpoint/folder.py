@@ -308,9 +308,7 @@ def nothing_text(path: Path) -> str:
     """Return the message that there is no checkpoint."""
     absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
     if (path / "config.json").is_file():
-        return (
-            f"{path}: no checkpoint here, but a model as transformers keeps it. Convert it: megalith import {path} --out FOLDER"
-        )
+        return f"{path}: no checkpoint here, but a model in transformers' format. Convert it: megalith import {path} --out FOLDER"
     reason = ": no checkpoint here" if path.exists() else absent
     return f"{path}{reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 

@@ -53,7 +53,7 @@ OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own w
 
 
 def _foreign(spec: Model) -> Foreign:
-    """Raises ValueError for a family that transformers has not, and for a model with own parts."""
+    """Raises ValueError for a family that transformers does not have, and for a model with own parts."""
     if mine := named_by(spec):
         raise ValueError(f"cannot export: transformers has no class for a model with own parts ({', '.join(mine.values())})")
     if spec.family not in BY_FAMILY:
@@ -105,7 +105,7 @@ def export(
 
     `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps
     in fp32. `tokenizer` is copied too, and defines the end of a text. Weights beyond `file_bytes` go to several files. Raises
-    ValueError for a family that transformers has not, and naming all weights that are missing, left over or of another shape;
+    ValueError for a family that transformers does not have, and naming all weights that are missing, left over or of another shape;
     FileExistsError if `out` has files; OSError naming `out` if it cannot be made.
     """
     spec, weights = folded(spec, weights)
@@ -160,7 +160,7 @@ def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str
 
 
 def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32) -> Json:
-    """config.json; `ids` of the tokens that begin and end a text. Raises ValueError for a family that transformers has not."""
+    """config.json; `ids` of the tokens that begin and end a text. Raises ValueError for a family that transformers does not have."""
     ids = ids or {}
     return _foreign(spec).configuration(spec) | {
         "attention_dropout": 0.0,

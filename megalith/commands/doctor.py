@@ -129,7 +129,7 @@ def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_jso
 
 
 def _described(rows: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of what the machine is."""
+    """Return a table that describes the machine."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -61,7 +61,7 @@ def command(
 
     one_of("--engine", engine, *ENGINES)
     if submit and engine == "torchrun":
-        raise typer.BadParameter("--submit: nothing takes a script for torchrun. Use --out, and start it on every node.")
+        raise typer.BadParameter("--submit: torchrun has no queue to submit to. Use --out, and start it on every node.")
     options = {
         "nodes": nodes, "ranks_per_node": ranks_per_node, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node,
         "hours": hours, "partition": partition, "account": account, "image": image, "namespace": namespace, "volume": volume,
@@ -138,7 +138,8 @@ def _variables(settings: list[str] | None) -> dict[str, str] | None:
 
 
 def _placed(artefact: "Artefact", out: str | None) -> Launched:
-    """Return an artefact as it is written to `out`, a file or a folder. Its text and its command name the file in that place."""
+    """Return an artefact's launch when it is written to `out`, a file or a folder. Its text and its command name the file in
+    that place."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return Launched(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)

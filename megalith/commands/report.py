@@ -88,7 +88,8 @@ def report(run_dir: Path, *, out: Path | None = None) -> Path:
 
 
 def report_if_any(run_dir: Path) -> tuple[Path | None, str]:
-    """Return the report page, or None and why it could not be written: a run that trained well does not fail over its report."""
+    """Write the report page, and return its path; if it cannot be written, None and the reason. A finished run does not fail
+    because of its report."""
     try:
         return report(run_dir), ""
     except Exception as error:  # whatever the events hold

@@ -322,7 +322,7 @@ class Controller:
 
     def _take(self, seen: Seen) -> None:
         """Let the policy decide on a sign, log the decision, and carry it out."""
-        if seen.sign.step == 0:  # whoever saw it does not know the step
+        if seen.sign.step == 0:  # its observer does not know the step
             seen = replace(seen, sign=replace(seen.sign, step=self._step))
         if self._end_now or not isinstance(
             seen.sign, signs.Straggler

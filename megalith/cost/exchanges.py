@@ -101,8 +101,8 @@ class _Copied(torch.autograd.Function):
 
 
 class _Dispatched(torch.autograd.Function):
-    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. A row has `size`
-    bytes (None: those of its numbers), and its gradient those of its numbers."""
+    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. A row takes
+    `size` bytes (None: the bytes of its numbers); its gradient takes the bytes of its numbers."""
 
     @staticmethod
     def forward(ctx, x: Tensor, recorder: Recorder, size: int | None) -> Tensor:

@@ -99,7 +99,7 @@ def _speed(value: float) -> str:
 
 def memory(limit: float) -> Finding:
     """Memory that is available without swapping, of this machine or of this process's control group."""
-    way_out = "Stop what else runs here, or use fewer ranks, a smaller microbatch or more recomputation"
+    way_out = "Stop other programs on this machine, or use fewer ranks, a smaller microbatch or more recomputation"
     return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
 
 

@@ -208,7 +208,7 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
     if bad := [str(one) for one in found if one.wrong]:
         return Finding(name, "fail", f"wrong bytes from {', '.join(bad)}", limit, "Check these ranks' memory, devices and cables")
     if slowest.speed * SLOW < median:
-        return Finding(name, "warn", value, limit, f"Look at what connects {slowest}, and at what else uses it")
+        return Finding(name, "warn", value, limit, f"Check the hardware of the link {slowest}, and other traffic on it")
     return Finding(name, "ok", value, limit)
 
 

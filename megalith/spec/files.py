@@ -210,7 +210,7 @@ def save(resolved: Resolved, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
     disk.write_whole(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
-    disk.write_whole(run_dir / FILE, dump(resolved))  # last: whoever finds it finds the others
+    disk.write_whole(run_dir / FILE, dump(resolved))  # last: a reader that finds it finds the others
 
 
 def _printable(text: str) -> str:

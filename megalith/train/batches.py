@@ -73,7 +73,7 @@ def to_batch(
         del arrays["positions"]
     tensors = {name: _tensor(np.ascontiguousarray(array), device) for name, array in arrays.items()}
     return Batch(
-        **tensors,  # pyright: ignore[reportArgumentType]  # tokens, targets and what else is there, by their field
+        **tensors,  # pyright: ignore[reportArgumentType]  # tokens, targets and other tensors, by field
         pieces=samples.pieces if several else None,
         loss_scale=loss_scale,
         z_loss=z_loss,

@@ -249,7 +249,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
         yield Cause(
             "pauses",
             words,
-            "See what else runs on these machines; the stacks of a slow step show more (--profile).",
+            "Look for other programs on these machines; the stacks of a slow step show more (--profile).",
             shares["other"],
         )
     predicted = (source.predicted or {}).get("time")

@@ -36,7 +36,7 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
 
 
 def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
-    from megalith.cost.estimate import estimate  # a prediction, for whoever can make one
+    from megalith.cost.estimate import estimate  # a prediction, if one can be made
     from megalith.cost.foreseen import of_run
     from megalith.planner.slower import alternatives, by_term
 

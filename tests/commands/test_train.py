@@ -285,7 +285,7 @@ def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, mon
 
     def look(folder: Path) -> list[Finding]:
         looks.append(folder)
-        return [Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop what else runs here")]
+        return [Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop other programs on this machine")]
 
     monkeypatch.setattr(admission, "before_start", look)
     monkeypatch.setattr(runs, "check", lambda one, **_: runs.Checked(files.load(one.file, overrides=one.overrides), []))

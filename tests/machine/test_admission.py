@@ -25,7 +25,7 @@ from tests.fleet.stores import Dictionary
 from tests.patience import PATIENCE
 
 HUGE = 1e24
-SHORT = Finding("memory", "fail", "1 MiB", "at least 2 MiB", "Stop what else runs here")
+SHORT = Finding("memory", "fail", "1 MiB", "at least 2 MiB", "Stop other programs on this machine")
 
 
 def test_this_machine_may_start_and_nothing_is_left_behind(tmp_path: Path) -> None:

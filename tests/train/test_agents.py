@@ -133,7 +133,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
 def test_a_machine_that_is_not_fit_does_not_join_and_tells_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop what else runs here")
+    short = Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop other programs on this machine")
     monkeypatch.setattr(admission, "before_start", lambda folder: [short])
     host, store = _host(tmp_path), Dictionary()
     assert not agents._is_fit(host, store, seconds=0.0)

@@ -197,7 +197,7 @@ class Peers:
         with self._changed:
             before, self._peers[site] = self._peers.get(site), peer
             self._news.put(News(site, start, None))
-            # With the lock: whoever finds the peer can wait for its threads.
+            # With the lock: a thread that finds the peer can wait for its threads.
             peer.threads += [
                 self._begin(self._send_all, f"to-{site}", peer),
                 self._begin(self._receive_all, f"from-{site}", peer),

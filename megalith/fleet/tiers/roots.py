@@ -47,7 +47,7 @@ def _root(place: Path, run_dir: Path, identity: str) -> Path:
         if refused is None:
             return usual
         return elsewhere(usual, refused)
-    except OSError:  # away: whoever writes there meets it again
+    except OSError:  # away: the next write there reports it
         return usual
 
 

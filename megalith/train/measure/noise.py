@@ -49,9 +49,9 @@ class NoiseMeter:
 
 
 def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
-    """Return the estimates of a step from the sum of squared norms before the reduction and the squared norm after it; None where the plan
-    shows none. Each part's gradient is that of its share of the step's loss; times the number of parts it is the mean over its
-    own sequences."""
+    """Return the estimates of a step from the sum of squared norms before the reduction and the squared norm after it; None if the plan
+    allows none. Each part's gradient is that of its share of the step's loss, so it must be multiplied by the number of parts to be the
+    mean over its own sequences."""
     count, batch = parts(spec.plan, spec.microbatches), spec.train.global_batch
     return None if count == 1 else estimate(small=count * small, large=large, part=batch / count, batch=batch)
 
