@@ -50,7 +50,7 @@ def _tiers(memory: float, disk: float, store: float, *, buddy: float | None = No
 PROFILES: dict[str, Latencies] = {
     "cold": Latencies(
         restart=600.0, restore=_tiers(5, 30, 120, buddy=10), stall=_tiers(0.2, 2, 30), hang=600.0, replace=120.0, start=900.0,
-        source="assumed: processes started anew by a scheduler, blocking saves, collectives that time out after ten minutes",
+        source="assumed: processes restarted by a scheduler, blocking saves, collectives that time out after ten minutes",
     ),
     "warm": Latencies(
         restart=180.0, restore=_tiers(5, 30, 60, buddy=10), stall=_tiers(0.2, 1, 2), hang=60.0, replace=30.0, start=600.0, write=60.0,

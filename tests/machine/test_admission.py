@@ -67,7 +67,7 @@ def test_a_run_folder_that_cannot_be_written_stops_a_start() -> None:
 def test_a_refusal_names_value_limit_and_ways_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     warning = Finding("clock", "warn", "70 ms off", "at most 500 ms", "Let chrony slew it")
     monkeypatch.setattr(admission, "before_start", lambda folder: [warning, SHORT])
-    with pytest.raises(UnfitError, match=r"memory: 1 MiB \(limit: at least 2 MiB\)\. Stop what else.*fleet\.check"):
+    with pytest.raises(UnfitError, match=r"memory: 1 MiB \(limit: at least 2 MiB\)\. Stop other programs.*fleet\.check"):
         admit(Path())
     assert "70 ms off" in capsys.readouterr().err
 

@@ -150,7 +150,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Told:
-    """The facts that a site which takes part anew needs besides tensors: steps done, merges recorded and their digest, `sent` (for each
+    """The data, besides tensors, that a joining site needs: steps done, merges recorded and their digest, `sent` (for each
     fragment, the step at which differences were taken that are not merged yet), and the deal as it records itself."""
 
     kind = b"t"
@@ -189,7 +189,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Ready:
-    """A site that takes part anew has all merges so far, and can train."""
+    """A joining site has all merges so far, and can train."""
 
     kind = b"r"
     line: str

@@ -164,7 +164,7 @@ def _away(folder: Path, seconds: float) -> Done:
     time.sleep(seconds)
     if folder.exists():
         made = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-        raise BrokenError(f"{folder.name} was made anew while it was away: {made}")
+        raise BrokenError(f"{folder.name} was created again while it was away: {made}")
     elsewhere.rename(folder)
     return Done(f"{folder.name} away for {seconds:.1f} s")
 
