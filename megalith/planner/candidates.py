@@ -50,9 +50,9 @@ class Space:
     most_chunks: int = 8
     zero: tuple[Zero, ...] = (1, 2, 3)
     schedules: tuple[str, ...] = field(default_factory=searched)
-    """Beside 1F1B and interleaved 1F1B."""
+    """Tried besides 1F1B and interleaved 1F1B."""
     copies: bool = True
-    """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
+    """Under ZeRO 3, try two copies of the state, or one for each node, for every 8 nodes or for every 64 (HSDP)."""
     compile: bool = False
     """Compile blocks, unless the schedule defers weight gradients, which are compiled with the rest."""
     compile_split: bool = True

@@ -261,8 +261,8 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def precision(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the relative error of each part's gradient beside that of wide products, None where its own is not finite, and
-    `precision.auto`: the newest comparison of a step counts, and the parts that it has."""
+    """Return by step the relative error of each part's gradient, compared with that of wide products (None if it is not
+    finite), and `precision.auto`. The newest comparison of a step counts. The parts are those of the last one."""
     newest = {one.step: one for one in source.watched}
     looks = [newest[step] for step in sorted(newest)][-POINTS:]
     errors = {part: [one.errors.get(part) for one in looks] for part in (looks[-1].errors if looks else ())}
