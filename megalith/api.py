@@ -1,6 +1,6 @@
 """Megalith from Python: one run as a value that is loaded, changed, checked, planned, trained and read.
 
-`from megalith import Run`. It does what the commands do, through the same functions, and needs torch only where they do.
+`from megalith import Run`. It calls the same functions as the commands, and needs torch only where they do.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -169,7 +169,7 @@ def blocks_become_wide(case: Case) -> Found:
 
 
 def dispatch_has_the_experts_numbers(case: Case) -> Found:
-    """Rows travel in the format that experts round them to, with scales that leave them numbers of bf16."""
+    """Rows are sent in the format that experts round them to, with scales under which they remain numbers of bf16."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.dispatch == "wide" or not is_narrow(precision):
         return

@@ -119,7 +119,7 @@ def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
 def fallback_can_be_run(case: Case) -> Found:
     """The fallback plan passes the same rules as the run's own, on fewer nodes with as many ranks each.
 
-    This rule stands beside `check` because it applies every other rule to the fallback plan.
+    This rule is next to `check` because it applies every other rule to the fallback plan.
     """
     spec, ranks = case.spec.fleet, case.plan.ranks
     if spec.fallback is None or spec.nodes == 1 or ranks % spec.nodes:
@@ -136,7 +136,7 @@ def fallback_can_be_run(case: Case) -> Found:
 def each_site_can_train(case: Case) -> Found:
     """The plan of every site passes the same rules as that of the site whose command this is.
 
-    This rule stands beside `check` because it applies every other rule to the other plans.
+    This rule is next to `check` because it applies every other rule to the other plans.
     """
     table = case.spec.sites
     if table is None or len(table.plans) != table.count:

@@ -86,7 +86,8 @@ def gradients_can_be_exchanged(case: Case) -> Found:
 
 
 def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]]:
-    """Yield what would make the updates of sites with the same gradients differ: key, value and reason. `experts`: of the model."""
+    """Yield settings that would make the updates of sites with equal gradients differ: key, value and reason. `experts`: of the
+    model."""
     if experts:
         yield "sites.method", "data-parallel", "is not for models with experts: their loads are counted within each site"
     if spec.optimizer.qk_clip:

@@ -109,7 +109,7 @@ class Checkpointer:
         asynchronous: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save what this rank holds of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
+        """Save this rank's part of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
 
         Never raises because of the save: `poll` or `wait` return its outcome. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.

@@ -32,9 +32,9 @@ def command(
 def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> Trained:
     """Run one machine of a multi-node run, named `machine` (default: its own name): with ranks of its own, or warm as a spare.
 
-    The process that the engine calls the first also directs the run, shows its progress on `console`, and starts what sends its alerts and
-    feeds other tools. Raises the errors of `train`, ValueError if no option or variable says how to meet the others, TimeoutError
-    if too few of them come.
+    The process that the engine numbers first also directs the run, shows its progress on `console`, and starts the process that sends
+    alerts and feeds other tools. Raises the errors of `train`, ValueError if no option or variable says how to meet the others,
+    TimeoutError if too few of them come.
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone

@@ -255,7 +255,7 @@ def _hangs(hangs: "Hangs") -> Iterator[str]:
 
 
 def _false_alarms(found: "Judgement") -> Iterator[str]:
-    """Yield each false alarm with what it cost."""
+    """Yield each false alarm with its cost."""
     for one in found.false_alarms:
         who = (
             f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"

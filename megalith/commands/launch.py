@@ -94,7 +94,7 @@ class Launched:
 
 
 def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | None = None) -> "tuple[Artefact, list[Problem]]":
-    """Return what an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
+    """Return the data that an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
 
     Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is missing here may
     exist on the machines, so that is only advice.

@@ -317,7 +317,7 @@ def _show_simulated(found: "Simulated") -> None:
 
 
 def _sum(what: str, parts: Mapping[str, float]) -> str:
-    """Return a count and what it is made of. The parts are rounded, so they may differ from the sum by a tenth or so."""
+    """Return a count and its parts as text. The parts are rounded, so they may differ from the sum by a tenth or so."""
     listed = [f"{number:,.1f} {name}" for name, number in parts.items()]
     return f"{sum(parts.values()):,.1f} {what}s" + (f" = {' + '.join(listed)}" if listed else "")
 

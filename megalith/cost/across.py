@@ -61,7 +61,7 @@ class Across:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of all sites, divided by those of one site alone."""
+        """Tokens a second of all sites, divided by those of a single site."""
         return self.sites * self.use
 
     def to_json(self) -> dict[str, Any]:

@@ -118,8 +118,8 @@ class Calibration:
         return replace(known, **own, **alone)
 
     def generation_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> Generation:
-        """Return the overheads of a generation of software on a cluster. `ours`: of this project's trainer, in whose blocks the start of
-        an operation was measured there; other software keeps the fitted one."""
+        """Return the overheads of a generation of software on a cluster. `ours`: figures for this project's trainer, whose start of an
+        operation was measured on that machine; other software keeps the fitted one."""
         known, measured = self.generations[name], cluster.measured
         if measured is None:
             return known

@@ -90,7 +90,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Here:
-    """A pipeline rank's program; for each of its stages the profiles of all that it computes, and the weights that travel together."""
+    """A pipeline rank's program, and for each of its stages the profiles of its computations and the buckets of weights."""
 
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]

@@ -232,7 +232,7 @@ def updated(workload: Workload, held: Numbers) -> float:
 
 
 def compared_bytes(workload: Workload, held: Numbers) -> float:
-    """Return the bytes of the gradients that a comparison keeps beside those that it computes: a rank's share of them."""
+    """Return the bytes of a rank's share of the gradients that a comparison keeps in addition to those that it computes."""
     if not workload.watched:
         return 0.0
     by_shards = zip(held, workload.shards, strict=True)

@@ -251,7 +251,7 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: str, ro
 
 
 def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
-    """Bytes moved to bring rows that came with a plain all-to-all, by sender, into the order of their experts, and back."""
+    """Return the bytes moved to sort rows from a plain all-to-all, which arrive by sender, by expert, and back."""
     if practice.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
         return 0.0
     travelled = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")

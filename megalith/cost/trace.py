@@ -1,6 +1,6 @@
 """Parts of a model built from the trainer's own modules on the meta device, run forward and backward, and counted.
 
-Nothing is computed: shapes alone go through. A trace counts the operations that reach the dispatcher, the collectives at the
+Nothing is computed: the trace needs only shapes. A trace counts the operations that reach the dispatcher, the collectives at the
 boundaries of split modules, and the live storages. So the bytes that a recomputation policy keeps are measured, not derived from
 its name.
 """

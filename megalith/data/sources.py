@@ -42,7 +42,7 @@ _ONCE = "Give each text once. To read a domain more often, use [data] weights."
 
 @dataclass(frozen=True)
 class Source:
-    """One place text comes from, and the domain its documents belong to."""
+    """A source of text, and the domain of its documents."""
 
     domain: str
     path: str

@@ -38,7 +38,7 @@ def _send(number: int) -> Callable[[Injection, Seat], None]:
 
 
 def _never_return(one: Injection, seat: Seat) -> None:
-    """Hang like a kernel that never ends: the process lives and its other threads answer, but it joins no collective alone."""
+    """Hang like a kernel that never ends: the process lives and its other threads reply, but it joins no collective."""
     while True:
         time.sleep(3600)  # a handled signal cuts a sleep short for its handler alone
 
@@ -78,7 +78,7 @@ def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
 
 
 def _lose_disk(seat: Seat, node: str) -> None:
-    """Delete what a node held on its disk."""
+    """Delete the files that a node had on its disk."""
     if seat.disk is not None:
         shutil.rmtree(node_folder(seat.disk, node), ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Why ranks ended, and which of many ends came first.
+"""Finds out why ranks ended, and which of them ended first.
 
 When one rank fails, the others fail after it: their connections break, their collectives time out. The user must see the first
 cause, so an error that only reports a lost peer never takes precedence over another error.

@@ -141,8 +141,8 @@ class GradientWrong(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Sign):
-    """A node whose ranks take `ratio` times as long to compute as the median. `lost` seconds so far, `replacing` what a replacement
-    takes."""
+    """A node whose ranks take `ratio` times as long to compute as the median. `lost`: seconds lost so far; `replacing`: seconds
+    that a replacement takes."""
 
     kind: ClassVar[str] = "straggler"
     slot: int

@@ -181,7 +181,7 @@ def _write(path: Path, size: int) -> float:
 
 
 def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
-    """Room for copies of the state, and for what NCCL and gloo keep there."""
+    """Room for copies of the state, and for the files of NCCL and gloo there."""
     if not folder.is_dir():
         return Finding("shared memory", "warn", f"there is no {folder}", f"at least {_size(limit)}", "Set fleet.memory_every = 0")
     way_out = f"Make {folder} larger (`mount -o remount,size=...`; in a container, --shm-size or an emptyDir of medium Memory)"

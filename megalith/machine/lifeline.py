@@ -18,7 +18,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends; only checks for it outside Linux.
 
     Must be called again after every fork (a child does not inherit it). If the parent had already ended, this process ends at
-    once: no signal would ever come.
+    once: it would get no signal.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

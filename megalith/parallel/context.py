@@ -6,7 +6,7 @@ arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
 
 - **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in
 flight (Liu et al.
-  2023, arXiv:2310.01889). In backward they are sent again, together with their gradients.
+  2023, arXiv:2310.01889). In the backward they are sent again, together with their gradients.
 - **gather**: every rank gathers all keys and values, in backward again (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
   Jacobs et al. 2023, arXiv:2309.14509). With it inside (neighbours) and a ring or gather outside, both at once (Fang and Zhao 2024,

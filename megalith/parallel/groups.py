@@ -153,7 +153,7 @@ class Groups:
 
     @property
     def expert(self) -> dist.ProcessGroup:
-        """The ranks among which tokens travel to their experts."""
+        """The ranks among which tokens are sent to their experts."""
         return self.experts.get_group("expert")
 
     @property

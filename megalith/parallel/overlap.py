@@ -38,7 +38,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How activations travel among the ranks of `group`, in `count` pieces. With `sequence`, each rank has a share of the sequence between
+    """Exchanges activations among the ranks of `group`, in `count` pieces. With `sequence`, each rank has a share of the sequence between
     split modules; otherwise every rank has the whole sequence."""
 
     group: dist.ProcessGroup

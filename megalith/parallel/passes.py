@@ -197,7 +197,7 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
     def free(self) -> None:
-        """Drop the whole weights, and what was rounded to gather them: they are about to change."""
+        """Drop the whole weights, and the rounded shares gathered for them: they are about to change."""
         for used in self.buckets:
             for bucket in used:
                 bucket.free()

@@ -89,7 +89,7 @@ def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterat
 def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered = USUAL) -> list[Row]:
     """Return the worst gap of each quantity between two runs that differ in the order of sums alone.
 
-    An optimizer that amplifies rounding (`spec.treatment.amplifies`) is compared in its first step, and then by its losses alone.
+    An optimizer that amplifies rounding (`spec.treatment.amplifies`) is compared in its first step, and then only by its losses.
     """
     if len(expected.losses) > 1 and amplifies(spec.optimizer):
         return _by_losses(expected, found, spec=spec, limits=limits)

@@ -124,7 +124,7 @@ class Meter(TorchDispatchMode):
     # --- what there is to know ---
 
     def follow(self, trainer: Trainer) -> None:
-        """Learn which tensors are weights, moments and buffers, what gradients become, and which axis each group belongs to."""
+        """Learn which tensors are weights, moments and buffers, how to name gradients, and which axis each group belongs to."""
         for category in STATE_CATEGORIES:
             for tensor in trainer.state.shares(category).values():
                 self.label(tensor, category)

@@ -75,7 +75,8 @@ def _losses(exact: Recording, alone: Recording, found: Recording) -> Iterator[Ga
 
 
 def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: int, least: float) -> Iterator[Gap]:
-    """How much farther from fp32 than one process, tensor by tensor in the first `alike` steps, then all tensors at once."""
+    """Return how much farther a run is from fp32 than one process: tensor by tensor in the first `alike` steps, then for all
+    tensors at once."""
     for step, gradients in enumerate(exact.gradients):
         ours, theirs = found.gradients[step], alone.gradients[step]
         for names in [[name] for name in gradients] if step < alike else [[*gradients]]:

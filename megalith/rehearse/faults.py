@@ -19,8 +19,8 @@ class Kind:
     """A kind of fault. `moment` is when it is injected, `needs` the settings of the run's fleet that are needed to survive or
     detect it.
 
-    `blames`: True if a rank, or its node, must be named. `lasts`: steps; `room`: steps until it must have been noticed, in which
-    no other fault comes.
+    `blames`: True if a rank, or its node, must be named. `lasts`: steps; `room`: steps within which it must be noticed; no other
+    fault comes in them.
     """
 
     title: str

@@ -158,7 +158,7 @@ class Site:
             self._break(fault, names, slots[0])
 
     def _break(self, fault: Fault, names: list[str], slot: int) -> None:
-        """Break part of the mesh: all ranks stand still until the fault is seen."""
+        """Break part of the mesh: all ranks wait until the fault is noticed."""
         latency, plan = self.plan.latencies, self.plan
         node = names[0]
         if fault.shows == "preemption":

@@ -31,7 +31,7 @@ def read(folders: Sequence[Path]) -> dict[str, History]:
 
 
 def table(runs: Mapping[str, History]) -> RenderableType:
-    """Return the numbers of the runs beside each other, and the keys in which they differ."""
+    """Return the numbers of the runs side by side, and the keys in which they differ."""
     found = Table(box=None, padding=(0, 2, 0, 0))
     found.add_column("", style="dim", no_wrap=True)
     for name in runs:

@@ -108,7 +108,7 @@ class History:
 
 
 def own_batch_of(spec: Mapping[str, Any]) -> int | None:
-    """Return the samples of a step that the site whose log this is reads; all of them in a run without sites. None if the specification
+    """Return the samples of a step that this log's site reads; in a run without sites, all of them. None if the specification
     does not say, or has sites that this version cannot read."""
     batch, sites = spec.get("train", {}).get("global_batch"), spec.get("sites")
     if not batch or sites is None:

@@ -51,7 +51,7 @@ class FaultTable(Spec):
 
 
 class Reliability(Spec):
-    """Rates of faults of a cluster's nodes, together and alone, and the times of repair. A default of 0: no figure is
+    """Fault rates of a cluster's nodes, single and in groups, and repair times. A default of 0: no figure is
     published."""
 
     faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")

@@ -122,8 +122,9 @@ def bytes_of(slots: Iterable[Slot], parameters: float, *, zero: int, shards: int
 
 
 def away_names(sizes: Mapping[str, int], share: float) -> list[str]:
-    """Return the parameters whose state is not on the device, in order: at most about `share` of all numbers. `sizes`: the
-    numbers of each on this rank; a parameter without any stays. The largest that still fits is taken first."""
+    """Return, in order, the parameters whose state is not on the device: those of at most about `share` of all numbers.
+    `sizes`: the numbers of each on this rank; a parameter without any stays. The largest that still fits is taken
+    first."""
     left, found = share * sum(sizes.values()), set[str]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if 0 < sizes[name] <= left + 1e-6:

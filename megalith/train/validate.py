@@ -16,7 +16,7 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Runs forwards alone on the same stages. All ranks build it together, because it has message lanes of its own. Held-out text
+    """Runs only forwards, on the same stages. All ranks build it together, because it has message lanes of its own. Held-out text
     is cut to
     `train.seq_len` in all phases of a run."""
 

@@ -24,7 +24,8 @@ def look_at(source: Source, alerts: Alerts) -> None:
 
 
 def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) -> None:
-    """Send alerts of the runs. `parent`: a file that ends when the training command does; None: until a signal comes, or all have ended."""
+    """Send alerts of the runs. `parent`: a file that ends when the training command does; None: until a signal comes or all runs have
+    ended."""
     alerts = [Alerts(source, rules) for source in sources]
     pairs = list(zip(sources, alerts, strict=True))
     while True:

@@ -126,7 +126,7 @@ class Foreign:
         return found.spec
 
     def _told(self, problem: Problem) -> str:
-        """A finding about the spec, by the names of the settings that the values came from."""
+        """A finding about the spec, under the names of the settings that gave the values."""
         theirs = dict(self.needed) | {ours: setting for ours, (setting, _) in self.optional.items()} | dict(self.further)
         ours = problem.key.split(".")[-1]  # "factor" of rope_scaling.factor: the table is in either of two settings
         reason = re.sub(r"\b(\w+)(?= = )", lambda word: theirs.get(word[1], word[1]), problem.reason)

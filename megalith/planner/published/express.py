@@ -233,7 +233,7 @@ def _sizes(row: Row) -> dict[str, int]:
 
 
 def _sharding(row: Row, holders: int) -> dict[str, int]:
-    """`zero` and `replicate` from what the source calls its sharding."""
+    """Return `zero` and `replicate` from the source's name for its sharding."""
     text = row.text("shard")
     names = (("zero2", 2), ("zero3", 3), ("fsdp", 3), ("zero1", 1))
     zero = next((stage for name, stage in names if name in text), 0)

@@ -51,7 +51,7 @@ class Small(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """True if the state is kept in few bits, and not the gradient alone."""
+        """True if the state is kept in few bits, and not only the gradient."""
         return self.lower is not None or any(slot.number != "fp32" for slot in self.slots)
 
     @property

@@ -80,8 +80,8 @@ class Meeting:
         return line is not None and (line.name != left or not patient)
 
     def has_left(self, line: str, stand: Stand | None, site: int, hello: Hello) -> bool:
-        """True if a site waits at a merge and no longer takes part in this site's line, which began at `stand`. A site that stands there
-        and never spoke in the line will follow."""
+        """True if a site waits at a merge and no longer takes part in this site's line, which began at `stand`. A site that waits there
+        and never sent a message in the line will follow."""
         if not line or hello.line or hello.stand is None:
             return False
         return hello.stand != stand or self._roll.last_word(site) > -math.inf
@@ -99,7 +99,7 @@ class Meeting:
 
 
 def caller(offers: dict[int, Hello]) -> int | None:
-    """Return the first of the sites that stand furthest: it calls the others. None if no site stands at a merge."""
+    """Return the first of the sites that stand furthest: it calls the others. None if no site waits at a merge."""
     stands = {site: hello.stand for site, hello in offers.items() if hello.stand is not None}
     return min((site for site, stand in stands.items() if stand == max(stands.values())), default=None)
 

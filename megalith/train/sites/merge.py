@@ -152,7 +152,7 @@ class Sites:
         self._say_ready()
 
     def enter(self) -> int:
-        """Take part anew: wait for the merged weights of the others, and return the steps that they have done."""
+        """Join the others: wait for their merged weights, and return the steps that they have done."""
         told = self._wait_for(lambda council: council.told(WAIT_SECONDS))
         for fragment in self.fragments:
             size = sum(piece.numel for piece in fragment.pieces)

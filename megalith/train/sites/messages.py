@@ -1,4 +1,4 @@
-"""The messages of sites to each other: what the ranks that lead them send over `fleet.secure.peers`. Each begins with its kind, a byte."""
+"""Messages between sites: their leading ranks send them over `fleet.secure.peers`. Each begins with its kind, a byte."""
 
 import hashlib
 import json

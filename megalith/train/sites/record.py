@@ -90,7 +90,7 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
 
 
 class Recorded(Council):
-    """A council whose verdicts are those of a record. All sites must be there, however long they take."""
+    """A council that takes its verdicts from a record. All sites must be there, however long they take."""
 
     def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
         """`record`: the verdicts by number. Other arguments are the council's."""

@@ -48,7 +48,7 @@ class Together(Sites):
         return False
 
     def after_step(self, step: int, *, stop: bool) -> Round:
-        """Return what the step has exchanged. `stop`: this site was asked to stop, and says so with its next gradients."""
+        """Return the outcome of the step's exchange. `stop`: this site was asked to stop, and says so with its next gradients."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -85,7 +85,7 @@ class NoCheckpointError(RuntimeError):
 
 
 class All(Council):
-    """A council each of whose merges needs all sites."""
+    """A council whose merges all need every site."""
 
     def __init__(self, *arguments: Any, patience: float, every: int, **named: Any) -> None:
         """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for a site as long as for a quorum:

@@ -1,7 +1,7 @@
 """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): after an update, the weights of heads whose attention logits were too large are scaled.
 
-A bound stands in for a head's largest logit: the longest query times the longest key, times the factor of the scores. It needs no
-seq x seq matrix, works with every attention kernel, and is the same number under every plan.
+An upper bound replaces a head's largest logit: the longest query times the longest key, times the factor of the scores. It needs
+no seq x seq matrix, works with every attention kernel, and is the same number under every plan.
 """
 
 from collections.abc import Iterable, Mapping
