@@ -99,8 +99,8 @@ def ours(arguments: dict[str, Any]) -> None:
     from megalith.fleet.heartbeat import Heartbeat
     from megalith.machine.resident import keep_memory
     from megalith.models.flops import flops_per_token
-    from megalith.parallel.groups import choose_device, join
     from megalith.train.assemble import assemble, mesh_groups
+    from megalith.train.run import choose_device, join
     from megalith.train.step import train_step
 
     a = argparse.Namespace(**arguments)

@@ -23,11 +23,11 @@ from megalith.machine.describe import processor
 from megalith.models.batch import Batch
 from megalith.models.core import attend
 from megalith.models.stage import Stage
-from megalith.parallel.groups import choose_device
 from megalith.prove import worlds
 from megalith.spec.cluster import Accelerator, ClusterSpec, Measured, catalogue, find
 from megalith.spec.families.llama import Llama
 from megalith.spec.toml import key, literal
+from megalith.train.run import choose_device
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LITTLE = Llama(layers=1, dim=16, heads=2, kv_heads=1, ffn=32, vocab=8, context=8)

@@ -25,10 +25,10 @@ from megalith.fleet.environment import Place
 from megalith.kernels.numbers import Dtypes
 from megalith.machine import lifeline
 from megalith.machine.health import Finding
-from megalith.parallel.groups import choose_device, join
 from megalith.prove import worlds
 from megalith.spec.numbers import FAST
 from megalith.spec.run import LaunchSpec
+from megalith.train.run import choose_device, join
 
 SIZES = (256, 512)
 DTYPES = tuple(Dtypes.of(precision).compute for precision in FAST)

@@ -28,7 +28,6 @@ from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
-from megalith.parallel.groups import choose_device, join
 from megalith.parallel.precision import apply_precision
 from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, Routed
@@ -45,6 +44,7 @@ from megalith.train.optimizers.rates import learning_rate
 from megalith.train.own.admit import admit
 from megalith.train.own.loss import use_loss
 from megalith.train.post_validation import Unchecked
+from megalith.train.run import choose_device, join
 from megalith.train.step import accumulate, conclude, train_step, update
 from megalith.train.tally import Accumulated, Totals
 

@@ -44,9 +44,9 @@ from megalith.fleet.secure.store_server import is_loopback, listen
 from megalith.fleet.tiers.copies import held
 from megalith.fleet.tiers.roots import disk_root, memory_root
 from megalith.machine import admission, lifeline
-from megalith.parallel.store import serve, tcp_store
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
+from megalith.train.store import serve, tcp_store
 from megalith.train.stream import open_stream
 
 POLL_SECONDS = 0.02

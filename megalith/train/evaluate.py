@@ -12,8 +12,8 @@ from megalith.checkpoint import folder
 from megalith.kernels.cross_entropy import Loss
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.parallel.groups import choose_device
 from megalith.train.generate import find_tokenizer, load_model
+from megalith.train.run import choose_device
 
 
 @dataclass(frozen=True)

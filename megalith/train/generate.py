@@ -11,8 +11,8 @@ from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import EventLog, Sample
 from megalith.models import generate as writer
 from megalith.models.stage import Stage
-from megalith.parallel.groups import choose_device
 from megalith.spec import families, parts
+from megalith.train.run import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import secrets
 import signal
 import sys
 import time
@@ -25,20 +26,26 @@ from megalith.checkpoint.folder import FOLDER
 from megalith.data.errors import AwayDataError, DataError
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.events import Event, EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import causes, environment, hooks
+from megalith.fleet import causes, environment, hooks, rendezvous
+from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.rank import heeded
 from megalith.fleet.report import Unreachable, refusing, report
 from megalith.fleet.seat import REPORTS, Seat, ranks_of
+from megalith.fleet.secure import key
+from megalith.fleet.secure.key import NoKey
+from megalith.fleet.secure.store_client import StoreClient
 from megalith.fleet.signs import Preempted, RankFailed, StoreAway
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
+from megalith.machine.capacity import find_gpus
 from megalith.machine.resident import keep_memory
 from megalith.models.flops import CONVENTION
-from megalith.parallel.groups import another, choose_device, join
+from megalith.parallel import one_round
+from megalith.parallel.groups import another
 from megalith.spec.files import SPEC_FILE
-from megalith.spec.run import RunSpec
+from megalith.spec.run import LaunchSpec, RunSpec
 from megalith.spec.sites import kept
 from megalith.spec.sizes import count_model
 from megalith.train import inject, standing
@@ -52,6 +59,7 @@ from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, read_step, restore
 from megalith.train.sites.meet import build
+from megalith.train.store import RunStore, tcp_store
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
@@ -338,3 +346,63 @@ def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: Eve
     )
     for holding in everyone:
         log.write(holding)
+
+
+# --- joining the other ranks ---
+
+
+def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """Choose the device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if a
+    machine with GPUs has fewer GPUs than ranks, or if GPUs are requested and missing: a run never uses the CPU because some GPUs
+    are missing.
+    """
+    gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
+    there = 0 if gpus or wanted != "auto" else find_gpus()[0]
+    if there:
+        raise RuntimeError(
+            f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
+            "Mend the driver, install a PyTorch for it, or use cpu."
+        )
+    if local_world <= gpus:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if wanted == "cuda" or gpus:
+        raise RuntimeError(
+            f"train.device = {wanted}: {local_world} ranks on this machine and {gpus} GPUs. Use one rank a GPU, or cpu."
+        )
+    return torch.device("cpu")
+
+
+def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
+    """Join the other ranks. Returns the group of all, which uses gloo for CPU tensors and NCCL for GPU tensors. Keys contain the
+    generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = _store(place, timedelta(seconds=launch.start_timeout))
+    one_round.install()
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(place.generation or _generation(place, store, seconds=launch.start_timeout), store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=launch.timeout),
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
+    """Return a name for this start of the ranks, because their launcher gives none."""
+    meeting = dist.PrefixStore("meeting", store)
+    return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
+
+
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    kind, _, address = place.store.partition("://")
+    if kind == "file":
+        return dist.FileStore(address, place.world)
+    if kind == "tcp":
+        return tcp_store(place.store, serves=place.serves, timeout=timeout)
+    if (secret := key.given()) is None:
+        raise NoKey(f"the ranks meet at {place.store}, and this one was given no key: {key.VARIABLE} is not set")
+    return RunStore(StoreClient(place.store, secret, seconds=timeout.total_seconds()))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megalith.parallel.gradients import local
-from megalith.parallel.groups import choose_device
 from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
 from megalith.train.measure.peak import matmul_rate
+from megalith.train.run import choose_device
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches
 from tests.specs import tiny_run

@@ -16,7 +16,8 @@ TAKES_RANKS = {"new_group": "ranks"}
 ENDS = {"destroy_process_group"}
 """Functions that concern a whole process."""
 KNOW_IT = {
-    "parallel/groups.py",  # makes it; where none is named it is all ranks that train
+    "train/run.py",  # `join` makes it
+    "parallel/groups.py",  # where none is named it is all ranks that train
     "checkpoint/checkpointer.py",  # the same, for who saves without a trainer
     "prove/worlds.py",  # ranks of a small world, which are all there are
     "prove/doctor.py",

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megalith.fleet import environment
-from megalith.parallel.groups import join
 from megalith.spec.run import LaunchSpec
+from megalith.train.run import join
 from tests.patience import PATIENCE
 
 

@@ -25,10 +25,10 @@ from megalith.fleet.secure.store_server import listen
 from megalith.fleet.signs import NodesLost
 from megalith.machine import admission
 from megalith.machine.health import Finding
-from megalith.parallel.store import serve
 from megalith.spec.fleet import FleetSpec
 from megalith.train import agents
 from megalith.train.agents import Host, _interface_to, directs, own_name, serve_node
+from megalith.train.store import serve
 from tests.fleet.conftest import until
 from tests.fleet.stores import Dictionary
 from tests.keys import KEY

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megalith.fleet.environment import Place
 from megalith.machine.resident import keep_memory
-from megalith.parallel.groups import choose_device, join
 from megalith.spec.run import LaunchSpec
+from megalith.train.run import choose_device, join
 from tests.ranks import run_ranks
 
 
@@ -23,7 +23,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        monkeypatch.setattr("megalith.parallel.groups.find_gpus", lambda: (count, float("inf")))
+        monkeypatch.setattr("megalith.train.run.find_gpus", lambda: (count, float("inf")))
         return chosen
 
     return pretend
@@ -60,7 +60,7 @@ def test_fewer_gpus_than_ranks_are_an_error_on_every_rank(gpus, wanted, count, r
 @pytest.mark.parametrize("counted", [8, None])
 def test_gpus_that_pytorch_cannot_use_are_no_reason_to_compute_on_the_cpu(gpus, monkeypatch, counted):
     gpus(0)
-    monkeypatch.setattr("megalith.parallel.groups.find_gpus", lambda: (counted, float("inf")))
+    monkeypatch.setattr("megalith.train.run.find_gpus", lambda: (counted, float("inf")))
     if counted is None:
         assert choose_device("auto", 0, 1) == torch.device("cpu")
         return

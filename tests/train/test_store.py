@@ -15,9 +15,9 @@ from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.store_client import StoreClient
 from megalith.fleet.secure.store_server import listen
-from megalith.parallel.groups import join
-from megalith.parallel.store import serve, tcp_store
 from megalith.spec.run import LaunchSpec
+from megalith.train.run import join
+from megalith.train.store import serve, tcp_store
 from tests.keys import KEY
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
