@@ -335,10 +335,15 @@ def codes_can_be_multiplied(case: Case) -> Found:
         name = f"{device.name} has no products" if device is not None else "no device is named that has products"
         reason = f'cannot be: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
-            'Use fp8 without precision.tile or stochastic rounding on an H100 or H200 (cluster = "h100:8"), or multiply = "wide"; '
+            'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '
             'newer GPUs multiply with granularity = "row" or "tensor", those of compute capability 8.9 with "tensor".'
         )
         yield error("precision.multiply", "codes", reason, way_out)
+    elif choices.kept != "wide":
+        reason = (
+            'cannot be, with precision.multiply = "codes": what is kept is made with the rounded factors, which it leaves out'
+        )
+        yield error("precision.kept", choices.kept, reason, "Use one or the other.")
     elif case.plan.compile and _follows_others(case):
         reason = 'with precision.multiply = "codes" and scales that follow numbers of other ranks or steps, which a compiler cannot see'
         yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile".')

@@ -198,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     Rule("pipeline", pipeline.zero_bubble_is_worth_its_memory),
     Rule("software", software.journeys_can_hide),
     Rule("software", software.compiler_keeps_collectives),
+    Rule("software", software.compiler_keeps_roundings),
     Rule("software", software.torch_has_the_kernels),
     Rule("pipeline", pipeline.second_copies_are_worth_it),
     Rule("pipeline", pipeline.bubble_is_small),

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.spec.alerts import ENVIRONMENT, address_of
+from megalith.spec.numbers import is_narrow
 from megalith.spec.run import SERVED, SINKS
 
-COMPILES_COLLECTIVES = (2, 15)
-"""The first PyTorch release seen to give right gradients for compiled blocks that are split among ranks; 2.11 gives wrong
-ones."""
+COMPILES = (2, 15)
+"""The first PyTorch release seen to give right gradients for compiled blocks that are split among ranks, or whose products have rounded
+factors; 2.11 gives wrong ones."""
 
 
 VOLTA = 7.0
@@ -63,10 +64,21 @@ def compiler_keeps_collectives(case: Case) -> Found:
     split = next((axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1), None)
     if not plan.compile or split is None:
         return
+    yield from _compiles(f"plan.{split} = {getattr(plan, split)}")
+
+
+def compiler_keeps_roundings(case: Case) -> Found:
+    """Older compilers give wrong gradients where factors are rounded: in layers whose sizes the device cannot multiply in 8 bits."""
+    if case.plan.compile and case.spec.precision.multiply == "codes" and is_narrow(case.spec.train.precision):
+        yield from _compiles('precision.multiply = "codes"')
+
+
+def _compiles(setting: str) -> Found:
+    """Compile only with a version of PyTorch that compiles right what a setting asks for."""
     installed = version("torch")  # read from disk
-    if tuple(map(int, installed.split(".")[:2])) < COMPILES_COLLECTIVES:
-        reason = f"with plan.{split} = {getattr(plan, split)} on torch {installed}, a version that compiles such blocks to wrong gradients"
-        yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES_COLLECTIVES))}, or compile = false.")
+    if tuple(map(int, installed.split(".")[:2])) < COMPILES:
+        reason = f"with {setting} on torch {installed}, a version that compiles such blocks to wrong gradients"
+        yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))}, or compile = false.")
 
 
 def sinks_are_there(case: Case) -> Found:

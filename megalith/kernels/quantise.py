@@ -167,10 +167,15 @@ def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tens
 def _fp32(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """By what numbers are multiplied so that `amax` becomes `largest`, and its inverse, both rounded to fp32 (Transformer Engine 2.20,
     tests/pytorch/references/quantize_scale_calc.py)."""
-    by = torch.full_like(amax, largest).div_(amax)  # a Python number over a tensor is its reciprocal times that: two roundings
-    by = by.clamp_(max=torch.finfo(torch.float32).max)
+    by = _quotient(torch.full_like(amax, largest), amax).clamp_(max=torch.finfo(torch.float32).max)
     by = torch.where(amax == 0, 1.0, by).masked_fill_(~amax.isfinite(), torch.nan)
-    return by, 1 / by
+    return by, _quotient(torch.ones_like(by), by)
+
+
+def _quotient(a: Tensor, b: Tensor) -> Tensor:
+    """Divide fp32 numbers, rounded once: in fp64, because compiled fp32 division is not exact on GPUs (Triton's `div.full`). fp64 has more
+    than twice the bits, so that the second rounding changes nothing."""
+    return a.double().div_(b.double()).float()
 
 
 def _two_levels(amax: Tensor, of_all: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:

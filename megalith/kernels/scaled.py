@@ -5,7 +5,7 @@ definition, in another order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -32,7 +32,7 @@ GRANULARITY: dict[tuple[int, int], Granularity] = {(ALL, ALL): "tensor", (1, ALL
 PAIRS = {((ALL, ALL), (ALL, ALL)), ((1, ALL), (1, ALL)), ((1, TILE), (1, TILE)), ((1, TILE), (TILE, TILE))}
 """Blocks of two factors that torch multiplies, the second one's columns summed over too."""
 GRAPHS = 256
-"""How many combinations of formats, blocks and shapes the compiler keeps; its own limit, 8, is a guard against another mistake."""
+"""How many combinations of formats, blocks and shapes the compiler keeps. Its own limit, 8, is fewer than a model has."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,16 @@ def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tu
     assert scaling.element.dtype is not None
     narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
     codes = narrow.codes.view(scaling.element.dtype)
-    return (codes.T.contiguous(), narrow.scales.T) if down else (codes, narrow.scales)
+    if down:
+        codes, narrow = codes.T, replace(narrow, scales=narrow.scales.T)
+    return codes.contiguous(), narrow.scales  # the product takes rows alone, whatever the layout of x was
 
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     config = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    return torch.compile(_encode, dynamic=False, fullgraph=True)
+    return torch.compile(_encode, dynamic=False)  # else it takes a format's numbers of bits for unknown numbers, too
 
 
 # A compiler must not see this product: it has transposed scales of blocks (pytorch/pytorch#161127).

@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from megalith.check.software import COMPILES_COLLECTIVES
+from megalith.check.software import COMPILES
 from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Estimate
@@ -222,7 +222,7 @@ def space_of(asked: Asked) -> Space:
     shares = Space().offload if asked.offload else ()
     installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
     again = Space().again if asked.ours else ()
-    return Space(again=again, offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES_COLLECTIVES)
+    return Space(again=again, offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES)
 
 
 def scorer_of(asked: Asked) -> Scorer:

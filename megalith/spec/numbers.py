@@ -345,7 +345,12 @@ def recipe_of(choices: PrecisionSpec, precision: str) -> str:
 def in_codes(choices: PrecisionSpec, precision: str, capability: float | None) -> bool:
     """Return True if a GPU of this compute capability can multiply the factors of dense products in 8 bits."""
     own = PRECISIONS[precision]
-    usual = own.products == "blockwise" and choices.tile in (None, own.tile) and choices.rounding != "stochastic"
+    usual = (
+        own.products == "blockwise"
+        and choices.tile in (None, own.tile)
+        and choices.rounding != "stochastic"
+        and not choices.hadamard
+    )
     return usual and multiplies_codes(choices.granularity, capability)
 
 

@@ -218,6 +218,8 @@ def test_inputs_are_kept_in_8_bits_where_products_round_to_these() -> None:
         ("h100:8", ("plan.compile=true",), None),
         ("h100:8", ("precision.tile=64",), "precision.multiply"),
         ("h100:8", ("precision.rounding=stochastic",), "precision.multiply"),
+        ("h100:8", ("precision.granularity=tile", "precision.hadamard=true"), "precision.multiply"),
+        ("h100:8", ("precision.kept=fp8",), "precision.kept"),
         ("a100:8", (), "precision.multiply"),
         ("local", (), "precision.multiply"),
         ("b200:8", (), "precision.multiply"),

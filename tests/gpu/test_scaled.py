@@ -90,6 +90,14 @@ def test_the_three_products_are_those_of_the_definition(shape: Any, choices: Any
         assert ((found.double() - exact).abs() <= 2.0**-8 * (exact.abs() + sums) + sums).all(), name
 
 
+@pytest.mark.parametrize("block", [(1, TILE), (ALL, ALL)], ids=str)
+def test_the_layout_of_the_numbers_does_not_matter(block: Any, eight: torch.device):
+    x, weight = lively(384, 256, device=eight).T, lively(512, 384, device=eight, seed=1)
+    columns, rows = (Factor(each, Scaling(E4M3, block)) for each in (x, x.contiguous()))
+    other = Factor(weight, Scaling(E4M3, (TILE, TILE) if block[0] == 1 else block))
+    assert torch.equal(scaled_product(columns, other, torch.bfloat16), scaled_product(rows, other, torch.bfloat16))
+
+
 def test_products_take_the_device_s_way_and_others_the_definition_s(eight: torch.device, monkeypatch: pytest.MonkeyPatch):
     here, calls = Blockwise(CODES), []
     monkeypatch.setattr("megalith.kernels.narrow.scaled_product", lambda *args: calls.append(1) or scaled_product(*args))

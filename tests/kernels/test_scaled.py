@@ -72,6 +72,13 @@ def test_a_bias_is_added_and_the_shape_of_x_is_kept(eight: list[None]) -> None:
     assert here.dgrad(grad, weight, out=out) is out and torch.equal(out, here.dgrad(grad, weight))
 
 
+def test_codes_lie_in_rows_whatever_the_layout_of_the_numbers(eight: list[None]) -> None:
+    x = lively(96, 64).T
+    for down in (False, True):
+        codes, _ = scaled.coded(Factor(x, Scaling(E4M3, (ALL, ALL)), down=down))
+        assert codes.is_contiguous()
+
+
 def test_maxima_of_other_ranks_count(eight: list[None]) -> None:
     """A rank with a part of the channels has the codes that the whole tensor has there."""
     x = lively(64, 96)
