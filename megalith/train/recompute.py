@@ -23,6 +23,7 @@ from megalith.fleet.tiers.copies import Entry
 from megalith.parallel.data import Bucket, local
 from megalith.parallel.groups import wait_for
 from megalith.spec.sizes import model_parameters
+from megalith.spec.state import away_names
 from megalith.train.assemble import Trainer
 from megalith.train.batches import count_valid
 from megalith.train.measure.aside import smallest, uncounted
@@ -203,7 +204,7 @@ class Updates:
         """Check right after the update; return the rank with a wrong update, if this rank found one."""
         if self._grads is None:
             return None
-        after = digest(self.trainer.state.changed())
+        after = digest(self.trainer.state.updated())
         if self.memory.kept is not None:
             after = self._exchanged(after)
         buffers = self.memory.kept or self.memory.own
@@ -237,14 +238,16 @@ class Updates:
         """Return the digest of a copy after the update."""
         assert self._grads is not None
         parts: list[Part] = []
-        grads, offset = self._grads.to(self.trainer.device), 0
-        for entry in self._weights():
+        entries, offset, place = self._weights(), 0, self.trainer.spec.plan.state
+        away = away_names({entry.name: entry.size // 4 for entry in entries}, place.away)
+        for entry in entries:
             count = entry.size // 4
             if count:  # copies hold no empty shares
                 name = entry.name.removeprefix("weights.")
+                device = torch.device("cpu") if entry.name in away else self.trainer.device  # where the update was computed
                 slots = {slot.name: state[f"{slot.name}.{name}"] for slot in self.trainer.rule.treated[name].slots}
-                weight, *kept = (tensor.to(self.trainer.device, copy=True) for tensor in (state[entry.name], *slots.values()))
-                gradient = grads[offset : offset + count].view(entry.shape).clone()
+                weight, *kept = (tensor.to(device, copy=True) for tensor in (state[entry.name], *slots.values()))
+                gradient = self._grads[offset : offset + count].view(entry.shape).to(device, copy=True)
                 parts.append(Part(name, weight, gradient, dict(zip(slots, kept, strict=True))))
             offset += count
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Tensors that this rank keeps for its parameters between two steps: those of the state table (`spec.state`), by slot and by parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -143,12 +143,15 @@ class State:
         if self.home is not None:
             self.home.publish()
 
+    def updated(self) -> list[Tensor]:
+        """Return the shares in memory that an update computes."""
+        held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
+        return [*held, *_moved(self._halved.values())]
+
     def changed(self) -> list[Tensor]:
         """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are elsewhere."""
-        held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
-        away = {name: lot.weight for name, lot in self.home.lots.items()} if self.home is not None else {}
-        moved = (weight.moved for weight in {**away, **self._halved}.values())
-        return [*held, *(share for share in moved if share is not None)]
+        away = self.home.lots.items() if self.home is not None else ()
+        return [*self.updated(), *_moved(lot.weight for name, lot in away if name not in self._halved)]
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -240,6 +243,10 @@ class State:
                 yield slot, name, share, self.parameters[name]
             if slot == MASTER:
                 yield from ((MASTER, name, buffer, buffer) for name, buffer in self.buffers.items())
+
+
+def _moved(weights: Iterable[Weight]) -> list[Tensor]:
+    return [weight.moved for weight in weights if weight.moved is not None]
 
 
 def _bytes(share: Tensor | Stored) -> int:

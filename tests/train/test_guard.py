@@ -247,6 +247,24 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
     assert alike(clean, found)
 
 
+AWAY: list[tuple[int, dict[str, Any]]] = [
+    (3, {"optimizer": "host"}),
+    (0, {"optimizer": "host", "share": 0.5}),
+    (3, {"optimizer": "host", "weights": "host", "share": 0.5}),
+    (3, {"optimizer": "disk"}),
+]
+
+
+@pytest.mark.parametrize(("zero", "place"), AWAY, ids=str)
+def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place: dict[str, Any], tmp_path: Path) -> None:
+    """The weights that compute are in bf16, and the update repeated from a copy makes none."""
+    plan = {"data": 2, "zero": zero, "state": place}
+    train_bf16 = {"global_batch": 4, "steps": 3, "seq_len": 32, "precision": "bf16"}
+    root = None if place["optimizer"] == "disk" else tmp_path  # copies would hold all the state that is on disk
+    found = train({"plan": plan, "train": train_bf16, "fleet": {"verify_every": 1}}, root=root)
+    assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * 2, found[0].ended
+
+
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
     """Rank 0's node is a spare that has just joined. Rank 1 holds the copy of step 1, the last verified step. The run resumes from 3."""
     trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Sign]()
@@ -286,9 +304,10 @@ def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path
     assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (0, "update", BAD)
 
 
-def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [{"optimizer": "device"}, {"optimizer": "host"}], ids=str)
+def test_the_buddy_that_holds_the_copy_makes_the_update_again(place: dict[str, Any], tmp_path: Path) -> None:
     """The state is sharded, so no replica has it. The buddy ends; a supervisor would end the others."""
-    run = {"plan": {"data": 2, "zero": 1}, "fleet": {"verify_every": 2}}
+    run = {"plan": {"data": 2, "zero": 1, "state": place}, "fleet": {"verify_every": 2}}
     with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD + 1} differs"):
         run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True)
 
