@@ -32,7 +32,7 @@ from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.state import LOWER, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
-from megalith.train.offload.aside import aside
+from megalith.train.offload.aside import Aside
 from megalith.train.offload.home import folder_of, home_of, lots_of
 from megalith.train.offload.release import Asked, Release
 from megalith.train.optimizers.rates import decays, learning_rate
@@ -245,7 +245,7 @@ def assemble(
         seed=seed,
         choices=spec.precision,
         gradients=spec.train.gradients,
-        aside=aside(folder_of(plan.state, folder)) if plan.state.weights == "disk" and plan.state.share == 1 else None,
+        aside=Aside(folder_of(plan.state, folder)) if plan.state.weights == "disk" and plan.state.share == 1 else None,
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}

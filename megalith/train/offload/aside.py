@@ -1,48 +1,66 @@
-"""Master weights in files while a model is built, so that a rank never holds more of them than one part's."""
+"""Master weights in a file while a model is built, so that a rank never holds more of them than one part's."""
 
+import errno
+import os
 import tempfile
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import IO
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalith.parallel.source import Put
-from megalith.train.offload.slot_file import FREE, StateFileError
+from megalith.train.offload.slot_file import FREE, StateFileError, move_all
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Aside:
-    """One tensor in a file without a name, until it is taken back. Raises StateFileError."""
+    """One file without a name for all tensors of a rank: it disappears with the last of them. A `Put`. Raises StateFileError."""
 
-    def __init__(self, tensor: Tensor, folder: Path) -> None:
-        self.like = torch.empty_like(tensor, device="meta")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder)  # it lives until it is taken back
-            octets = tensor.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be freed by resizing
-            self._file.write(octets.view(-1).view(torch.uint8).numpy().data)
-            self._file.flush()
-        except OSError as error:
-            needs = f"plan.state: {tensor.nbytes:,} bytes of weights have no room in {folder} while the model is built"
-            raise StateFileError(error.errno, f"{needs} ({error.strerror}). {FREE}") from error
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+        self._end = 0
 
-    def take_back(self) -> Tensor:
-        """Return the tensor, in the host's memory. The file is gone."""
-        self._file.seek(0)
-        octets = np.fromfile(self._file, dtype=np.uint8)
-        self._file.close()
-        return torch.from_numpy(octets).view(self.like.dtype).view(self.like.shape)
-
-
-def aside(folder: Path) -> Put:
-    """Return a function that puts a tensor aside, and returns the function that takes it back."""
-
-    def put(tensor: Tensor) -> Callable[[], Tensor]:
+    def __call__(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Write a tensor behind the others. The function returned reads it into the host's memory."""
+        like = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, FakeTensor):  # a dry run has no files
-            like = torch.empty_like(tensor, device="meta")
             return lambda: torch.empty(like.shape, dtype=like.dtype)
-        return Aside(tensor, folder).take_back
+        octets = tensor.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be freed by resizing
+        start, self._end = self._end, self._end + tensor.nbytes
+        try:
+            if move_all(os.pwritev, self._opened(), octets.view(-1).view(torch.uint8).numpy(), start) < tensor.nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            full = error.errno in FULL
+            failed = f"{tensor.nbytes:,} bytes of weights {'have no room' if full else 'cannot be written'} in {self.folder}"
+            way_out = FREE if full else "Name another folder by plan.state.folder"
+            words = f"plan.state: {failed} while the model is built ({error.strerror}). {way_out}"
+            raise StateFileError(error.errno, words) from error
+        return partial(self._read, start, like)
 
-    return put
+    def _read(self, start: int, like: Tensor) -> Tensor:
+        """Read the tensor that begins at byte `start`, in the shape and format of `like`."""
+        octets = torch.empty(like.nbytes, dtype=torch.uint8)
+        failed = f"plan.state: {like.nbytes:,} bytes of weights in {self.folder} cannot be read back while the model is built"
+        way_out = "Start again. If it comes again, name a folder on another disk by plan.state.folder"
+        try:
+            moved = move_all(os.preadv, self._opened(), octets.numpy(), start)
+        except OSError as error:
+            raise StateFileError(error.errno, f"{failed} ({error.strerror}). {way_out}") from error
+        if moved < like.nbytes:
+            raise StateFileError(errno.EIO, f"{failed} (the file ends after {moved:,} of them). {way_out}")
+        return octets.view(like.dtype).view(like.shape)
+
+    def _opened(self) -> int:
+        """Return the descriptor of the file, which is made for the first tensor."""
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # one for all: a process may often open 1,024
+            weakref.finalize(self, self._file.close)
+        return self._file.fileno()

@@ -156,22 +156,27 @@ class SlotFile:
         return f"plan.state: chunk {chunk} of {self.path} ({self.layout.names[chunk]})"
 
     def _move(self, call: Callable[..., int], octets: "np.ndarray[Any, Any]", chunk: int, start: int) -> None:
-        """Read or write all of `octets` at `start` of a chunk; a call may take less than it is given."""
-        memory, done = octets.data, 0
-        while done < len(memory):
-            try:
-                moved = call(self.descriptor, [memory[done:]], self.layout.starts[chunk] + start + done)
-            except OSError as error:
-                raise self._failed(error, self._said(chunk)) from error
-            if not moved:
-                raise StateFileError(
-                    errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
-                )
-            done += moved
+        """Read or write all of `octets` at `start` of a chunk."""
+        try:
+            moved = move_all(call, self.descriptor, octets, self.layout.starts[chunk] + start)
+        except OSError as error:
+            raise self._failed(error, self._said(chunk)) from error
+        if moved < len(octets):
+            raise StateFileError(
+                errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
+            )
 
     def _failed(self, error: OSError, what: str) -> StateFileError:
         words = f"{what}: {error.strerror}. {BACK}"
         return StateFileError(error.errno, words)
+
+
+def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]", start: int) -> int:
+    """Read or write all of `octets` at byte `start` of a file: one call may take less. Returns their number, less where the file ends."""
+    memory, done = octets.data, 0
+    while done < len(memory) and (moved := call(file, [memory[done:]], start + done)):
+        done += moved
+    return done
 
 
 def _new(path: Path, header: bytes) -> int:

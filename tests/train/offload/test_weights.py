@@ -1,17 +1,22 @@
-"""Weights that are made from master weights on disk: what a bad disk does is named."""
+"""Weights that are made from master weights on disk: how they wait there, and the errors of a bad disk."""
 
 import errno
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.offload.aside import Aside
 from megalith.train.offload.home import Disk
 from megalith.train.offload.slot_file import PAGE, StateFileError, memory_of
 from megalith.train.step import compute
-from tests.parallel.running import microbatches, trainer_of
+from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run
 
@@ -60,3 +65,51 @@ def test_no_room_for_master_weights_while_the_model_is_built_is_named(tmp_path: 
     for said in run_ranks(_without_room, 2, _spec(tmp_path, 2)):
         assert f"bytes of weights have no room in {tmp_path} while the model is built (No space left on device)" in said
         assert "plan.state.folder" in said
+
+
+def _built_with_few_files(rank: int, spec: RunSpec) -> int:
+    """Number of parameters that are built where 24 files may be open besides those of the groups."""
+    groups = mesh_groups(spec, CPU)
+    most = len([*Path("/proc/self/fd").iterdir()]) + 24
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return len(assemble(spec, groups=groups, device=CPU).parameters)
+
+
+def test_master_weights_wait_in_one_file_while_the_model_is_built(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, 1)
+    model = spec.model.model_copy(update={"layers": 8})
+    (parameters,) = run_ranks(_built_with_few_files, 1, spec.model_copy(update={"model": model}))
+    assert parameters > 48
+    assert not [*tmp_path.iterdir()], "no file has a name"
+
+
+def _aside(folder: Path, *tensors: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+    return [*map(Aside(folder), tensors)]
+
+
+def test_what_waits_is_read_back_in_any_order(tmp_path: Path) -> None:
+    tensors = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.randn(4, 6).t(), torch.randn(1)]
+    for take, tensor in reversed([*zip(_aside(tmp_path, *tensors), tensors, strict=True)]):
+        assert torch.equal(take(), tensor) and take().dtype == tensor.dtype
+
+
+def test_what_cannot_be_read_back_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Aside(tmp_path)
+    put(torch.randn(5))
+    take = put(torch.randn(7))
+    os.truncate(put._opened(), 36)
+    with pytest.raises(StateFileError, match=rf"28 bytes of weights in {tmp_path} cannot be read back .* ends after 16 of them"):
+        take()
+
+    def broken(*given: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StateFileError, match=rf"{tmp_path} cannot be read back .*Input/output error.*plan.state.folder"):
+        take()
+
+
+def test_a_folder_in_which_nothing_may_be_written_is_not_said_to_be_full(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StateFileError, match=rf"20 bytes of weights cannot be written in {tmp_path}/file/state"):
+        _aside(tmp_path / "file" / "state", torch.randn(5))
