@@ -211,7 +211,7 @@ def disk_takes_the_state(case: Case) -> Found:
         yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
-    building = slot * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away == 1 and slot else 0
+    building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
     has, way_out = f"but {there} has {format_bytes(free)} free", "Make room there, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:

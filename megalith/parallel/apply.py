@@ -52,7 +52,7 @@ class Builder:
         aside: Put | None = None,
     ) -> None:
         """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
-        which they are added up. `aside`: takes master weights where they wait for `Weight.move_out`, so that building never
+        which they are added up. `aside`: takes master weights where they wait until it is known which stay, so that building never
         holds all of them."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)

@@ -103,7 +103,7 @@ class Weight:
         self.narrow = dtypes.compute != dtypes.master
         """True if products compute with other numbers than the master weights."""
         self._moved: Tensor | None = None  # the share in the format that computes, once the master weights are elsewhere
-        self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere for `move_out`
+        self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
         """The master weights from which the share is made at each gather; None: it is kept."""
         if dtypes.compute != computes.dtype:
@@ -150,10 +150,18 @@ class Weight:
         return made.movedim(self.dim, 0)
 
     def put_aside(self, put: Put) -> None:
-        """Let the master weights wait elsewhere for `move_out`."""
+        """Let the master weights wait elsewhere for `move_out` or `bring_back`."""
         share = local(self.kept)
         self._aside = put(share)
         share.untyped_storage().resize_(0)
+
+    def bring_back(self) -> None:
+        """Let the master weights stay on the device, if they waited elsewhere."""
+        if self._aside is not None:
+            share = local(self.kept)
+            share.untyped_storage().resize_(share.nbytes)
+            share.copy_(self._aside())
+            self._aside = None
 
     def move_out(self, source: Source | None = None) -> Tensor:
         """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a

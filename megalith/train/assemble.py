@@ -32,8 +32,8 @@ from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.state import LOWER, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
-from megalith.train.offload.aside import Aside
-from megalith.train.offload.home import folder_of, home_of, lots_of
+from megalith.train.offload.aside import aside_of
+from megalith.train.offload.home import home_of, lots_of
 from megalith.train.offload.release import Asked, Release
 from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.rule import Optimizer
@@ -245,7 +245,7 @@ def assemble(
         seed=seed,
         choices=spec.precision,
         gradients=spec.train.gradients,
-        aside=Aside(folder_of(plan.state, folder)) if plan.state.weights == "disk" and plan.state.share == 1 else None,
+        aside=aside_of(plan.state, folder),
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
@@ -263,6 +263,9 @@ def assemble(
         name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.kept).numel()
     }
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
+    for name, weight in builder.by_name.items():
+        if name not in lots:
+            weight.bring_back()
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     described, optimizer, adaptive = model_parameters(model), spec.optimizer, None
     usual = torch.full((len(described),), UNKNOWN, device=device) if optimizer.adaptive_clip else None

@@ -195,13 +195,14 @@ def test_room_for_what_checkpoints_hold_is_asked_for(
     assert found == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize(("more", "severity"), [(0.9, "error"), (1.1, None)])
 def test_room_for_master_weights_is_asked_for_while_the_model_is_built(
-    monkeypatch: pytest.MonkeyPatch, more: float, severity: str | None
+    monkeypatch: pytest.MonkeyPatch, more: float, severity: str | None, share: float
 ) -> None:
-    """Weights that are made from the state wait in files until that is there: a third of one of AdamW's two slots."""
-    run = spec(*AWAY, "fleet.memory_every=0", "checkpoint.every=0")
-    free = int((2 + more / 3) * disk_bytes(Case(run, None, files=True), run.plan))
+    """All weights wait in a file until the state is there: a third of one of AdamW's two slots, if all state is on disk."""
+    run = spec(*AWAY, "fleet.memory_every=0", "checkpoint.every=0", f"plan.state.share={share}")
+    free = int((2 + more / 3 / share) * disk_bytes(Case(run, None, files=True), run.plan))
     full = shutil.disk_usage("/")._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert [problem.severity for problem in check(run) if problem.key == "plan.state.folder"] == ([severity] if severity else [])

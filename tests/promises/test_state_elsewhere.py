@@ -1,6 +1,7 @@
 """State in host memory or on disk changes no bit, under any plan, and any plan and place loads the checkpoints of any other."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megalith.planner.beside import beside
 from megalith.prove.dryrun import count, single_documents
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import model_parameters
 from megalith.spec.state import DISK_SLOTS, away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
@@ -302,3 +304,15 @@ def test_weights_elsewhere_are_missing_on_the_device_as_predicted(place: dict[st
     assert lines[f"memory.{place['optimizer']}"].gap == pytest.approx(0, abs=0.03)
     assert predicted.memory["weights"] == pytest.approx(counted.memory.most["weights"], rel=0.03)
     assert lines["memory.all"].gap == pytest.approx(0, abs=0.15)  # activations and gradients depend on the moment of the peak
+
+
+@pytest.mark.parametrize(("place", "share"), [("host", 1.0), ("host", 0.9), ("disk", 0.9)])
+def test_building_holds_the_master_weights_of_one_part_besides_what_is_predicted(place: str, share: float) -> None:
+    sizes = {"layers": 8, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 512}
+    state = {"optimizer": place, "weights": place, "share": share}
+    spec = brief_run(plan={"zero": 3, "state": state}, model=sizes, train={"precision": "bf16"})
+    predicted, counted, parts = foresee(of_run(spec), rank=0), dry(spec, 0), Counter[str]()
+    for name, parameter in model_parameters(spec.model.build()).items():
+        parts[".".join(name.split(".")[:2])] += parameter.numel
+    kept = predicted.memory["weights"] + predicted.memory["optimizer"] + predicted.memory["buffers"]
+    assert counted.memory.building <= kept + 4 * max(parts.values())

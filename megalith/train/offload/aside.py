@@ -1,4 +1,4 @@
-"""Master weights in a file while a model is built, so that a rank never holds more of them than one part's."""
+"""Master weights in the host's memory or a file while a model is built, so that a device never holds more of them than one part's."""
 
 import errno
 import os
@@ -13,9 +13,31 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalith.parallel.source import Put
+from megalith.spec.plan import StateSpec
+from megalith.train.offload.home import folder_of
 from megalith.train.offload.slot_file import FREE, StateFileError, move_all
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def aside_of(state: StateSpec, folder: Path | None) -> Put | None:
+    """Return where master weights wait from which others are made at each gather; None: on the device. `folder`: see `folder_of`."""
+    if state.weights == "device":
+        return None
+    put: Put = _in_memory if state.weights == "host" else Aside(folder_of(state, folder))
+    return lambda tensor: _unreal(tensor) if isinstance(tensor, FakeTensor) else put(tensor)
+
+
+def _in_memory(tensor: Tensor) -> Callable[[], Tensor]:
+    copy = tensor.to("cpu", copy=True)
+    return lambda: copy
+
+
+def _unreal(tensor: Tensor) -> Callable[[], Tensor]:
+    """Keep nothing: a dry run counts what is on the device, and has no files."""
+    shape, dtype = tensor.shape, tensor.dtype
+    return lambda: torch.empty(shape, dtype=dtype)
 
 
 class Aside:
@@ -29,8 +51,6 @@ class Aside:
     def __call__(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Write a tensor behind the others. The function returned reads it into the host's memory."""
         like = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, FakeTensor):  # a dry run has no files
-            return lambda: torch.empty(like.shape, dtype=like.dtype)
         octets = tensor.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be freed by resizing
         start, self._end = self._end, self._end + tensor.nbytes
         try:
