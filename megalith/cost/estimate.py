@@ -272,8 +272,9 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     if plan.zero == 3:
         size = traced.segments.size if traced.segments else 1
         again = 2 - 1 / size  # a segment's weights once more, but for its last block's
-        late, gathers = (gathers, 0.0) if plan.state.weights == "disk" else (0.0, gathers)  # sent where they are needed
-        gathers += host.read_seconds(workload, dense / shards.size + expert / expert_shards.size)
+        late = host.read_seconds(workload, dense / shards.size + expert / expert_shards.size)
+        if plan.state.weights == "disk":  # a thread reads ahead, and messages are sent where they are needed
+            late, gathers = gathers, late
         beside = _beside(gathers, forward, setting) + _beside(again * gathers + reductions, backward, setting)
         return m * (beside + (1 + again) * late)
     if plan.zero == 2:

@@ -58,3 +58,18 @@ def test_weights_elsewhere_are_read_for_each_forward_and_each_backward(place):
         bandwidth = host.DISK if place == "disk" else host.LINK
         more = estimate(made).time.data - estimate(kept).time.data
         assert more == pytest.approx(2 * kept.microbatches * 4 * numbers / data / bandwidth, rel=1e-3)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_only_reads_from_the_disk_run_beside_the_computation(place):
+    """A thread reads weights from the disk ahead; those on the host are read by the thread that starts the computation."""
+    plan = Plan(zero=3, state=StateSpec(optimizer=place))
+    kept = workload(dense(), plan, practice=Practice(overlap_data=True))
+    made = replace(kept, plan=plan.model_copy(update={"state": StateSpec(optimizer=place, weights=place)}))
+    added = estimate(made).time.data - estimate(kept).time.data
+    numbers = sum(each.numel for each in model_parameters(dense()).values())
+    alone = 2 * kept.microbatches * host.read_seconds(made, numbers)
+    if place == "host":
+        assert added == pytest.approx(alone, rel=1e-3)
+    else:
+        assert 0 < added < 0.99 * alone
