@@ -133,7 +133,6 @@ class Loop:
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
         """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save.
-
         Raises NotSavedError if saving has failed for too long.
         """
         every = self.spec.validation.every

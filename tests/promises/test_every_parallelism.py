@@ -15,9 +15,11 @@ from megalith.spec.numbers import FAST, PRECISIONS
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
-DRAWS = draw(300, seed=1) if FULL else draw(115, seed=0, precisions=FAST)
+DRAWS = draw(300, seed=1) if FULL else draw(117, seed=0, precisions=FAST)
 
 RELEASED = "bf16, gradients released"
+STREAMED = {f"state {name}" for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
+"""Weights made at each gather: this needs ZeRO 3, and a precision below fp32."""
 
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 REFERENCES: dict[Any, Recording] = {}
@@ -49,12 +51,14 @@ def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, 
 
 def test_every_pair_of_choices_is_shown_or_refused() -> None:
     """A pair that is in no draw cannot be drawn: `check` refuses it whatever else is chosen. `make test` draws none in 8 bits. Released
-    gradients are compatible with too few values of other axes to promise their pairs; `test_release.py` covers their plans."""
+    gradients, and weights made at each gather, are compatible with too few values of other axes to promise their pairs;
+    `test_release.py` and `test_state_elsewhere.py` cover their plans."""
     shown = tuple(name for name in AXES["precision"] if name != RELEASED) if FULL else FAST
     wide = {*AXES["precision"]} - {*shown}
     drawn = [name for name in shown if PRECISIONS[AXES["precision"][name]["precision"]].draws]
     spanning = [name for name in shown if "granularity" in AXES["precision"][name]]
-    assert {pair for pair in uncovered(DRAWS) if pair[1].removeprefix("precision ") not in wide} == {
+    promised = {pair for pair in uncovered(DRAWS) if not STREAMED & {*pair}}
+    assert {pair for pair in promised if pair[1].removeprefix("precision ") not in wide} == {
         *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
         *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
         *(("optimizer lion", f"precision {name}") for name in shown if name != "fp32"),
@@ -73,8 +77,10 @@ def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
         for value in values
         if legal(tuple((plain | {axis: value}).items())) is None
     }
-    assert refused == {("precision", RELEASED)} | {("expert", value) for value in AXES["expert"] if value != plain["expert"]}, (
-        "the first model has no experts, and the first place of the state is the device"
+    experts = {("expert", value) for value in AXES["expert"] if value != plain["expert"]}
+    streamed = {("state", name.removeprefix("state ")) for name in STREAMED}
+    assert refused == {("precision", RELEASED)} | experts | streamed, (
+        "the first model has no experts, the first place of the state is the device, and the first plan is no ZeRO 3"
     )
 
 

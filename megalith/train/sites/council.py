@@ -301,8 +301,7 @@ class Council:
         return True
 
     def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
-        """Return the differences that a verdict merges, in the order of the sites. Raises as `gather` does, and
-        OutOfStepError."""
+        """Return the differences that a verdict merges, in the order of the sites. Raises as `gather`, and OutOfStepError."""
         self.gather(verdict, math.inf)
         return self._differences.take(verdict, self.line, bytes_each=bytes_each)
 
