@@ -78,15 +78,11 @@ class Host:
         self.lots = lots
         self.held: dict[tuple[Slot, str], Tensor] = {}
         for name, lot in lots.items():
-            share, source = lot.share, Source(partial(self._masters, name)) if weights else None
+            share, source = lot.share, Source(partial(_at_once, self.held, name)) if weights else None
             for slot in lot.slots:
                 first = _first(slot, lot, source)
                 zeros = torch.zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
                 self.held[slot, name] = zeros if first is None else first.cpu()
-
-    def _masters(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the master weights of a parameter, all at once."""
-        yield 0, self.held[MASTER, name].view(-1)
 
     @property
     def masters(self) -> bool:
@@ -152,20 +148,14 @@ class Disk:
             reader = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
             weakref.finalize(self, reader.shutdown)
         self._passing = [memory_of(max(padded(sizes[0]) for _, sizes in chunks))] if weights else []
-        sources = {name: Source(partial(self._masters, name), reader) for name in lots} if weights else {}
+        read = partial(_one_by_one, self.slots, *self._passing)
+        sources = {name: Source(partial(read, self.pieces[name]), reader) for name in lots} if weights else {}
         self.held = {
             (slot, name): self._stored(name, number) for name, lot in lots.items() for number, slot in enumerate(lot.slots)
         }
         for (slot, name), stored in self.held.items():
             if (first := _first(slot, lots[name], sources.get(name))) is not None:
                 stored.fill((0,) * first.dim(), first)
-
-    def _masters(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the master weights of a parameter, the first of its slots. Only one thread calls it: all pass through the same memory."""
-        (memory,) = self._passing
-        for chunk, first, count in self.pieces[name]:
-            self.slots.read(chunk, memory, 0)
-            yield first, memory[: count * MASTER_BYTES].view(torch.float32)
 
     def _stored(self, name: str, number: int) -> Stored:
         lot = self.lots[name]
@@ -254,6 +244,22 @@ def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, r
 def folder_of(state: StateSpec, folder: Path | None) -> Path:
     """The folder of files of state. `folder`: where they go if the plan names no place; None: with temporary files."""
     return Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
+
+
+# Sources read by functions, not by methods: a home that its own weights refer to would keep its files until garbage is collected.
+
+
+def _at_once(held: Mapping[tuple[Slot, str], Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the master weights of a parameter."""
+    yield 0, held[MASTER, name].view(-1)
+
+
+def _one_by_one(slots: Slots, memory: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the master weights of a parameter, the first of its slots, in these pieces. Only one thread may read: all pass through the
+    same memory."""
+    for chunk, first, count in pieces:
+        slots.read(chunk, memory, 0)
+        yield first, memory[: count * MASTER_BYTES].view(torch.float32)
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:

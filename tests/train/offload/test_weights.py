@@ -1,8 +1,10 @@
 """Weights that are made from master weights on disk: how they wait there, and the errors of a bad disk."""
 
 import errno
+import gc
 import os
 import resource
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,3 +115,23 @@ def test_a_folder_in_which_nothing_may_be_written_is_not_said_to_be_full(tmp_pat
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(StateFileError, match=rf"20 bytes of weights cannot be written in {tmp_path}/file/state"):
         _aside(tmp_path / "file" / "state", torch.randn(5))
+
+
+def _left_without_collection(rank: int, spec: RunSpec, places: list[str]) -> list[bool]:
+    """Return whether the home of a trainer's state is still there when the trainer is gone and no garbage was collected."""
+    found = []
+    gc.disable()
+    for place in places:
+        state = spec.plan.state.model_copy(update={"optimizer": place, "weights": place})
+        trainer = trainer_of(spec.model_copy(update={"plan": spec.plan.model_copy(update={"state": state})}))
+        assert trainer.state.home is not None
+        home = weakref.ref(trainer.state.home)
+        compute(trainer, microbatches(trainer), step=0)
+        del trainer
+        found.append(home() is not None)
+    return found
+
+
+def test_files_and_memory_go_with_the_trainer(tmp_path: Path) -> None:
+    (left,) = run_ranks(_left_without_collection, 1, _spec(tmp_path, 1), ["host", "disk"])
+    assert left == [False, False]
