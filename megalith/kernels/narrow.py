@@ -107,6 +107,8 @@ class Narrow(Multiply, ABC):
         self.weight_along, self.weight_down = (
             Scaling(self.element, block, scale, late) for block in (blocks.weight_along, blocks.weight_down)
         )
+        self.codes = choices.multiply == "codes"
+        """True if factors are multiplied in 8 bits where the device can."""
         self.draws = choices.rounding == "stochastic"
         self.rotation = size if choices.hadamard else 0
         """Tokens that are rotated together before a weight gradient's factors are rounded; 0: none are."""
@@ -158,7 +160,7 @@ class Narrow(Multiply, ABC):
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         if self._wide:
             return super().fprop(x, weight, bias, sizes=sizes)
-        if sizes is None:
+        if self.codes and sizes is None:
             factors = self._factor(x, self.along, TOKENS, INPUTS), self._factor(weight, self.weight_along, OUTPUTS, INPUTS)
             if (out := self._in_codes(*factors)) is not None:
                 out = out.view(*x.shape[:-1], -1)
@@ -197,7 +199,7 @@ class Narrow(Multiply, ABC):
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
         if self.choices.input_gradient == "wide" or self._wide:
             return super().dgrad(grad, weight, sizes=sizes, out=out)
-        if sizes is None and not self.draws:
+        if self.codes and sizes is None and not self.draws:
             factors = (
                 self._factor(grad, self.gradient_along, TOKENS, OUTPUTS),
                 self._factor(weight, self.weight_down, OUTPUTS, INPUTS, down=True),
@@ -217,7 +219,7 @@ class Narrow(Multiply, ABC):
         plan."""
         if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
-        if not self.draws and not self.rotation:
+        if self.codes and not self.draws and not self.rotation:
             factors = (
                 self._factor(*each, down=True)
                 for each in ((grad, self.gradient_down, TOKENS, OUTPUTS), (x, self.down, TOKENS, INPUTS))
@@ -238,10 +240,8 @@ class Narrow(Multiply, ABC):
         return Factor(x.reshape(-1, x.shape[-1]), scaling, share, down)
 
     def _in_codes(self, a: Factor, b: Factor) -> Tensor | None:
-        """Return the product of two factors in the dtype of the first; None where none is asked for, the device has none for them, or what
-        is rounded must be counted."""
-        if self.choices.multiply != "codes":
-            return None
+        """Return the product of two factors in the dtype of the first; None where the device has none for them, or what is rounded must
+        be counted."""
         apart = self.microbatch != ALL and any(ALL in each.scaling.block for each in (a, b))
         if _counts is not None or apart or not multiplies(a, b):
             return None

@@ -7,10 +7,11 @@ definition, in another order.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import ScalingType
 
 from megalith.kernels.quantise import ALL, Scaling, Share, largest, quantise
@@ -115,7 +116,7 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 # A compiler must not see this product: it has transposed scales of blocks (pytorch/pytorch#161127).
-@torch.library.custom_op("megalith::scaled_product", mutates_args=())
+@library.custom_op("megalith::scaled_product", mutates_args=())
 def _product(
     a: Tensor,
     a_scales: Tensor,
@@ -133,18 +134,8 @@ def _product(
 
 
 @_product.register_fake
-def _shape(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    a_rows: int,
-    a_inner: int,
-    b_rows: int,
-    b_inner: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+def _shape(a: Tensor, a_scales: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
 def _laid(scales: Tensor, kind: ScalingType, *, first: bool) -> Tensor:
