@@ -5,15 +5,13 @@
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is fp32 with a learning rate that is
 larger by a millionth: the gap between two runs that hardly differ. Cases that compute in bf16 are compared with `compute`, which has wide
-state. Cases that are already in the file are not run again; each row names the commit and machine of its case.
+state. The file keeps finished cases, as benchmarks/cases.py says.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks import cases
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
@@ -51,37 +50,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], help="with fp32 or compute, which others need")
     parser.add_argument("--beta2", nargs="+", type=float, default=[*BETA2])
     parser.add_argument("--out", type=Path, default=Path("moments.jsonl"), help="where finished cases are kept")
+    cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    known = _read(given.out)
-    for seed in range(given.seeds):
-        for beta2 in given.beta2:
-            for name in given.cases:
-                key, (optimizer, training) = [name, beta2, seed, given.steps], CASES[name]
-                if key in [row["case"] for row in known]:
-                    continue
-                spec = run_of(given.data, given.steps, seed, {"beta2": beta2} | optimizer, training)
-                (loss,) = run_ranks(train, 1, spec, timeout=3600.0)
-                known.append(
-                    {"case": key, "loss": loss, "commit": commit(), "machine": platform.processor() or platform.machine()}
-                )
-                with given.out.open("a") as file:
-                    file.write(json.dumps(known[-1]) + "\n")
-    losses = {tuple(row["case"]): row["loss"] for row in known}
+    wanted = [(name, beta2, seed, given.steps) for seed in range(given.seeds) for beta2 in given.beta2 for name in given.cases]
+    measure = partial(measured, given.data, given.device)
+    rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
+    losses = {tuple(row["case"]): row["loss"] for row in rows}
     for beta2 in given.beta2:
         _show(
             {(name, seed): losses[name, beta2, seed, given.steps] for name in given.cases for seed in range(given.seeds)}, beta2
         )
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def commit() -> str:
-    """Return the commit of these sources; empty outside a repository."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
 
 
 def _show(losses: dict[tuple[str, int], float], beta2: float) -> None:
@@ -120,9 +99,17 @@ def run_of(data: str, steps: int, seed: int, optimizer: dict[str, Any], training
     )
 
 
-def train(rank: int, spec: RunSpec) -> float:
+def measured(data: str, device: str, case: tuple[str, float, int, int]) -> dict[str, Any]:
+    """Train a case in a process of its own; return the row's result."""
+    name, beta2, seed, steps = case
+    optimizer, training = CASES[name]
+    spec = run_of(data, steps, seed, {"beta2": beta2} | optimizer, training)
+    (loss,) = run_ranks(train, 1, spec, torch.device(device), timeout=3600.0)
+    return {"loss": loss}
+
+
+def train(rank: int, spec: RunSpec, device: torch.device) -> float:
     """Train; return the mean loss of the last steps."""
-    device = torch.device("cpu")
     trainer, stream = assemble(spec, groups=mesh_groups(spec, device), device=device), open_stream(spec, "train")
     losses = list[float]()
     for step in range(spec.train.steps):

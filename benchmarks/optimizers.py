@@ -14,22 +14,19 @@ AdamW's final one. `!` marks a best rate at the edge of its grid.
 `--part batch` does the same at eight times the batch and an eighth of the updates, for the same tokens: with AdamW, with LAMB, and with
 AdamW and a batch that grows from one to eight times.
 
-Each finished run is written to the file with commit and machine, and is skipped the next time. The table is printed from the file. A
-run takes about three minutes on an idle core. The first part has 78 runs and the second 39; `--kinds muon,lion` trains some of them.
+The file keeps finished runs, as benchmarks/cases.py says. A run takes about three minutes on an idle core. The first part has 78 runs and
+the second 39; `--kinds muon,lion` trains some of them. `--device cuda --microbatch 16 --workers 6` is quicker on one GPU.
 `--quick` searches two values with a small model on bytes, in a few seconds. benchmarks/results/optimizers.jsonl has the runs of
 docs/performance.md.
 """
 
 import argparse
-import json
 import math
-import os
-import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -40,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks import cases
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load as load_tokenizer
 from megalith.parallel.gradients import NotFinite
@@ -108,13 +106,14 @@ class Ran:
 
 @dataclass(frozen=True)
 class Search:
-    """The runs of one part. `middle`: indices of the rates that are tried, all five or the middle two."""
+    """The runs of one part. `rates`: the powers of two of the rates that are tried, relative to the middle one."""
 
     spec: RunSpec
     part: str
     rates: Sequence[int]
     decays: int
     seeds: Sequence[int]
+    microbatch: int = 4
 
     @property
     def grids(self) -> dict[str, Grid]:
@@ -136,7 +135,7 @@ class Search:
         """Return the run file's table for a case."""
         grid, tables = self.grids[case.kind], self.spec.model_dump(exclude_unset=True)
         kind = "adamw" if case.kind == "ramp" else case.kind
-        tables["plan"] = {"microbatch": 4}
+        tables["plan"] = {"microbatch": self.microbatch}
         tables["optimizer"] |= {"kind": kind, "lr": case.lr, "weight_decay": case.decay, **grid.more}
         tables["train"] |= {"seed": case.seed}
         if case.part == "batch":
@@ -169,6 +168,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("optimizers", "batch"), default="optimizers")
     parser.add_argument("--kinds", default="", help="names of optimizers, with commas; default: all")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--microbatch", type=int, default=4)
+    cases.add_arguments(parser, device=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the table of the file, and train nothing")
     given = parser.parse_args()
@@ -177,19 +178,19 @@ def main() -> None:
         folder = Path(name)
         file = given.file or folder / "optimizers.jsonl"
         for part in ("optimizers", "batch") if given.quick else (given.part,):
-            search = quick(part, folder) if given.quick else full(part, given.data)
-            kinds = given.kinds.split(",") if given.kinds else [*search.grids]
+            search = quick(part, folder) if given.quick else full(part, given.data, given.microbatch)
             if not given.table:
-                for kind in kinds:
-                    run_all(file, search, kind, threads=1 if given.quick else given.threads)
+                kinds = [kind for kind in search.grids if not given.kinds or kind in given.kinds.split(",")]
+                measure = partial(measured, search, 1 if given.quick else given.threads, given.device)
+                run_all(file, search, kinds, partial(cases.finish, measure=measure, workers=given.workers, device=given.device))
             print_search(kept(file), search)
             print_table(kept(file), search)
 
 
-def full(part: str, data: str) -> Search:
+def full(part: str, data: str, microbatch: int = 4) -> Search:
     """Return the quickstart's settings."""
     spec = load(ROOT / "recipes/quickstart.toml", overrides=[f"data.path={data}", *SETTINGS]).spec
-    return Search(spec, part, rates=range(-2, 3), decays=2, seeds=SEEDS)
+    return Search(spec, part, rates=range(-2, 3), decays=2, seeds=SEEDS, microbatch=microbatch)
 
 
 def quick(part: str, folder: Path) -> Search:
@@ -207,12 +208,11 @@ def quick(part: str, folder: Path) -> Search:
     return Search(RunSpec.model_validate(tables), part, rates=(-1, 0), decays=1, seeds=SEEDS[:1])
 
 
-def run_all(file: Path, search: Search, kind: str, *, threads: int) -> None:
+def run_all(file: Path, search: Search, kinds: Sequence[str], finish: Callable[[Path, Sequence[Case]], object]) -> None:
     """Search, then train the best with other seeds."""
-    for case in search.first(kind):
-        run(file, search, case, threads=threads)
-    for case in search.others(best_of(kept(file), search, kind)):
-        run(file, search, case, threads=threads)
+    finish(file, [case for kind in kinds for case in search.first(kind)])
+    found = kept(file)
+    finish(file, [case for kind in kinds for case in search.others(best_of(found, search, kind))])
 
 
 def best_of(found: dict[Case, Ran], search: Search, kind: str) -> Case:
@@ -220,24 +220,16 @@ def best_of(found: dict[Case, Ran], search: Search, kind: str) -> Case:
     return min(search.first(kind), key=lambda case: found[case].loss)
 
 
-def run(file: Path, search: Search, case: Case, *, threads: int) -> None:
-    """Train, unless the case is already in the file."""
-    if case in kept(file):
-        return
-    (curve,) = run_ranks(train, 1, search.spec_of(case), threads, timeout=2 * 3600.0)
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    ran = Ran([*case], curve, commit, machine)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(asdict(ran)) + "\n")
-    print(f"{case.part} {case.kind} lr {case.lr:g} decay {case.decay:g} seed {case.seed}: {ran.loss:.4f}", flush=True)
+def measured(search: Search, threads: int, device: str, case: Case) -> dict[str, Any]:
+    """Train a case in a process of its own; return the row's result."""
+    (curve,) = run_ranks(train, 1, search.spec_of(case), threads, device, timeout=2 * 3600.0)
+    return {"curve": curve}
 
 
-def train(rank: int, spec: RunSpec, threads: int) -> list[tuple[float, float]]:
+def train(rank: int, spec: RunSpec, threads: int, kind: str) -> list[tuple[float, float]]:
     """Train; return (share of the tokens, held-out loss) at each validation. Training ends early if numbers are not finite."""
     torch.set_num_threads(threads)
-    device, phases, samples = torch.device("cpu"), Phases.of(spec), 0
+    device, phases, samples = torch.device(kind), Phases.of(spec), 0
     trainer, stream = assemble(spec, groups=mesh_groups(spec, device), device=device), open_stream(spec, "train")
     validator = Validator(trainer, open_stream(spec, "validation"))
     sizes = list(batches(spec, phases))
@@ -263,9 +255,8 @@ def batches(spec: RunSpec, phases: Phases) -> Iterator[int]:
 
 
 def kept(file: Path) -> dict[Case, Ran]:
-    """The finished runs of a file."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return {Case(*ran.case): ran for ran in (Ran(**json.loads(line)) for line in lines)}
+    """Return the finished runs of a file."""
+    return {Case(*ran.case): ran for ran in (Ran(**row) for row in cases.kept(file))}
 
 
 def reached(curve: Sequence[Sequence[float]], loss: float) -> float:

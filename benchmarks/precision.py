@@ -9,15 +9,15 @@ larger by a millionth: the gap between two runs that hardly differ.
 
 Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
 The error is the norm of the difference from all fp32 gradients, relative to their norm. The cosine is that of the angle between them.
-Both are measured again with an outlier: one channel in front of each MLP is 64 times as large. Finished cases are in the file and are not
-run again. `--gradients` leaves out the losses.
+Both are measured again with an outlier: one channel in front of each MLP is 64 times as large. The file keeps finished cases, as
+benchmarks/cases.py says. `--gradients` leaves out the losses.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
+from benchmarks import cases
 from megalith.parallel.data import local
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
@@ -34,7 +35,7 @@ from megalith.train.restore import Position, read_step
 from megalith.train.step import accumulate, train_step
 from megalith.train.stream import open_stream
 
-CPU, LR = torch.device("cpu"), 1e-3
+LR = 1e-3
 CHANNEL, OUTLIER = 5, 64.0
 NEAREST = {"rounding": "nearest", "hadamard": False}
 CASES: dict[str, dict[str, Any]] = {
@@ -63,28 +64,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--gradients", action="store_true", help="compare gradients alone")
     parser.add_argument("--out", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
+    cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    known = _read(given.out)
-    cases = [] if given.gradients else [*CASES]
-    for seed in range(given.seeds):
-        for name in (*cases, GRADIENTS):
-            key = [name, seed, given.steps]
-            if key in [row["case"] for row in known]:
-                continue
-            function, case = (errors, ()) if name == GRADIENTS else (loss, (name,))
-            (found,) = run_ranks(function, 1, given.data, given.steps, seed, *case, timeout=3600.0)
-            known.append({"case": key, "found": found})
-            with given.out.open("a") as file:
-                file.write(json.dumps(known[-1]) + "\n")
-    found = {tuple(row["case"]): row["found"] for row in known}
-    if cases:
+    names = [GRADIENTS] if given.gradients else [*CASES, GRADIENTS]
+    wanted = [(name, seed, given.steps) for seed in range(given.seeds) for name in names]
+    measure = partial(measured, given.data, given.device)
+    rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
+    found = {tuple(row["case"]): row["found"] for row in rows}
+    if not given.gradients:
         _show_losses(found, given.steps, given.seeds)
     _show_gradients(found, given.steps, given.seeds)
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _show_losses(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
@@ -122,8 +112,16 @@ def run_of(data: str, steps: int, seed: int, case: Mapping[str, Any]) -> RunSpec
     )
 
 
-def trainer_of(spec: RunSpec) -> Trainer:
-    return assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+def measured(data: str, device: str, case: tuple[str, int, int]) -> dict[str, Any]:
+    """Measure a case in a process of its own; return the row's result."""
+    name, seed, steps = case
+    function, more = (errors, ()) if name == GRADIENTS else (loss, (name,))
+    (found,) = run_ranks(function, 1, data, torch.device(device), steps, seed, *more, timeout=3600.0)
+    return {"found": found}
+
+
+def trainer_of(spec: RunSpec, device: torch.device) -> Trainer:
+    return assemble(spec, groups=mesh_groups(spec, device), device=device)
 
 
 def trained(trainer: Trainer) -> list[float]:
@@ -133,14 +131,14 @@ def trained(trainer: Trainer) -> list[float]:
     return [train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step).loss for step in steps]
 
 
-def loss(rank: int, data: str, steps: int, seed: int, name: str) -> float:
+def loss(rank: int, data: str, device: torch.device, steps: int, seed: int, name: str) -> float:
     """Train with a recipe; return the mean loss of the last steps."""
-    return statistics.mean(trained(trainer_of(run_of(data, steps, seed, CASES[name])))[-max(1, steps // 10) :])
+    return statistics.mean(trained(trainer_of(run_of(data, steps, seed, CASES[name]), device))[-max(1, steps // 10) :])
 
 
-def errors(rank: int, data: str, steps: int, seed: int) -> dict[str, list[float]]:
+def errors(rank: int, data: str, device: torch.device, steps: int, seed: int) -> dict[str, list[float]]:
     """Train in bf16; then return the error and the cosine of each recipe's gradients, without and with an outlier."""
-    begun = trainer_of(run_of(data, steps, seed, CASES["bf16"]))
+    begun = trainer_of(run_of(data, steps, seed, CASES["bf16"]), device)
     trained(begun)
     stream = open_stream(begun.spec, "train")
     samples = [read_step(stream, begun.spec, Position(), step, 0) for step in (steps, steps + 1)]
@@ -149,11 +147,11 @@ def errors(rank: int, data: str, steps: int, seed: int) -> dict[str, list[float]
     for name, tensor in planted.items():
         if name.endswith("mlp_norm.weight"):
             tensor[CHANNEL] *= OUTLIER
-    exact = trainer_of(run_of(data, steps, seed, {"precision": "fp32"}))
+    exact = trainer_of(run_of(data, steps, seed, {"precision": "fp32"}), device)
     expected = [gradients(exact, each, samples) for each in (weights, planted)]
     found: dict[str, list[float]] = {}
     for name in (name for name in CASES if name != "noise"):
-        trainer, row = trainer_of(run_of(data, steps, seed, CASES[name])), list[float]()
+        trainer, row = trainer_of(run_of(data, steps, seed, CASES[name]), device), list[float]()
         for held, theirs in zip((weights, planted), expected, strict=True):
             ours = gradients(trainer, held, samples)
             row += [float((ours - theirs).norm() / theirs.norm()), float(torch.dot(ours, theirs) / ours.norm() / theirs.norm())]

@@ -7,19 +7,17 @@
 The loss is that of the merged weights on held-out text, after the last merge. Gaps are relative to data parallelism, or to the same method
 with 32 bits, for each seed. Bytes are those that a site sends for each token it trains. For merges they are counted, with scales and
 headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Two cases
-have a planted fault, which must show: differences with the wrong sign, and no error feedback. Cases that are already in the file are not
-run again.
+have a planted fault, which must show: differences with the wrong sign, and no error feedback. The file keeps finished
+cases, as benchmarks/cases.py says.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
+from benchmarks import cases
 from megalith.fleet.secure import key
 from megalith.parallel.groups import group_of
 from megalith.prove.worlds import run_ranks
@@ -80,66 +79,53 @@ def main() -> None:
     parser.add_argument("--inner-steps", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None, help="where finished cases are kept; default: nowhere")
+    cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    known = _read(given.out)
-    for seed in range(given.seeds):
-        for name in CASES:
-            at = [name, given.size, given.steps, given.inner_steps, seed]
-            if at in [row["case"] for row in known]:
-                continue
-            known.append({"case": at} | measured(run_of(given, name, seed), CASES[name].fault) | _where())
-            if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(known[-1]) + "\n")
-    wanted = [given.size, given.steps, given.inner_steps]
-    _show({(row["case"][0], row["case"][4]): row for row in known if row["case"][1:4] == wanted}, given.seeds)
+    like = (given.size, given.steps, given.inner_steps)
+    wanted = [(name, *like, seed) for seed in range(given.seeds) for name in CASES]
+    measure = partial(measured, given.data, given.device)
+    rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
+    _show({(row["case"][0], row["case"][4]): row for row in rows if row["case"][1:4] == [*like]}, given.seeds)
 
 
-def _read(path: Path | None) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
-
-
-def _where() -> dict[str, str]:
-    """Return the commit and the machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return {"commit": commit.stdout.strip(), "machine": platform.node()}
-
-
-def run_of(given: argparse.Namespace, name: str, seed: int) -> RunSpec:
-    """Return the run of a case: a small Llama."""
-    case, (dim, layers) = CASES[name], SIZES[given.size]
-    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
-    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": given.inner_steps} | case.sites}
-    return RunSpec.model_validate(
-        {
-            "model": model | {"vocab": 260, "context": LENGTH},
-            "data": {"path": given.data},
-            "train": {"steps": given.steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32", "seed": seed},
-            "optimizer": {"lr": 1e-3, "warmup": max(1, given.steps // 10), **case.optimizer},
-            "validation": {"every": given.steps, "samples": 64},
-        }
-        | sites
-    )
-
-
-def measured(spec: RunSpec, fault: str = "") -> dict[str, float]:
+def measured(data: str, device: str, at: tuple[str, str, int, int, int]) -> dict[str, float]:
     """Train a case; return its loss, and the bytes that a site sends for each of its own tokens."""
+    name, size, steps, inner_steps, seed = at
+    spec = run_of(name, data, size, steps, inner_steps, seed)
     count = spec.sites.count if spec.sites is not None else 1
     with tempfile.TemporaryDirectory() as folder:
-        found: Sequence[tuple[float, int, int]] = run_ranks(train, count, spec, fault, folder, key.new().text, timeout=3600.0)
+        how = (CASES[name].fault, folder, key.new().text, torch.device(device))
+        found: Sequence[tuple[float, int, int]] = run_ranks(train, count, spec, *how, timeout=3600.0)
     loss, sent, parameters = found[0]
     sites = count if spec.sites is not None else 2
     sent = sent if spec.sites is not None else 4 * parameters * spec.train.steps
     return {"loss": loss, "bytes": sent / (spec.train.steps * BATCH * LENGTH / sites)}
 
 
-def train(rank: int, spec: RunSpec, fault: str, folder: str, secret: str) -> tuple[float, int, int]:
+def run_of(name: str, data: str, size: str, steps: int, inner_steps: int, seed: int) -> RunSpec:
+    """Return the run of a case: a small Llama."""
+    case, (dim, layers) = CASES[name], SIZES[size]
+    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": inner_steps} | case.sites}
+    return RunSpec.model_validate(
+        {
+            "model": model | {"vocab": 260, "context": LENGTH},
+            "data": {"path": data},
+            "train": {"steps": steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32", "seed": seed},
+            "optimizer": {"lr": 1e-3, "warmup": max(1, steps // 10), **case.optimizer},
+            "validation": {"every": steps, "samples": 64},
+        }
+        | sites
+    )
+
+
+def train(rank: int, spec: RunSpec, fault: str, folder: str, secret: str, device: torch.device) -> tuple[float, int, int]:
     """Train as the only rank of a site, or of a run without sites. Return the merged weights' loss, the bytes sent and the
     number of parameters."""
     os.environ[key.VARIABLE] = secret
     assert dist.group.WORLD is not None
-    device, inner = torch.device("cpu"), group_of(dist.group.WORLD, [rank])
+    inner = group_of(dist.group.WORLD, [rank])
     if spec.sites is not None:
         spec = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank})})
     trainer = assemble(spec, groups=mesh_groups(spec, device, inner), device=device)

@@ -12,21 +12,18 @@ cases are drawn from a fixed seed. A case counts if the run without responses en
 each of three models (dense, experts, Muon), with warm-up, a batch that doubles after a third of the steps, and sequences of half the length
 in the last third.
 
-Each finished run is written to the file with commit and machine, and is skipped the next time. The table is printed from the file.
-A run takes about half a minute on an idle core; `--quick` does two cases of 160 steps, and 100 clean steps of each model.
+The file keeps finished runs, as benchmarks/cases.py says. A run takes about half a minute on an idle core. `--quick` does two cases of 160
+steps, and 100 clean steps of each model.
 """
 
 import argparse
-import json
 import math
-import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -35,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks import cases
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 from megalith.events import Rewound, Skipped, Spike, of_kind, read
@@ -63,11 +61,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+Run = tuple[RunSpec, tuple[Fault, ...]]
+
+
 @dataclass(frozen=True)
 class Ran:
     """Result of a run."""
 
-    name: str
+    case: str
     validation: float
     spikes: list[dict[str, Any]]
     skipped: int
@@ -82,7 +83,9 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="where finished runs are kept; default: nowhere")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--alarms", type=int, default=0, metavar="N", help="train N clean steps of each model, and no cases")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="those of --alarms")
     parser.add_argument("--quick", action="store_true")
+    cases.add_arguments(parser)
     parser.add_argument("--table", action="store_true", help="print the table of the file, and train nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,10 +95,10 @@ def main() -> None:
         if not given.table:
             prepare(["bundled:austen"], tokenizer=load("bytes"), out=folder / "data", validation=0.03)
             steps = 160 if given.quick else given.steps
-            if not given.alarms:
-                run_cases(file, folder, steps, quick=given.quick)
+            runs = {} if given.alarms else runs_of_cases(folder, steps, quick=given.quick)
             if given.alarms or given.quick:
-                run_alarms(file, folder, given.alarms or 100)
+                runs |= runs_of_alarms(folder, given.alarms or 100, given.models)
+            cases.finish(file, [*runs], partial(measured, folder, runs), workers=given.workers)
         print_table(file)
 
 
@@ -114,7 +117,7 @@ def spec_of(folder: Path, steps: int, *, model: str = "dense", seed: int = 0, an
     )
 
 
-def cases(steps: int) -> Iterator[tuple[str, Fault]]:
+def faults_of(steps: int) -> Iterator[tuple[str, Fault]]:
     """Return the faults, which are the same in every run of the script."""
     draw = random.Random(20)
     for number in range(EACH):
@@ -130,22 +133,22 @@ def cases(steps: int) -> Iterator[tuple[str, Fault]]:
             yield f"{kind} {number}", fault
 
 
-def run_cases(file: Path, folder: Path, steps: int, *, quick: bool) -> None:
-    for seed in SEEDS[: 1 if quick else None]:
-        run(file, folder, f"clean {seed}", spec_of(folder, steps, seed=seed))
+def runs_of_cases(folder: Path, steps: int, *, quick: bool) -> dict[str, Run]:
+    """Return the clean runs, and each case without and with responses, by name."""
+    runs: dict[str, Run] = {f"clean {seed}": (spec_of(folder, steps, seed=seed), ()) for seed in SEEDS[: 1 if quick else None]}
     if quick:
         middle = steps * 5 // 8
         chosen = [("poison 0", Fault("poison", middle, 1.0, LASTS)), ("rate 0", Fault("rate", middle, 20.0, LASTS))]
     else:
-        chosen = list(cases(steps))
+        chosen = list(faults_of(steps))
     for name, fault in chosen:
-        run(file, folder, f"{name} control", spec_of(folder, steps), fault)
-        run(file, folder, f"{name} answered", spec_of(folder, steps, answers=ANSWERS), fault)
+        runs[f"{name} control"] = spec_of(folder, steps), (fault,)
+        runs[f"{name} answered"] = spec_of(folder, steps, answers=ANSWERS), (fault,)
+    return runs
 
 
-def run_alarms(file: Path, folder: Path, steps: int) -> None:
-    for model in MODELS:
-        run(file, folder, f"alarms {model} {steps}", varied(spec_of(folder, steps, model=model)))
+def runs_of_alarms(folder: Path, steps: int, models: Sequence[str]) -> dict[str, Run]:
+    return {f"alarms {model} {steps}": (varied(spec_of(folder, steps, model=model)), ()) for model in models}
 
 
 def varied(spec: RunSpec) -> RunSpec:
@@ -157,26 +160,23 @@ def varied(spec: RunSpec) -> RunSpec:
     return RunSpec.model_validate(tables)
 
 
-def run(file: Path, folder: Path, name: str, spec: RunSpec, fault: Fault | None = None) -> None:
-    """Train, unless the run is already in the file."""
-    if any(one.name == name for one in kept(file)):
-        return
-    where = folder / name.replace(" ", "-")
+def measured(folder: Path, runs: dict[str, Run], name: str) -> dict[str, Any]:
+    """Train a run in a process of its own; return the row's result."""
+    (spec, faults), where = runs[name], folder / name.replace(" ", "-")
     try:
-        (validation,) = run_ranks(_train, 1, spec, where, (fault,) if fault else (), timeout=3600.0)
+        (validation,) = run_ranks(_train, 1, spec, where, faults, timeout=2 * 3600.0)
     except RuntimeError as error:
         if "SpikeError" not in str(error) and "NotFinite" not in str(error):
             raise
         validation = float("inf")  # the run stopped
     told = list(read(where))
-    spikes = [asdict(one) for one in of_kind(told, Spike)]
-    skipped, rewound = len(of_kind(told, Skipped)), [asdict(one) for one in of_kind(told, Rewound)]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    ran = Ran(name, validation, spikes, skipped, rewound, asdict(fault) if fault else None, commit.strip(), machine)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(asdict(ran)) + "\n")
-    print(f"{name}: validation loss {validation:.4f}, {len(spikes)} spikes told", flush=True)
+    return {
+        "validation": validation,
+        "spikes": [asdict(one) for one in of_kind(told, Spike)],
+        "skipped": len(of_kind(told, Skipped)),
+        "rewound": [asdict(one) for one in of_kind(told, Rewound)],
+        "fault": asdict(faults[0]) if faults else None,
+    }
 
 
 def _train(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...]) -> float:
@@ -184,13 +184,8 @@ def _train(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...]) ->
     return train(rank, spec, folder, faults, key=new()).validation
 
 
-def kept(file: Path) -> list[Ran]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [Ran(**json.loads(line)) for line in lines]
-
-
 def print_table(file: Path) -> None:
-    found = {one.name: one for one in kept(file)}
+    found = {one.case: one for one in (Ran(**row) for row in cases.kept(file))}
     clean = [one.validation for name, one in found.items() if name.startswith("clean")]
     if "clean 0" in found:
         noise = f", their spread {100 * stdev(clean) / mean(clean):.2f} %" if len(clean) > 1 else ""

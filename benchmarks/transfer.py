@@ -4,16 +4,15 @@
     python benchmarks/transfer.py --widths 64,128 --steps 50 --seeds 1      # quick
 
 trains small Llamas of several widths on the bundled text (bytes), in one process and in fp32. It tries every learning rate of a grid with
-factors of two, and prints the loss over the last fifth of the steps. Under muP the best rate should not depend on the width. Each finished
-case is written to the file --keep, with the commit, and is not trained again. About fifteen minutes on two idle cores.
+factors of two, and prints the loss over the last fifth of the steps. Under muP the best rate should not depend on the width. The file
+keeps finished cases, as benchmarks/cases.py says. About fifteen minutes on two idle cores.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import cases
 from megalith.data import bundled
 from megalith.models.batch import Batch
 from megalith.models.init import initialise
@@ -32,6 +32,7 @@ from megalith.spec.families.llama import Llama
 from megalith.spec.run import OptimizerSpec
 
 HEAD_DIM, SEQUENCES, LENGTH = 16, 8, 64
+KINDS = ("standard", "mup")
 
 
 def main() -> None:
@@ -41,44 +42,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--keep", type=Path, default=Path("runs/transfer.jsonl"))
+    cases.add_arguments(parser)
     asked = parser.parse_args()
     widths = [int(word) for word in asked.widths.split(",")]
     least, most = (int(word) for word in asked.rates.split(","))
     rates = [2.0**power for power in range(least, most + 1)]
-    known = {json.dumps(one["case"]): one["loss"] for one in map(json.loads, _lines(asked.keep))}
+    wanted = [
+        {"kind": kind, "width": width, "rate": rate, "steps": asked.steps, "seed": seed}
+        for kind in KINDS
+        for width in widths
+        for rate in rates
+        for seed in range(asked.seeds)
+    ]
     text = np.frombuffer(bundled.austen().encode(), dtype=np.uint8)
-    for kind in ("standard", "mup"):
+    rows = cases.finish(asked.keep, wanted, partial(measured, text, widths[0]), workers=asked.workers)
+    known = {json.dumps(row["case"]): row["loss"] for row in rows}
+    for kind in KINDS:
         for width in widths:
-            losses = {}
-            for rate in rates:
-                cases = [
-                    {"kind": kind, "width": width, "rate": rate, "steps": asked.steps, "seed": seed}
-                    for seed in range(asked.seeds)
-                ]
-                losses[rate] = statistics.fmean(_case(one, text, known, asked.keep, widths[0]) for one in cases)
+            mine = [case for case in wanted if (case["kind"], case["width"]) == (kind, width)]
+            losses = {rate: statistics.fmean(known[json.dumps(case)] for case in mine if case["rate"] == rate) for rate in rates}
             best = min(losses, key=lambda rate: losses[rate])
             told = "  ".join(f"2^{int(np.log2(rate))}: {loss:.3f}{'*' if rate == best else ' '}" for rate, loss in losses.items())
-            print(f"{kind:9} {width:5}  {told}", flush=True)
+            print(f"{kind:9} {width:5}  {told}")
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _case(case: dict[str, Any], text: np.ndarray, known: dict[str, float], keep: Path, base: int) -> float:
-    key = json.dumps(case)
-    if key not in known:
-        began = time.monotonic()
-        known[key] = train(text, base=base, **case)
-        keep.parent.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        with keep.open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"case": case, "loss": known[key], "seconds": time.monotonic() - began, "commit": commit}) + "\n"
-            )
-    return known[key]
+def measured(text: np.ndarray, base: int, case: dict[str, Any]) -> dict[str, float]:
+    """Train a case; return the row's result."""
+    return {"loss": train(text, base=base, **case)}
 
 
 def train(text: np.ndarray, *, base: int, kind: Any, width: int, rate: float, steps: int, seed: int) -> float:
