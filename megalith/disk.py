@@ -53,11 +53,11 @@ def leads_to(path: Path, inode: int) -> bool:
 
 class Place:
     """A folder as it was first used. It is away if it existed and is gone, or if its file system is no longer mounted: the bare
-    mount point is another folder, in which nothing must be written."""
+    mount point is another folder, in which nothing must be written. `existed`: it is known to have existed before."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, existed: bool = False) -> None:
         self.folder = folder.resolve()
-        self._seen = False
+        self._seen = existed
         self._mount = next((above for above in (self.folder, *self.folder.parents) if os.path.ismount(above)), None)
         self.away()
 
@@ -133,12 +133,14 @@ class Journal:
     `most` lines the oldest is lost. No method raises an OSError.
 
     `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument is True
-    if this journal made the new file.
+    if this journal made the new file. `existed`: the file's folder is known to have existed.
     """
 
-    def __init__(self, path: Path, *, most: int, renewed: Callable[[bool], Iterable[bytes]] = lambda made: ()) -> None:
+    def __init__(
+        self, path: Path, *, most: int, renewed: Callable[[bool], Iterable[bytes]] = lambda made: (), existed: bool = False
+    ) -> None:
         self._path, self._renewed = path, renewed
-        self._place = Place(path.parent)
+        self._place = Place(path.parent, existed=existed)
         self._waiting: deque[bytes] = deque(maxlen=most)
         self._file: int | None = None
         self._inode, self._size = 0, 0  # of the file that was written to last

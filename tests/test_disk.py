@@ -95,6 +95,18 @@ def test_events_wait_while_the_store_is_away(tmp_path: Path, monkeypatch: pytest
     assert _messages(tmp_path) == ["first", "second"]
 
 
+def test_a_run_folder_that_goes_away_before_its_ranks_open_the_log_is_not_made_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.rename(tmp_path / "elsewhere")
+    log = EventLog(run, existed=True)
+    log.write(Problem("warning", "early"))
+    assert not run.exists()
+    (tmp_path / "elsewhere").rename(run)
+    log.close()
+    assert _messages(run) == ["early"]
+
+
 def _raise(code: int) -> None:
     raise OSError(code, os.strerror(code))
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from megalith.check.case import Found, error
 from megalith.check.moments import crossings
+from megalith.spec.base import AbsentError
 from megalith.spec.phases import DATA, RAMP, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
@@ -92,9 +94,10 @@ def check_resume(
     ]
     if not found:
         found += _altered_phases(saved, asked, samples, way_out)
-    found += other_sets(saved, asked.plan, "plan")
-    found += _other_moments(saved, asked)
-    found += _another_number(saved, asked, way_out)
+    with suppress(AbsentError):  # values that cannot be read are changes, reported above
+        found += other_sets(saved, asked.plan, "plan")
+        found += _other_moments(saved, asked)
+        found += _another_number(saved, asked, way_out)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
 
 

@@ -69,6 +69,7 @@ class Checkpointer:
     `group` carries its own messages; it must be a gloo group that nothing else uses, because an asynchronous save communicates
     while training does. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
     `warn` is called on the first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed).
+    `existed`: the folder above is known to have existed, so it is away if it is not there.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         warn: Warn = silent,
+        existed: bool = False,
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
-        self._place = disk.Place(folder.parent)  # a save must not create it again while its file system is away
+        self._place = disk.Place(folder.parent, existed=existed)  # a save must not create it again while its file system is away
         self._party, self._warn = Party(group), warn
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []

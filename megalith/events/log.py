@@ -23,13 +23,15 @@ class EventLog:
     is deleted while it is written, a new one begins with a note and the newest `RunStarted`, without which no report could be
     made from the events that follow."""
 
-    def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
-        """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
-        run_dir.mkdir(parents=True, exist_ok=True)
+    def __init__(self, run_dir: Path, *, epoch: int | None = None, existed: bool = False) -> None:
+        """`epoch`: its owner's (`megalith.epochs`); None: the newest. `existed`: the folder is known to have existed, so it is away if
+        it is not there. Otherwise it is made."""
+        if not existed:
+            run_dir.mkdir(parents=True, exist_ok=True)
         path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
         self._opening: list[Event] = []  # the newest start, and its placement
         self._step = 0  # the newest step that was written
-        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew)
+        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew, existed=existed)
 
     def write(self, event: Event) -> None:
         """Append one event, now or with a later one."""

@@ -100,7 +100,7 @@ def main(
     standing.answer()
     world = join(place, launch=spec.launch, device=device)
     epoch = _epoch(world)
-    log = EventLog(folder, epoch=epoch) if place.rank == 0 else None
+    log = EventLog(folder, epoch=epoch, existed=True) if place.rank == 0 else None  # the run file was read from there
     try:
         heartbeat.beat("building")
         hooks.at("building")
@@ -169,7 +169,7 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
     with disk.if_available():
         said.extend(events.read(folder))
     peer_failed = bool(said) and isinstance(said[0], RunFinished) and said[0].reason == "failed"
-    log = log or EventLog(folder, epoch=epoch)
+    log = log or EventLog(folder, epoch=epoch, existed=True)
     if not (lost and heard):
         text = str(error).partition("\n")[0] if lost else str(error)  # what follows a lost connection is a stack of C++
         log.write(Problem("error", f"{type(error).__name__}: {text}", rank=rank))
@@ -262,7 +262,7 @@ def prepare(
         copy_tokenizer(Path(spec.data.path), folder)
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
-    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn)
+    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn, existed=True)
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
     sites = build(trainer, folder, beat=heartbeat.again) if spec.sites else None

@@ -2,6 +2,8 @@
 
 from megalith.check import check_resume
 from megalith.check.resume import MAY_CHANGE
+from megalith.spec.run import RunSpec
+from megalith.spec.validate import examine
 from tests.check.runs import spec
 
 
@@ -34,6 +36,12 @@ def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
     for free in ("model.balance_set=sequence", "model.balance_set=global", "model.balance_weight=0"):
         sets = ["model.preset=mixtral-8x7b", free]
         assert check_resume(spec(*sets, "plan.data=2"), spec(*sets, "plan.data=4")) == []
+
+
+def test_a_description_that_lost_values_differs_in_them():
+    """Here run.toml was cut short within its model."""
+    cut = examine({"model": {"family": "llama", "layers": 2}}, RunSpec, source=lambda key: "").spec
+    assert "model.heads" in {problem.key for problem in check_resume(cut, spec("plan.data=2"))}
 
 
 def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():

@@ -170,6 +170,12 @@ def test_a_run_folder_that_is_away_is_neither_made_anew_nor_taken_to_hold_nothin
     assert isinstance(checkpointer.wait()[0], Saved)
 
 
+def test_a_run_folder_that_went_away_before_its_checkpointer_was_made_is_not_made_again(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", existed=True)
+    checkpointer.save(1, values(), {})
+    assert isinstance(checkpointer.wait()[0], Failed) and not (tmp_path / "run").exists()
+
+
 def test_a_state_or_a_meta_that_cannot_be_saved_is_reported(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"x": torch.zeros(1, dtype=torch.complex64)}, {})
