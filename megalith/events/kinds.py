@@ -252,17 +252,20 @@ class Rewound(Event):
 
 @dataclass(frozen=True)
 class Lowered(Event):
-    """The learning rate is multiplied by `factor` from step `step` until update `until`."""
+    """From step `step` until update `until`, the learning rate is multiplied by `factor`, or is `at_most` this high where it had
+    jumped."""
 
     kind: ClassVar[str] = "lowered"
     step: int
     factor: float
     until: int
+    at_most: float | None = None
 
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        return f"the learning rate is {self.factor:g} of what it was, from step {self.step} until update {self.until}"
+        how = f"{self.factor:g} of what it was" if self.at_most is None else f"at most {self.at_most:.3g}, as before it jumped"
+        return f"the learning rate is {how}, from step {self.step} until update {self.until}"
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,9 @@ def hasty(trainer: Trainer, faults: Sequence[Fault], flips: Flips) -> Trainer:
 
     class Hasty(Trainer):
         @property
-        def lr(self) -> float:
+        def scheduled_lr(self) -> float:
             wrong = (one.strength for one in faults if one.kind == "rate" and flips.step in one.steps)
-            return super().lr * next(wrong, 1.0)
+            return super().scheduled_lr * next(wrong, 1.0)
 
     return Hasty(**{each.name: getattr(trainer, each.name) for each in fields(Trainer)})
 

@@ -153,11 +153,15 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """The learning rate of the next update: the schedule's, or a lower one after a spike."""
+        return self.state.history.rate(self.scheduled_lr, updates=self.state.updates, spec=self.spec.stability)
+
+    @property
+    def scheduled_lr(self) -> float:
+        """The schedule's learning rate for the next update."""
         spec = self.spec
         done = self.state.updates if self.schedule is None else self.schedule
-        rate = learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
-        return rate * spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
+        return learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
 
     def clip(self, factor: float, *, number: int) -> None:
         """Multiply all gradients by `factor`, and hold each to its usual norm if the run asks for it, for update `number` of the run. All

@@ -369,7 +369,7 @@ def carry_out(
             spike = True
             trainer.drop()
             rewound, found = healer.rewind(target, step, found, late=late)
-            events.append(rewound)
+            events += rewound
         case Stop(reason, spike):
             if spike:
                 raise SpikeError(f"step {step + 1}: {reason}. {found.words}")

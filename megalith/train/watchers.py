@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megalith.events import Rewound
+from megalith.events import Event
 from megalith.parallel import gradients
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision
@@ -76,9 +76,9 @@ class Healer(Protocol):
         """Return the newest good copy of step `at_most` or an earlier one; None if there is none."""
         ...
 
-    def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Restore the copy `target`, in step `step`. `late`: the step's microbatches have begun, so nothing else can be
-        computed."""
+    def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
+        """Restore the copy `target`, in step `step`; return the events to log. `late`: the step's microbatches have begun, so
+        nothing else can be computed."""
         ...
 
 

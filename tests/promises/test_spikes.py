@@ -145,6 +145,21 @@ def test_the_ladder_ends_with_a_lower_rate_or_the_end(data: str, tmp_path: Path)
     assert SpikeError.__name__ in str(caught.value)
 
 
+def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path: Path) -> None:
+    """The wrong rate lasts for three more steps, which need no further rewind."""
+    ended, told = train(tmp_path / "held", spiky_run(data, answers=LADDER, lower_for=30), RATE)
+    (rewound,), (held,) = of_kind(told, Rewound), of_kind(told, Lowered)
+    rates = {one.step: one.lr for one in of_kind(told, Step)}
+    assert held.at_most is not None and held.step == rewound.step + 1 and held.until == rewound.to + 30
+    assert rates[40] == held.at_most, "of the step before the jump"
+    after = [rate for step, rate in rates.items() if rewound.step < step <= rewound.step + 30]
+    assert max(after) <= held.at_most < rates[41] / 10
+    assert rates[max(rates)] > 0 and ended.position.updates == 60
+    assert train(tmp_path / "none", spiky_run(data, answers=("rewind",), rewinds=2), RATE)[1] and not of_kind(
+        read(tmp_path / "none"), Lowered
+    )
+
+
 def _killed(rank: int, spec: Any, folder: Path, at: str) -> Ended:
     """Kills its rank in the middle of the first rewind."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Damaged, Memory
 from megalith.data.stream import Batch as Samples
-from megalith.events import Rewound
+from megalith.events import Event, Lowered, Rewound
 from megalith.fleet.signs import CopyCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.schedule.action import parts
@@ -213,8 +213,9 @@ class Healer:
     def _leads(self) -> bool:
         return self.trainer.groups.rank == 0
 
-    def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Restore the copy `target` in step `step`. `late`: within a running row, so nothing else can be computed.
+    def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
+        """Restore the copy `target` in step `step`; return the events to log. `late`: within a running row, so nothing else can be
+        computed.
 
         Raises Reported if the copy is damaged, which is reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
@@ -243,7 +244,17 @@ class Healer:
         dropped = range(position.samples, self.data.numbers(step).stop)
         left = spec.rewinds - len(state.history.rewinds)
         said = {"undone": undone, "first": dropped.start, "last": dropped.stop - 1, "tier": target.tier.value}
-        return Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left), findings
+        rewound = Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left)
+        return [rewound, *self._hold(findings.jump, step)], findings
+
+    def _hold(self, jump: Jump | None, step: int) -> list[Event]:
+        """Hold the learning rate at what it was before it jumped, if the run may lower it: it would cause the same spike again."""
+        state, spec = self.trainer.state, self.trainer.spec.stability
+        if jump is None or jump.after < jump.before or "lower" not in spec.answers:
+            return []
+        until = state.updates + spec.lower_for
+        state.history = replace(state.history, most_lr=jump.before, held=until)
+        return [Lowered(step=step + 2, factor=1.0, until=until, at_most=jump.before)]
 
     def _restore(self, target: Target, step: int) -> Position:
         if target.tier is Tier.MEMORY:

@@ -59,6 +59,10 @@ class History:
     lowered: int = -1
     """The first update after a lower learning rate; -1: the rate was never lowered."""
     lowerings: int = 0
+    most_lr: float = 0.0
+    """The highest learning rate before update `held`: what it was before a jump that caused a rewind."""
+    held: int = -1
+    """The first update that `most_lr` does not limit; -1: nothing was limited."""
     raised: tuple[tuple[int, int], ...] = ()
     """Blocks whose products `precision.auto` made wide, each with the number of steps tried before."""
     text: int = 0
@@ -96,6 +100,11 @@ class History:
         """False for a copy that a rewind has left behind."""
         return not any(to < step < at for at, to in self.rewinds)
 
+    def rate(self, scheduled: float, *, updates: int, spec: StabilitySpec) -> float:
+        """Return the learning rate after this many updates, where the schedule has `scheduled`."""
+        rate = scheduled * spec.lower_by if updates < self.lowered else scheduled
+        return min(rate, self.most_lr) if updates < self.held else rate
+
     def of_text(self, text: int) -> "History":
         """Return the history before a step with this kind of text, without the numbers of another kind."""
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
@@ -123,7 +132,7 @@ class History:
         done = (*self.rewinds, (step + 1, to))
         left_out = self.left_out + 1 + undone
         known = replace(copy, rewinds=done, left_out=left_out, raised=self.raised)
-        known = replace(known, lowered=self.lowered, lowerings=self.lowerings)
+        known = replace(known, lowered=self.lowered, lowerings=self.lowerings, most_lr=self.most_lr, held=self.held)
         return known.over()
 
 
