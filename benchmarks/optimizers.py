@@ -296,7 +296,7 @@ def print_table(found: dict[Case, Ran], search: Search) -> None:
         ends = {grid.lr * 2.0**power for power in (search.rates[0], search.rates[-1])}
         spread = f" (+-{stdev(losses[kind]):.4f})" if len(mine) > 1 else ""
         row = f"{kind:10} {best.lr:>8.3g}{'!' if best.lr in ends else ' '}{best.decay:>6g}  {mean(losses[kind]):.4f}{spread}"
-        if "adamw" in losses:
+        if "adamw" in losses and kind != "adamw":
             shares = [reached(one.curve, mean(losses["adamw"])) for one in mine]
             row = f"{row:56} {100 * mean(shares):.0f} %" if math.isfinite(mean(shares)) else f"{row:56} never"
         print(row)

@@ -1,7 +1,7 @@
 """Products of factors in 8 bits, on GPUs that multiply them: torch's `scaled_mm`.
 
-`quantise` defines the codes here too: a compiler makes one pass over the numbers from it. Sums are in fp32 and rounded once, as in the
-definition, in another order.
+`quantise` defines the codes here too: a compiler makes one pass over the numbers from it. Sums are the hardware's, rounded once: Hopper
+keeps about 14 bits within 128 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 """
 
 from collections.abc import Callable
