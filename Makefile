@@ -46,7 +46,7 @@ engines: setup ## Install the engines that tests can run for real: Ray in .ray; 
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .ray && $(UV) pip install --quiet --python .ray/bin/python ray
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
-test-browser: setup ## Open the live page in a real browser (make browser installs it)
+test-browser: setup ## Open the pages in a real browser (make browser installs it)
 	$(RUN)pytest -m browser -rs
 
 browser: ## Install the browser that tests and pictures of the live page need: Chromium from Debian, as root

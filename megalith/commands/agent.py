@@ -41,6 +41,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     from megalith.commands.shared import runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
+    from megalith.machine.origin import origin
     from megalith.spec import files
     from megalith.train import agents  # needs torch
 
@@ -62,7 +63,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     with hold(folder, wide=True) as owner:
         runs.refuse(runs.differences(checked.resolved, folder))
         runs.admit(spec, folder)
-        files.save(checked.resolved, folder)
+        files.save(checked.resolved, folder, origin())
         with followed(folder, spec, console, errors=False) as (follow, tick):
             store = runs.store_of(owner)
             outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, say=follow.say)

@@ -58,7 +58,8 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One step with an update; `updates` counts the run's updates, including this one. `seconds` is wall time on the first rank.
+    """One step with an update; `updates` counts the run's updates, including this one; with sites, the whole batches that they have read.
+    `seconds` is wall time on the first rank.
 
     `breakdown` splits it: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer, other.
     `memory` is the first rank's; `resident` the largest of all ranks. `experts`: of the layer where it is worst, the largest load over the
@@ -87,7 +88,7 @@ class Step(Event):
 
     @property
     def left_out(self) -> int:
-        """Updates that the run has skipped so far."""
+        """Steps that the run makes beyond `train.steps`: as many as the updates that it has skipped, or that sites have missed."""
         return 0 if self.updates is None else self.step - self.updates
 
 

@@ -7,7 +7,7 @@ from megalith.planner.answer import CONVENTION, assumption, short, spare
 from megalith.planner.atlas import Atlas, Square
 from megalith.planner.search import Choice
 from megalith.report import plans, units
-from megalith.report.style import PAGE
+from megalith.report.style import figure, html_table, whole
 from megalith.report.svg import picture, text
 
 GIB = 2**30
@@ -15,8 +15,8 @@ GIB = 2**30
 OWN = """
 svg .cell{rx:8px}
 svg .big{fill:var(--ink);font-size:17px;font-weight:650;letter-spacing:-.01em}
-svg .layout{fill:var(--ink);fill-opacity:.82;font-size:10.5px}
-svg .none{fill:var(--muted);font-size:10.5px}
+svg .layout{fill:var(--ink);fill-opacity:.82;font-size:11px}
+svg .none{fill:var(--muted);font-size:11px}
 figure{margin-bottom:16px}
 """
 """Style in addition to that of all pages."""
@@ -42,12 +42,9 @@ def page(found: Atlas) -> str:
         (f"Memory of its fullest rank{_limit(found)}", _map(found, _memory, "c4", _again)),
         ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
     ]
-    figures = "".join(f"<figure class=wide><figcaption>{escape(name)}</figcaption>{svg}</figure>" for name, svg in maps)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{figures}{_key()}{_table(found)}"
-    foot = f"<footer>Made by megalith plan --atlas. {escape(' '.join(found.asked.notes))}</footer>"
-    head += f"<title>{escape(title)}</title><style>{PAGE}{OWN}</style>"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><main>{body}{foot}</main></body></html>\n'
+    drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)
+    body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{drawn}{_key()}{_table(found)}"
+    return whole(title, f"{body}<footer>Made by megalith plan --atlas. {escape(' '.join(found.asked.notes))}</footer>", OWN)
 
 
 def _limit(found: Atlas) -> str:
@@ -168,7 +165,7 @@ def _key() -> str:
 def _table(found: Atlas) -> str:
     """Return a table of every figure."""
     head = ("model", "nodes", "devices", "layout", "recompute", "MFU", "tokens/s a device", "step", "memory", "bubble")
-    rows = ""
+    rows = list[Sequence[str]]()
     for square in found.squares:
         start = (square.model, f"{square.nodes:,}", f"{square.devices:,}")
         if square.choice is None:
@@ -180,7 +177,5 @@ def _table(found: Atlas) -> str:
                 plans.seconds(estimate.time.step), units.memory(estimate.memory.total),
                 units.percent(estimate.time.bubble / estimate.time.step),
             )  # fmt: skip
-        rows += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-    top = "".join(f"<th>{name}</th>" for name in head)
-    table = f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f"<details><summary>All {len(found.squares)} squares as a table</summary>{table}</details>"
+        rows.append(cells)
+    return f"<details><summary>All {len(found.squares)} squares as a table</summary>{html_table(head, rows)}</details>"

@@ -12,10 +12,10 @@ from rich.text import Text
 from megalith.events import Step
 from megalith.report import units
 from megalith.report.history import History, history
-from megalith.report.page import html_table, smoothed
-from megalith.report.style import PAGE
+from megalith.report.page import smoothed
+from megalith.report.style import curves, figure, figures, html_table, whole
 from megalith.report.summary import Summary, summarize
-from megalith.report.svg import Point, Series, line_chart
+from megalith.report.svg import Point, Series
 
 LABELS = frozenset({"name", "branch"})
 """Keys that name a run rather than describe it."""
@@ -71,21 +71,20 @@ def write(runs: Mapping[str, History], out: Path) -> Path:
 def render(runs: Mapping[str, History]) -> str:
     """Return the page as text; it refers to no other file."""
     title = " · ".join(runs)
-    curves = [
-        _chart("Training loss (nats a token)", runs, lambda step: step.loss),
+    drawn = [
+        _chart("Training loss (nats a token)", runs, lambda step: step.loss, log=True),
         _validation(runs),
         _chart("Tokens a second", runs, lambda step: step.tokens_per_second, from_zero=True),
-        _chart("Gradient norm, before clipping", runs, lambda step: step.grad_norm, from_zero=True),
+        _chart("Gradient norm, before clipping", runs, lambda step: step.grad_norm, log=True, from_zero=True),
     ]
     keys = differences(runs)
     body = f"<header><h1>{escape(title)}</h1><p>{len(runs)} runs, over the tokens that each has read</p></header>"
-    body += f'<section><div class="figures">{"".join(curves)}</div></section>'
+    body += f"<section>{figures(*drawn)}</section>"
     body += f"<section><h2>Numbers</h2>{html_table(['', *runs], _rows(runs))}</section>"
     rows = [[key, *map(_worded, values)] for key, values in keys.items()]
     said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same description.</p>'
     body += f"<section><h2>Differences</h2>{said}</section>"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
+    return whole(title, body)
 
 
 def _rows(runs: Mapping[str, History]) -> list[list[str]]:
@@ -121,15 +120,21 @@ def _worded(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _chart(caption: str, runs: Mapping[str, History], number: Callable[[Step], float | None], *, from_zero: bool = False) -> str:
+def _chart(
+    caption: str,
+    runs: Mapping[str, History],
+    number: Callable[[Step], float | None],
+    *,
+    log: bool = False,
+    from_zero: bool = False,
+) -> str:
     """Draw one number of the steps of all runs over the tokens read; long curves are smoothed."""
     series = list[Series]()
     for colour, (name, run) in enumerate(runs.items()):
         points: list[Point] = [(step.tokens_seen, y) for step in run.steps if (y := number(step)) is not None]
         points = smoothed(points, reach=max(len(points) // 60, 3)) if len(points) > 60 else points
         series.append(Series(name, points, colour % 8))
-    chart = line_chart(series, x_label="tokens", y_format=_digits, from_zero=from_zero)
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{chart}</figure>"
+    return figure(caption, curves(series, _digits, x_label="tokens", log=log, from_zero=from_zero))
 
 
 def _validation(runs: Mapping[str, History]) -> str:
@@ -141,8 +146,7 @@ def _validation(runs: Mapping[str, History]) -> str:
         series.append(Series(name, points, colour % 8, dots=True))
     if not any(one.points for one in series):
         return ""
-    chart = line_chart(series, x_label="tokens", y_format=_digits)
-    return f"<figure><figcaption>Validation loss (nats a token)</figcaption>{chart}</figure>"
+    return figure("Validation loss (nats a token)", curves(series, _digits, x_label="tokens", log=True))
 
 
 def _digits(value: float) -> str:

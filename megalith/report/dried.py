@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.report import svg, units
-from megalith.report.style import PAGE
+from megalith.report.style import figure, html_table, whole
 
 if TYPE_CHECKING:
     from megalith.cost.foreseen import Comparison
@@ -65,22 +65,17 @@ def page(
         "Work of a step": work(lines),
     }
     tables = "".join(f"<h2>{title}</h2>{_html(table)}" for title, table in shown.items())
-    picture = (
-        f'<figure class="wide"><figcaption>Memory over the step by category</figcaption>{_course(run.counted.course)}</figure>'
-    )
+    picture = figure("Memory over the step by category", _course(run.counted.course), wide=True)
     title = f"Dry run of {name}"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
     body = f"<header><h1>{escape(title)}</h1><p>{escape(heading(run))}</p></header>"
     body += f'<ul class="problems">{wrong}</ul>{picture}{tables}<footer>Made by megalith dryrun.</footer>'
-    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
+    return whole(title, body)
 
 
 def _html(table: Table) -> str:
     """A terminal's table for a browser."""
     columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
-    top = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in zip(*columns, strict=True))
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return html_table([str(column.header) for column in table.columns], list(zip(*columns, strict=True)))
 
 
 def _course(moments: Sequence[Mapping[str, int]]) -> str:

@@ -1,5 +1,6 @@
 """A run's events put in order: one list for each kind, with resumed and repeated steps sorted out."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from megalith.events import (
     Step,
     Validation,
 )
+from megalith.machine.origin import without_user
+from megalith.spec.files import PROVENANCE_FILE, STARTED
 from megalith.spec.plan import Plan
 from megalith.spec.sites import SitesSpec, part_of_batch
 
@@ -79,8 +82,9 @@ class History:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps the run is to take."""
-        return self.spec.get("train", {}).get("steps")
+        """The number of the run's last step: `train.steps`, and one more for each update that was skipped or not read by all sites."""
+        steps = self.spec.get("train", {}).get("steps")
+        return steps and steps + (self.steps[-1].left_out if self.steps else 0)
 
     @property
     def branch(self) -> str:
@@ -208,6 +212,31 @@ def gather(records: Iterable[Event]) -> History:
         problems=problems,
         finished=finished,
     )
+
+
+def heading(name: str, folder: Path) -> str:
+    """Return a run's name with its folder's, where they differ, so that runs of one file can be told apart."""
+    here = folder.resolve().name
+    return name if here == name else f"{name} · {here}"
+
+
+def origin_of(run_dir: Path) -> dict[str, str]:
+    """Return a run's folder, and the host, command and commit of its newest start as far as they are known; without the user's name."""
+    started = {
+        key.removeprefix(STARTED): str(value)
+        for key, value in read_json(run_dir / PROVENANCE_FILE).items()
+        if key.startswith(STARTED)
+    }
+    return {"folder": without_user(str(run_dir.resolve()))} | started
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the dictionary in a file; an empty one if it cannot be read, because reports are useful without it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _pop_after(latest: dict[int, Kind], step: int) -> list[Kind]:

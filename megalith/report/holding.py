@@ -1,16 +1,18 @@
-"""Table of each rank's place on the mesh, its parts of the model, and the size of its share."""
+"""Each rank's place on the mesh, its parts of the model, the size of its share, and the memory used over the run."""
 
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
 from itertools import groupby
 from textwrap import wrap
 
 from megalith.events import Holding
 from megalith.report import units
 from megalith.report.history import History
-from megalith.report.svg import Cell, grid
+from megalith.report.style import HALF, curves, figure, figures
+from megalith.report.svg import Cell, Series, grid, stacked_rows
 
+LEAST_SHARE = 0.01
+"""Curves below this share of the largest one are named, not drawn: they would lie on zero."""
 MOST_COLUMNS = 16
 """Ranks beside each other in the picture; further data ranks hold the same parts and are only counted."""
 
@@ -37,7 +39,7 @@ def who_holds_what(run: History) -> str:
     natural = svg.replace(
         "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
     )  # a wide mesh scrolls, it does not shrink
-    return f'<figure class="wide"><figcaption>{escape(words + more)}</figcaption>{natural}</figure>'
+    return figure(words + more, natural, wide=True)
 
 
 def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: float) -> Cell:
@@ -79,3 +81,51 @@ def named(parts: Sequence[str]) -> str:
     before = [part for part in parts if part == "embedding"]
     after = [part for part in parts if part != "embedding" and not re.fullmatch(r"blocks\.\d+", part)]
     return ", ".join([*before, *blocks, *after]) or "nothing"
+
+
+def memory_section(run: History) -> str:
+    """Return each rank's share of memory by category, and the memory used over time, as HTML."""
+    drawn: list[str] = []
+    if run.holdings:
+        colours = {"weights": 0, "gradients": 1, "optimizer state": 2}
+        drawn.append(figure("State a rank holds", stacked_rows(_shares(run.holdings), colours, form=units.memory, width=HALF)))
+    names = dict.fromkeys(name for step in run.steps for name in step.memory)
+    largest = {name: max(step.memory.get(name, 0) for step in run.steps) for name in names}
+    most = max(largest.values(), default=0)
+    unit, scale = units.memory_unit(most)
+    series = [
+        Series(
+            name.replace("_", " "),
+            [(s.step, s.memory[name] / scale) for s in run.steps if name in s.memory],
+            i % 8,
+            dashes=name == "peak",
+        )
+        for i, name in enumerate(names)
+        if largest[name] > LEAST_SHARE * most
+    ]
+    if series:
+        small = [name.replace("_", " ") for name in names if 0 < largest[name] <= LEAST_SHARE * most]
+        caption = "Memory over the run" + (f"; below {LEAST_SHARE:.0%} of the largest: {', '.join(small)}" if small else "")
+        chart = curves(series, lambda size: f"{size:.4g} {unit}", unit=f" {unit}", from_zero=True)
+        drawn.append(figure(caption, chart))
+    return figures(*drawn)
+
+
+def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
+    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its fullest rank."""
+    rows = {h.rank: _bytes(h) for h in holdings}
+    if len(rows) <= 12:
+        return {f"rank {rank}": row for rank, row in rows.items()}
+    groups: dict[int, list[int]] = {}
+    for holding in holdings:
+        groups.setdefault(holding.coordinates.get("pipeline", 0), []).append(holding.rank)
+    fullest = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
+    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in fullest.items()}
+
+
+def _bytes(holding: Holding) -> dict[str, float]:
+    return {
+        "weights": float(holding.weight_bytes),
+        "gradients": float(holding.gradient_bytes),
+        "optimizer state": float(holding.optimizer_bytes),
+    }

@@ -6,8 +6,9 @@ from html import escape
 from megalith.events import Merge, of_kind
 from megalith.report import units
 from megalith.report.history import History
+from megalith.report.style import curves, figure, figures
 from megalith.report.summary import merges_of
-from megalith.report.svg import Series, line_chart
+from megalith.report.svg import Series
 
 MOST_POINTS = 1000  # of a curve: of more merges, those at even distances
 
@@ -38,13 +39,12 @@ def merge_section(run: History) -> str:
         for site in sorted({site for one in shown for site, _ in _by_site(one)})
     ]
     waits = [Series("seconds waited", [(one.step, one.waited) for one in shown], 3, dots=True)]
-    figures = {
-        "How far apart the sites were": line_chart(apart, x_label="step", y_format=_digits, from_zero=True),
-        "Wait of the first site at each merge": line_chart(waits, x_label="step", y_format=units.duration, from_zero=True),
-        "Loss of each site (nats a token), mean over the steps before": line_chart(losses, x_label="step", y_format=_digits),
+    drawn = {
+        "How far apart the sites were": curves(apart, _digits, log=True, from_zero=True),
+        "Wait of the first site at each merge (seconds)": curves(waits, units.duration, from_zero=True),
+        "Loss of each site (nats a token), mean over the steps before": curves(losses, _digits, log=True),
     }
-    drawn = "".join(f"<figure><figcaption>{escape(name)}</figcaption>{svg}</figure>" for name, svg in figures.items())
-    return f'<p>{escape(" ".join(words))}</p><div class="figures">{drawn}</div>'
+    return f"<p>{escape(' '.join(words))}</p>{figures(*(figure(name, chart) for name, chart in drawn.items()))}"
 
 
 def _saved(run: History, made: Sequence[Merge]) -> str:

@@ -12,16 +12,17 @@ from typing import Any
 
 from megalith import disk
 from megalith.control import ledger
-from megalith.events import Holding, PrecisionWatched, Problem, Skipped, Step, of_kind
+from megalith.events import PrecisionWatched, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
-from megalith.report.history import History, history
-from megalith.report.holding import who_holds_what
+from megalith.report.history import History, heading, history, origin_of, read_json
+from megalith.report.holding import memory_section, who_holds_what
 from megalith.report.merges import merge_section
 from megalith.report.phases import phase_table
 from megalith.report.predicted import predict
 from megalith.report.signs import signs
-from megalith.report.style import PAGE
-from megalith.report.svg import Point, Series, line_chart, stacked_columns, stacked_rows
+from megalith.report.style import HALF, WIDE, curves, figure, figures, html_table, whole
+from megalith.report.svg import Point, Series, stacked_columns
+from megalith.spec.files import PROVENANCE_FILE, SPEC_FILE
 
 FILE = "report.html"
 
@@ -48,13 +49,13 @@ def render(run: History, *, folder: Path) -> str:
         ("Phases", lambda: phase_table(run)),
         ("Sites", lambda: merge_section(run)),
         ("Speed", lambda: _speed(run)),
-        ("Memory", lambda: _memory(run)),
+        ("Memory", lambda: memory_section(run)),
         ("Who holds what", lambda: who_holds_what(run)),
         ("Pipeline", lambda: _pipeline(run)),
         ("Spikes", lambda: _spikes(run)),
         ("Faults", lambda: _faults(run)),
         ("Samples", lambda: _samples(run)),
-        ("Checkpoints", lambda: _checkpoints(run)),
+        ("Checkpoints", lambda: _checkpoints(run, folder)),
         ("Specification", lambda: _specification(run, folder)),
     ]
     body = _header(run, name, folder) + _problems(run) + _signs(run)
@@ -63,17 +64,7 @@ def render(run: History, *, folder: Path) -> str:
             body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
     skipped = f" Skipped {units.skipped(run.skipped)}." if run.skipped else ""
     body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.{skipped}</footer>"
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(_heading(name, folder))}</title>"
-    )
-    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
-
-
-def _heading(name: str, folder: Path) -> str:
-    """Return the run's name with its folder's, where they differ, so that runs of one file can be told apart."""
-    here = folder.resolve().name
-    return name if here == name else f"{name} · {here}"
+    return whole(heading(name, folder), body)
 
 
 def _when(run: History) -> str:
@@ -87,8 +78,16 @@ def _when(run: History) -> str:
 
 def _header(run: History, name: str, folder: Path) -> str:
     bad = "bad" if run.state == "failed" else "good" if run.state == "finished" else ""
-    title = f'<h1>{escape(_heading(name, folder))}</h1><span class="state {bad}">{escape(run.state)}</span>'
-    return f"<header>{title}<p>{_said(run)}</p>{_when(run)}</header>"
+    title = f'<h1>{escape(heading(name, folder))}</h1><span class="state {bad}">{escape(run.state)}</span>'
+    return f"<header>{title}<p>{_said(run)}</p>{_when(run)}{_where(folder)}</header>"
+
+
+def _where(folder: Path) -> str:
+    """Render where the run was started, and by which command."""
+    found = origin_of(folder)
+    words = " · ".join(f"{name} {found[name]}" for name in ("host", "folder", "commit") if name in found)
+    command = f"<p><code>{escape(found['command'])}</code></p>" if "command" in found else ""
+    return f"<p>{escape(words)}</p>{command}"
 
 
 def _said(run: History) -> str:
@@ -113,34 +112,41 @@ def _cards(run: History) -> str:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
     cards = [_card("Step", f"{last.step:,}", f"of {run.total_steps:,}" if run.total_steps else "")]
-    cards.append(_card("Training loss", f"{_recent_loss(run):.4f}", f"mean of the last {len(run.steps[-10:])} steps"))
+    cards.append(
+        _card(
+            "Training loss",
+            f"{_recent_loss(run):.4f}",
+            f"perplexity {units.perplexity(_recent_loss(run))}, mean of {len(run.steps[-10:])} steps",
+        )
+    )
     if run.validations:
         best = min(run.validations, key=lambda v: v.loss)
-        cards.append(_card("Validation loss", f"{run.validations[-1].loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}"))
+        words = f"perplexity {units.perplexity(run.validations[-1].loss)}, best {best.loss:.4f} at step {best.step:,}"
+        cards.append(_card("Validation loss", f"{run.validations[-1].loss:.4f}", words))
     rate = run.usual(lambda step: step.tokens_per_second)
     cards.append(_card("Tokens", units.count(last.tokens_seen), f"{units.count(last.tokens)} a step"))
     cards.append(_card("Tokens a second", units.count(rate), "median, after warm-up"))
     cards.append(_card("Time in steps", units.duration(sum(s.seconds for s in run.steps)), _lost(run)))
-    cards.append(_mfu_card(run))
-    return f'<div class="cards">{"".join(cards)}</div>'
+    card, footnote = _mfu(run)
+    return f'<div class="cards">{"".join([*cards, card])}</div><p class="note">{escape(footnote)}</p>'
 
 
-def _card(name: str, value: str, note: str, *, wide: bool = False) -> str:
-    inside = f"<b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small>"
-    return f'<div class="card{" wide" if wide else ""}">{inside}</div>'
+def _card(name: str, value: str, note: str) -> str:
+    return f'<div class="card"><b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small></div>'
 
 
 def _recent_loss(run: History) -> float:
     return mean(step.loss for step in run.steps[-10:])
 
 
-def _mfu_card(run: History) -> str:
-    """MFU with its peak and its FLOP convention: without them the number means nothing."""
+def _mfu(run: History) -> tuple[str, str]:
+    """Return the card of MFU, and a footnote with its peak and its FLOP convention: without them the number means nothing."""
     start, share = run.start, run.usual(lambda step: step.mfu)
     if start is None or share is None:
-        return _card("MFU", units.NOTHING, f"no peak known: {start.peak_source if start else 'unknown device'}")
-    note = f"of {units.flops(start.peak_flops)} ({start.peak_source}); {units.flops(start.flops_per_token)[:-2]} a token"
-    return _card("MFU", units.percent(share), f"{note}, {start.flops_convention}", wide=True)
+        return _card("MFU", units.NOTHING, "no peak known"), f"No peak known: {start.peak_source if start else 'unknown device'}."
+    peak = f"the peak of {units.counted(start.world, 'rank')}: {units.flops(start.peak_flops)} ({start.peak_source})"
+    work = f"{units.flops(start.flops_per_token)[:-2]} a token ({start.flops_convention})"
+    return _card("MFU", units.percent(share), "median, after warm-up"), f"MFU is relative to {peak}. The model's work is {work}."
 
 
 def _lost(run: History) -> str:
@@ -148,7 +154,7 @@ def _lost(run: History) -> str:
     if len(run.starts) > 1:
         words.append(f"started {len(run.starts)} times")
     if run.repeated:
-        words.append(f"{len(run.repeated)} steps done again ({units.duration(sum(s.seconds for s in run.repeated))})")
+        words.append(f"{len(run.repeated)} steps repeated ({units.duration(sum(s.seconds for s in run.repeated))})")
     return ", ".join(words)
 
 
@@ -197,14 +203,6 @@ def _curve(name: str, points: Sequence[Point], colour: int) -> list[Series]:
     return [Series(name, points, colour, faint=True), Series(name, smoothed(points, reach=max(len(points) // 60, 3)), colour)]
 
 
-def _figure(caption: str, svg: str, *, wide: bool = False) -> str:
-    return f"<figure{' class=wide' if wide else ''}><figcaption>{escape(caption)}</figcaption>{svg}</figure>"
-
-
-def _figures(*figures: str) -> str:
-    return f'<div class="figures">{"".join(figures)}</div>' if any(figures) else ""
-
-
 def _curves(run: History) -> str:
     """Draw losses, learning rate and gradient norm."""
     if not run.steps:
@@ -213,36 +211,34 @@ def _curves(run: History) -> str:
     loss = _curve("training loss", _points(run.steps, lambda step: step.loss), 0)
     if run.validations:
         loss.append(Series("validation loss", [(v.step, v.loss) for v in run.validations], 1, dots=True))
-    figures = [_figure("Loss (nats a token)", line_chart(loss, x_label="step", y_format=digits))]
+    drawn = [figure("Loss (nats a token)", curves(loss, digits, log=True))]
     domains = sorted({name for v in run.validations for name in v.domains})
     if len(domains) > 1:
         each = [
             Series(name, [(v.step, v.domains[name]) for v in run.validations if name in v.domains], i % 8, dots=True)
             for i, name in enumerate(domains[:16])
         ]
-        figures.append(_figure("Validation loss by domain", line_chart(each, x_label="step", y_format=digits)))
+        drawn.append(figure("Validation loss by domain (nats a token)", curves(each, digits, log=True)))
     norm = _curve("gradient norm", _points(run.steps, lambda step: step.grad_norm), 2)
     rate = [Series("learning rate", _points(run.steps, lambda step: step.lr), 7)]
     if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
-        chart = line_chart(_curve("largest load over the mean", balance, 4), x_label="step", y_format=digits, from_zero=True)
-        figures.append(_figure("Load of the busiest expert over the mean load, in the least even layer", chart))
+        chart = curves(_curve("largest load over the mean", balance, 4), digits, from_zero=True)
+        drawn.append(figure("Load of the busiest expert over the mean load, in the least even layer", chart))
     if scales := [(x, log2(y)) for x, y in _points(run.steps, lambda step: step.scale)]:
-        chart = line_chart([Series("loss scale", scales, 5)], x_label="step", y_format=lambda y: f"2^{y:g}")
+        chart = curves([Series("loss scale", scales, 5)], lambda y: f"2^{y:g}", unit="2^")
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
-        figures.append(_figure(f"Loss scale of fp16; {over:,} {'step' if over == 1 else 'steps'} overflowed", chart))
+        drawn.append(figure(f"Loss scale of fp16; {over:,} {'step' if over == 1 else 'steps'} overflowed", chart))
     if noise := [(s.step, s.noise["tokens"]) for s in run.steps if "tokens" in s.noise]:
-        chart = line_chart(_curve("noise scale", noise, 3), x_label="step", y_format=units.count, from_zero=True)
-        figures.append(_figure("Gradient noise scale (tokens), smoothed", chart))
+        chart = curves(_curve("noise scale", noise, 3), units.count, from_zero=True)
+        drawn.append(figure("Gradient noise scale (tokens), smoothed", chart))
     if run.watched:
-        figures.append(_rounding(run.watched, digits))
-    figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
-    figures.append(
-        _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))
-    )
-    return _figures(*figures)
+        drawn += _rounding(run.watched, digits)
+    drawn.append(figure("Gradient norm, before clipping", curves(norm, digits, log=True, from_zero=True)))
+    drawn.append(figure("Learning rate", curves(rate, lambda y: f"{y:.2g}" if y else "0", from_zero=True)))
+    return figures(*drawn)
 
 
-def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> str:
+def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:
     """Draw the relative error of the gradients of the eight parts whose errors are largest in the end, and the limit if there is one."""
     last = watched[-1].errors
     largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
@@ -255,10 +251,9 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
     lost = [Series(name, points, 1 + i, dots=True) for i, (name, points) in enumerate(shares.items())]
     raised = sum(bool(one.raised) for one in watched)
     words = f"Relative error of gradients beside wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
-    return _figure(words, line_chart(series, x_label="step", y_format=digits, from_zero=True)) + _figure(
-        "Share of the inputs of products that rounding cut off or made 0, in the worst part",
-        line_chart(lost, x_label="step", y_format=units.percent, from_zero=True),
-    )
+    inputs = "Share of the inputs of products that rounding cut off or made 0, in the worst part"
+    chart = curves(series, digits, log=True, from_zero=True)
+    return [figure(words, chart), figure(inputs, curves(lost, units.percent, unit=" %", from_zero=True))]
 
 
 def _speed(run: History) -> str:
@@ -266,17 +261,16 @@ def _speed(run: History) -> str:
     if not run.steps:
         return ""
     rate = _curve("tokens a second", _points(run.steps, lambda step: step.tokens_per_second), 0)
-    figures = [_figure("Throughput (tokens a second)", line_chart(rate, x_label="step", from_zero=True))]
+    drawn = [figure("Throughput (tokens a second)", curves(rate, units.count, from_zero=True))]
     mfu = _points(run.steps, lambda step: step.mfu)
     if mfu:
-        figures.append(_figure("MFU", line_chart(_curve("MFU", mfu, 7), x_label="step", y_format=units.percent, from_zero=True)))
+        drawn.append(figure("MFU", curves(_curve("MFU", mfu, 7), units.percent, unit=" %", from_zero=True)))
     columns = _buckets([(s.step, s.breakdown) for s in run.steps if s.breakdown], most=60)
     if columns:
-        wide = len(figures) % 2 == 0
-        width = 1180 if wide else 570
-        chart = stacked_columns(columns, _colours(columns), x_label="step", y_format=_seconds, width=width)
-        figures.append(_figure("Time of a step by part", chart, wide=wide))
-    return _figures(*figures)
+        wide = len(drawn) % 2 == 0
+        chart = stacked_columns(columns, _colours(columns), x_label="step", y_format=_seconds, width=WIDE if wide else HALF)
+        drawn.append(figure("Time of a step by part", chart, wide=wide))
+    return figures(*drawn)
 
 
 def _seconds(value: float) -> str:
@@ -302,49 +296,10 @@ def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) ->
     return found
 
 
-def _memory(run: History) -> str:
-    """Render each rank's share of memory by category, and the memory used over time."""
-    figures: list[str] = []
-    if run.holdings:
-        chart = stacked_rows(_shares(run.holdings), {"weights": 0, "gradients": 1, "optimizer state": 2}, form=units.memory)
-        figures.append(_figure("State a rank holds", chart))
-    names = dict.fromkeys(name for step in run.steps for name in step.memory)
-    most = max((size for step in run.steps for size in step.memory.values()), default=0)
-    unit, scale = units.memory_unit(most)
-    series = [
-        Series(name.replace("_", " "), [(s.step, s.memory[name] / scale) for s in run.steps if name in s.memory], i % 8)
-        for i, name in enumerate(names)
-    ]
-    if series:
-        chart = line_chart(series, x_label="step", y_format=lambda size: f"{size:.4g} {unit}", from_zero=True)
-        figures.append(_figure("Memory over the run", chart))
-    return _figures(*figures)
-
-
-def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
-    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its fullest rank."""
-    rows = {h.rank: _bytes(h) for h in holdings}
-    if len(rows) <= 12:
-        return {f"rank {rank}": row for rank, row in rows.items()}
-    groups: dict[int, list[int]] = {}
-    for holding in holdings:
-        groups.setdefault(holding.coordinates.get("pipeline", 0), []).append(holding.rank)
-    fullest = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
-    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in fullest.items()}
-
-
-def _bytes(holding: Holding) -> dict[str, float]:
-    return {
-        "weights": float(holding.weight_bytes),
-        "gradients": float(holding.gradient_bytes),
-        "optimizer state": float(holding.optimizer_bytes),
-    }
-
-
 def _pipeline(run: History) -> str:
-    """Draw the predicted schedule and, where spans were recorded, the measured one."""
+    """Draw the predicted schedule and, where spans were recorded, the measured one; empty without a pipeline."""
     plan, spans = run.plan, run.spans[-1] if run.spans else None
-    if plan is None or not run.microbatches or (plan.pipeline == 1 and spans is None):
+    if plan is None or not run.microbatches or plan.pipeline == 1:
         return ""
     foreseen, basis, microbatches = predict(run)
     groups = {f"predicted from {basis}": timeline.predicted(foreseen)}
@@ -360,7 +315,7 @@ def _pipeline(run: History) -> str:
             gap = foreseen.end / seen - 1
             notes.append(f"Predicted {units.duration(foreseen.end)}, measured {units.duration(seen)}: gap {gap * 100:+.1f} %.")
     notes.append("Numbers are microbatches; paler bars are later chunks of the same rank.")
-    return _figures(_figure(" ".join(notes), timeline.draw(groups, plan.pipeline), wide=True))
+    return figures(figure(" ".join(notes), timeline.draw(groups, plan.pipeline, width=WIDE), wide=True))
 
 
 def _spikes(run: History) -> str:
@@ -382,7 +337,7 @@ def _faults(run: History) -> str:
         f"<pre>{escape(one.text())}</pre></details>"
         for one in found
     )
-    return f"<p>Goodput {units.percent(account.share)}; {len(found)} incidents.</p>{where}{incidents}"
+    return f"<p>Goodput {units.percent(account.share)}; {units.counted(len(found), 'incident')}.</p>{where}{incidents}"
 
 
 def _samples(run: History) -> str:
@@ -394,26 +349,22 @@ def _samples(run: History) -> str:
     return found
 
 
-def _checkpoints(run: History) -> str:
+def _checkpoints(run: History, folder: Path) -> str:
+    """Render the checkpoints that are still in the folder."""
+    there = [one for one in run.checkpoints if (folder / one.path).is_dir()]
     if not run.checkpoints:
         return ""
     rows = [
         (f"{c.step:,}", units.memory(c.bytes), units.duration(c.seconds), units.duration(c.wait_seconds), c.path)
-        for c in run.checkpoints[-20:]
+        for c in there[-20:]
     ]
-    return html_table(("step", "size", "written in", "training waited", "path"), rows)
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text that scrolls sideways where it is too wide."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    words = f"{units.counted(len(run.checkpoints), 'checkpoint')} saved, {len(there):,} still in the folder."
+    return f"<p>{words}</p>{html_table(('step', 'size', 'written in', 'training waited', 'path'), rows) if rows else ''}"
 
 
 def _specification(run: History, folder: Path) -> str:
     """Return every value of the resolved specification with its origin, and the run file as it was written."""
-    spec, provenance = _json(folder / "spec.json") or run.spec, _json(folder / "provenance.json")
+    spec, provenance = read_json(folder / SPEC_FILE) or run.spec, read_json(folder / PROVENANCE_FILE)
     found = ""
     if spec:
         rows = [(key, value, str(provenance.get(key, ""))) for key, value in flat(spec)]
@@ -425,15 +376,6 @@ def _specification(run: History, folder: Path) -> str:
         words = (folder / "run.toml").read_text(encoding="utf-8", errors="replace")
         found += f"<details><summary>run.toml</summary><pre>{escape(words)}</pre></details>"
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return the dictionary in a file; an empty one if it cannot be read, because the report is useful without it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -1,10 +1,9 @@
 """The phases of a run on its report page, and the gradient noise scale."""
 
-from html import escape
-
 from megalith.report import units
 from megalith.report.history import History
-from megalith.report.svg import Series, line_chart
+from megalith.report.style import curves, figure, figures, html_table
+from megalith.report.svg import Series
 from megalith.spec.noise import absent
 
 HEADS = ("phase", "from sample", "from step", "sequences a step", "tokens a sequence", "weights")
@@ -14,15 +13,13 @@ def phase_table(run: History) -> str:
     """Return the data, the first sample and the tokens per step of each phase as HTML; empty for a run of one phase."""
     if not run.phases:
         return ""
-    rows = ""
+    rows = list[tuple[str, ...]]()
     for phase in run.phases:
         mixture = ", ".join(f"{name} {share:g}" for name, share in phase.weights.items()) or "in proportion to tokens"
         numbers = (phase.number + 1, phase.samples, phase.step, phase.global_batch, phase.seq_len)
-        rows += f"<tr>{''.join(f'<td>{number:,}</td>' for number in numbers)}<td>{escape(mixture)}</td></tr>"
-    heads = "".join(f"<th>{head}</th>" for head in HEADS)
-    sizes = line_chart([Series("tokens a step", [(s.step, s.tokens) for s in run.steps], 4)], x_label="step", from_zero=True)
-    figure = f"<figure><figcaption>Global batch (tokens a step)</figcaption>{sizes}</figure>"
-    return f'<table><tr>{heads}</tr>{rows}</table><div class="figures">{figure}</div>'
+        rows.append((*(f"{number:,}" for number in numbers), mixture))
+    sizes = curves([Series("tokens a step", [(s.step, s.tokens) for s in run.steps], 4)], units.count, from_zero=True)
+    return html_table(HEADS, rows) + figures(figure("Global batch (tokens a step)", sizes))
 
 
 def noise_words(run: History) -> str:

@@ -1,6 +1,15 @@
-"""How the report page looks, in light and in dark."""
+"""The frame of report pages: their look in light and in dark, their script, figures and tables."""
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
 
 from megalith.report import svg
+
+HALF, WIDE = 550.0, 1150.0
+"""Widths of pictures at which their text has its own size on a wide page: two beside each other, and one alone."""
 
 PAGE = (
     svg.STYLE
@@ -24,9 +33,16 @@ header p{flex-basis:100%;margin:0;color:var(--muted);font-size:14px}
 .card small{display:block;color:var(--muted);font-size:11.5px;line-height:1.4;margin-top:2px}
 .figures{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:16px}
 figure{margin:0;border:1px solid var(--line);border-radius:11px;padding:13px 15px 9px;background:var(--panel);overflow-x:auto}
-figure.wide{grid-column:1/-1}
-figure.wide svg{min-width:720px}
+figure.wide,.figures>figure:last-child:nth-child(odd):has(svg[data-frame]){grid-column:1/-1}
+figure svg[data-frame]{touch-action:pan-y}
+svg .dashes{stroke-dasharray:7 5}
+svg .drag{fill:var(--c0);fill-opacity:.16}
 figcaption{font-size:13px;font-weight:600;margin-bottom:9px}
+figcaption button{font:inherit;font-size:12px;font-weight:500;float:right;margin-left:10px;color:var(--muted);background:var(--panel);
+border:1px solid var(--line);border-radius:7px;padding:0 9px;cursor:pointer}
+figcaption button[aria-pressed=true]{background:var(--ink);color:var(--panel)}
+header code{font-size:12.5px;overflow-wrap:anywhere}
+.note{color:var(--muted);font-size:12.5px;margin:10px 0 0}
 @media (max-width:820px){.cards{grid-template-columns:repeat(2,minmax(0,1fr))}
 .figures{grid-template-columns:minmax(0,1fr)}main{padding:22px 14px}}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:11px;background:var(--panel)}
@@ -50,3 +66,54 @@ blockquote small,footer,.none{color:var(--muted)}
 footer{margin-top:44px;font-size:12.5px}
 """
 )
+
+HINT = '<p class="note hint" hidden>Drag over a curve to zoom in; double-click or press r for all of it, l for log axes.</p>'
+"""A sentence that the script shows."""
+
+_SCRIPT = (Path(__file__).parent / "curves.js").read_text(encoding="utf-8").strip()
+_ALLOWED = f"'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"
+
+
+def whole(title: str, body: str, style: str = "") -> str:
+    """Return a page with this content, and more `style`. It refers to no other file, and only its own script may run: no text of a run
+    can."""
+    policy = f"default-src 'none'; script-src {_ALLOWED}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+    )
+    inside = f"<main>{body}{HINT if 'data-frame' in body else ''}</main><script>{_SCRIPT}</script>"
+    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}{style}</style></head><body>{inside}</body></html>\n'
+
+
+def curves(
+    series: Sequence[svg.Series],
+    form: Callable[[float], str],
+    *,
+    x_label: str = "step",
+    unit: str = "",
+    log: bool = False,
+    from_zero: bool = False,
+) -> str:
+    """Draw curves that the page's script can zoom into; `form` and `unit` label the y axis, without and with the script."""
+    return svg.line_chart(series, x_label=x_label, y_format=form, from_zero=from_zero, zoom=svg.Zoom(unit, log), width=HALF)
+
+
+def figure(caption: str, picture: str, *, wide: bool = False) -> str:
+    """Return a picture with its caption. A picture that cannot be drawn anew for a narrow page keeps its size, and scrolls."""
+    if "data-frame" not in picture and 'style="' not in picture.partition(">")[0]:
+        size = picture.partition('viewBox="0 0 ')[2].partition(" ")[0]
+        picture = picture.replace("<svg", f'<svg style="min-width:{size}px"', 1)
+    return f"<figure{' class=wide' if wide else ''}><figcaption>{escape(caption)}</figcaption>{picture}</figure>"
+
+
+def figures(*found: str) -> str:
+    """Return figures in rows of two; empty if there is none."""
+    return f'<div class="figures">{"".join(found)}</div>' if any(found) else ""
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text that scrolls sideways where it is too wide."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -6,7 +6,7 @@ colour blindness can tell apart.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, isfinite, log10
@@ -45,13 +45,14 @@ svg .bar:hover{opacity:.8}
 @dataclass(frozen=True)
 class Series:
     """A named curve. `colour` is its class number; `dots` marks each point; `faint` is for raw values behind a smoothed curve,
-    which then have no entry in the legend."""
+    which then have no entry in the legend; `dashes` show a curve below that coincides."""
 
     name: str
     points: Sequence[Point]
     colour: int
     dots: bool = False
     faint: bool = False
+    dashes: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,23 @@ class _Frame:
         return self.bottom - (value - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - self.top)
 
 
-def picture(width: float, height: float, body: str, label: str) -> str:
-    """An SVG element of the given size in units; it scales to the width of its container."""
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{body}</svg>'
+@dataclass(frozen=True)
+class Zoom:
+    """Attributes of a picture for curves.js, which draws parts of its curves. `unit`: of the labels of y. `log`: the y axis may be
+    logarithmic."""
+
+    unit: str = ""
+    log: bool = False
+
+    def of(self, frame: _Frame, from_zero: bool) -> str:
+        numbers = " ".join(f"{one:.10g}" for one in (frame.left, frame.top, frame.right, frame.bottom, *frame.x, *frame.y))
+        flags = (' data-zero=""' if from_zero else "") + (' data-log=""' if self.log else "")
+        return f' data-frame="{numbers}" data-unit="{escape(self.unit)}"{flags}'
+
+
+def picture(width: float, height: float, body: str, label: str, more: str = "") -> str:
+    """An SVG element of the given size in units; it scales to the width of its container. `more`: further attributes."""
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"{more}>{body}</svg>'
 
 
 def standalone(svg: str) -> str:
@@ -153,15 +168,16 @@ def line_chart(
     level: float | None = None,
     marks: Sequence[tuple[float, str]] = (),
     names: Sequence[tuple[str, int]] = (),
+    zoom: Zoom | None = None,
     width: float = 620,
     height: float = 270,
 ) -> str:
     """Draw curves over one x axis. Points that are not finite are left out; without any point the picture says so.
 
     `level`: a value of y that the picture reaches and marks by a line. `marks`: values of x with their names, each a line across.
-    `names`: further entries of the legend, with their colours.
+    `names`: further entries of the legend, with their colours. `zoom`: a page's script may draw a part of the curves.
     """
-    shown = [Series(s.name, _finite(s.points), s.colour, s.dots, s.faint) for s in series]
+    shown = [replace(s, points=_finite(s.points)) for s in series]
     shown = [s for s in shown if s.points]
     if not shown:
         return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
@@ -171,19 +187,21 @@ def line_chart(
     if level is not None:
         points.append((points[0][0], level))
     frame = _frame(points, from_zero, y_format, tall + (24 if y_label else 10), width, height)
-    body = listed + _axes(frame, x_label, y_format)
+    body = f'<g class="legend">{listed}</g><g class="axes">{_axes(frame, x_label, y_format)}</g>'
     body += text(8, frame.top - 6, y_label) if y_label else ""
     body += "".join(_area(frame, area) for area in areas) + _level(frame, level) + _marks(frame, marks)
     for s in shown:
-        place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in thin(s.points)]
-        faint = " faint" if s.faint else ""
-        body += f'<polyline class="curve c{s.colour}{faint}" points="{" ".join(place)}"/>'
+        place = [f"{frame.px(x):.2f},{frame.py(y):.2f}" for x, y in thin(s.points, 1000 if zoom else 500)]
+        how = " faint" * s.faint + " dashes" * s.dashes
+        body += f'<polyline class="curve c{s.colour}{how}" points="{" ".join(place)}"/>'
         if s.dots or len(place) == 1:
             radius = 2.6 if len(place) <= 60 else 1.4
             dots = (f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="{radius}"/>' for p in place)
-            body += f'<g class="f{s.colour}">{"".join(dots)}</g>'
+            body += f'<g class="dots f{s.colour}">{"".join(dots)}</g>'
     body += _strips(frame, [s for s in shown if not s.faint], x_label, y_format)
-    return picture(width, height, body, ", ".join(s.name for s in shown if not s.faint))
+    return picture(
+        width, height, body, ", ".join(s.name for s in shown if not s.faint), zoom.of(frame, from_zero) if zoom else ""
+    )
 
 
 def _area(frame: _Frame, area: Area) -> str:

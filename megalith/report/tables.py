@@ -57,6 +57,9 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         domains = ", ".join(f"{name} {loss:.4f}" for name, loss in found.validation_domains.items())
         said = f"{found.validation_loss:.4f}" + (f" ({domains})" if len(found.validation_domains) > 1 else "")
         facts.append(("validation loss", f"{said} at step {found.validation_step:,}"))
+    named = {"training": found.loss, "validation": found.validation_loss}
+    if known := [f"{units.perplexity(loss)} in {name}" for name, loss in named.items() if loss is not None]:
+        facts.append(("perplexity", ", ".join(known)))
     if run.steps:
         facts.append(("tokens", f"{units.count(found.tokens)}"))
         facts.append(("tokens a second", f"{units.count(found.tokens_per_second)} (median)"))
@@ -67,7 +70,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
         facts.append(("loss scale", f"{run.steps[-1].scale:,.0f}, and {over:,} {'step' if over == 1 else 'steps'} overflowed"))
     if found.repeated_steps:
-        facts.append(("done again", f"{found.repeated_steps} steps, {units.duration(found.repeated_seconds)}"))
+        facts.append(("repeated", f"{found.repeated_steps} steps, {units.duration(found.repeated_seconds)}"))
     if told := spikes.counted(run.events):
         facts.append(("spikes", told))
     if found.checkpoint is not None:

@@ -1,6 +1,6 @@
 """Numbers as people read them."""
 
-from math import isfinite, log2
+from math import exp, isfinite, log2
 
 NOTHING = "–"
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -64,6 +64,11 @@ def clock(seconds: float) -> str:
 def percent(share: float | None) -> str:
     """A share of one: 0.3412 is 34.1 %."""
     return NOTHING if share is None or not isfinite(share) else f"{share * 100:.1f} %"
+
+
+def perplexity(loss: float) -> str:
+    """The perplexity of a loss in nats a token: 84.2."""
+    return count(exp(min(loss, 700.0)))
 
 
 def flops(rate: float | None) -> str:

@@ -30,6 +30,9 @@ from megalith.spec.validate import Leaf, Tree, examine, leaves
 
 FILE = "run.toml"
 SPEC_FILE = "spec.json"
+PROVENANCE_FILE = "provenance.json"
+STARTED = "started."
+"""Prefix of the keys that say where a run was started."""
 
 
 @dataclass(frozen=True)
@@ -205,11 +208,13 @@ def spec_text(spec: RunSpec) -> str:
     return json.dumps(spec.model_dump(mode="json"), indent=1) + "\n"
 
 
-def save(resolved: Resolved, run_dir: Path) -> None:
-    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder."""
+def save(resolved: Resolved, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
+    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder. `origin`: more
+    entries of provenance.json, whose keys get the prefix STARTED."""
     run_dir.mkdir(parents=True, exist_ok=True)
     disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
-    disk.write_whole(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
+    provenance = resolved.provenance | {f"{STARTED}{name}": value for name, value in (origin or {}).items()}
+    disk.write_whole(run_dir / PROVENANCE_FILE, json.dumps(provenance, indent=1) + "\n")
     disk.write_whole(run_dir / FILE, dump(resolved))  # last: a reader that finds it finds the others
 
 

@@ -277,7 +277,7 @@ class PrecisionSpec(Spec):
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients as factors of products")
     granularity: Granularity = Field(
         default="tile",
-        description="numbers that share a scale in fp8: a tile; a row along a product's inner dimension; a microbatch's whole tensor",
+        description="the numbers that share one scale in fp8: a tile; a row along a product's inner dimension; a microbatch's whole tensor",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
@@ -295,7 +295,7 @@ class PrecisionSpec(Spec):
     )
     tile: PositiveInt | None = Field(
         default=None,
-        description="numbers that share a scale along channels and tokens; default: 128 in fp8, 16 in nvfp4, 32 in the others",
+        description="how many channels, and how many tokens, share a scale; default: 128 in fp8, 16 in nvfp4, 32 in the others",
     )
     wide_first: NonNegativeInt = Field(default=1, description="first blocks that stay wide")
     wide_last: NonNegativeInt = Field(default=1, description="last blocks that stay wide")

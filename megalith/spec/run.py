@@ -175,7 +175,9 @@ class OptimizerSpec(Spec):
     adaptive_clip_after: NonNegativeInt = Field(
         default=100, description="updates before adaptive clipping, in which `clip` cuts the global norm; after them it does not"
     )
-    adaptive_clip_decay: NonNegativeFloat = Field(default=0.98, lt=1.0, description="share of a usual norm that an update keeps")
+    adaptive_clip_decay: NonNegativeFloat = Field(
+        default=0.98, lt=1.0, description="decay of the running mean that gives each usual norm"
+    )
     qk_clip: NonNegativeFloat = Field(
         default=0.0,
         description="largest attention logit: an update scales the queries and keys of heads above it (QK-clip); 0: off",

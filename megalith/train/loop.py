@@ -337,7 +337,7 @@ class Loop:
                 breakdown=_went_to(done, timed),
                 memory=done.memory,
                 experts=done.experts,
-                updates=done.updates,
+                updates=done.updates if self.sites is None else self.phases.steps_in(self.position.samples),
                 noise=self._noise_of(done),
                 scale=done.scale,
                 passes=done.passes,

@@ -43,6 +43,7 @@ function bytes(v) {
 function flops(v) { for (const [size, letter] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"]]) if (v >= size) return digits(v / size) + " " + letter + "FLOP/s"; return digits(v / 1e6) + " MFLOP/s"; }
 const percent = v => v === null || v === undefined ? "–" : (v * 100).toFixed(1) + " %";
 const whole = v => v === null || v === undefined ? "–" : Math.round(v).toLocaleString("en");
+const perplexity = loss => loss === null || loss === undefined ? "" : "perplexity " + count(Math.exp(Math.min(loss, 700)));
 const four = v => v === null || v === undefined ? "–" : v.toFixed(4);
 
 function showTip(event, text) {
@@ -339,6 +340,7 @@ function fillRuns() {
   panels.runs.replaceChildren(...GIVEN.names.map((name, at) => {
     const a = state.data[at].alive, many = GIVEN.names.length > 1;
     if (!a) return h("div", {class: "run"}, h("h1", {}, name), h("p", {class: "muted"}, "reading the log …"));
+    const peak = state.data[at].run && state.data[at].run.peak && state.data[at].run.peak.flops;
     const age = a.age === null ? null : a.age + (GIVEN.live ? (Date.now() - state.got) / 1000 : 0);
     const badge = {running: {good: "WELL", warn: "LOOK AT IT", bad: "IN TROUBLE"}[a.health]}[a.state] || a.state.toUpperCase();
     const done = a.total && a.step !== null ? Math.min(1, a.step / a.total) : 0;
@@ -350,9 +352,10 @@ function fillRuns() {
       h("div", {class: "facts"},
         fact("step", whole(a.step), a.total ? "of " + whole(a.total) + ", " + percent(done) : ""),
         a.state === "running" ? fact("time left", duration(a.left), a.elapsed ? duration(a.elapsed) + " so far" : "") : fact("time", duration(a.elapsed), ""),
-        fact("loss", four(a.loss), a.validation !== null ? "validation " + four(a.validation) : ""),
+        fact("loss", four(a.loss), perplexity(a.loss)),
+        a.validation !== null ? fact("validation loss", four(a.validation), perplexity(a.validation)) : null,
         fact("tokens a second", count(a.tokens_per_second), count(a.tokens) + " tokens so far"),
-        a.mfu !== null ? fact("MFU", percent(a.mfu), "") : null,
+        a.mfu !== null ? fact("MFU", percent(a.mfu), peak ? "of " + flops(peak) : "") : null,
         fact("a step", duration(a.seconds), a.predicted ? "predicted " + duration(a.predicted) : ""),
         fact("goodput", percent(a.goodput), (a.starts > 1 ? "started " + a.starts + " times, " : "") + a.incidents + (a.incidents === 1 ? " incident" : " incidents")),
         a.checkpoint !== null ? fact("next checkpoint", "in " + whole(a.checkpoint), a.saved !== null ? "steps; last one " + duration(a.saved_age) + " ago" : "steps; none saved yet") : a.saved !== null ? fact("checkpoint", "step " + whole(a.saved), "") : null,
@@ -495,7 +498,7 @@ function fillRest() {
   panels.samples.replaceChildren(...texts.slice().reverse().slice(0, 4).map(s => h("blockquote", {}, h("small", {class: "muted"}, "step " + whole(s.step)), h("p", {}, h("b", {}, s.prompt), s.text))));
   if (!about) return;
   const plan = about.plan ? Object.entries(about.plan).filter(([k, v]) => (typeof v === "number" && v !== 1) || ["data", "zero", "schedule"].includes(k) || v === true).map(([k, v]) => k + " " + v) : [];
-  panels.about.replaceChildren(h("div", {class: "chips"}, [...about.said, ...plan, ...Object.entries(about.versions).map(([k, v]) => k + " " + v)].map(w => h("span", {}, w))), h("p", {class: "muted", style: {overflowWrap: "anywhere", margin: "4px 0"}}, about.folder), about.peak && about.peak.flops ? h("p", {class: "muted", style: {margin: "4px 0", fontSize: "12.5px"}}, "MFU is of " + flops(about.peak.flops) + " (" + about.peak.source + "); " + about.peak.convention) : "", h("details", {}, h("summary", {}, "every value of the run"), h("pre", {}, JSON.stringify(about.spec, null, 1))));
+  panels.about.replaceChildren(h("div", {class: "chips"}, [...about.said, ...plan, ...Object.entries(about.versions).map(([k, v]) => k + " " + v)].map(w => h("span", {}, w))), h("p", {class: "muted", style: {overflowWrap: "anywhere", margin: "4px 0"}}, ["host", "folder", "commit", "command"].filter(k => about.origin[k]).map(k => k + " " + about.origin[k]).join(" · ")), about.peak && about.peak.flops ? h("p", {class: "muted", style: {margin: "4px 0", fontSize: "12.5px"}}, "MFU is relative to " + flops(about.peak.flops) + " (" + about.peak.source + "); " + about.peak.convention) : "", h("details", {}, h("summary", {}, "every value of the run"), h("pre", {}, JSON.stringify(about.spec, null, 1))));
 }
 
 function fill() {

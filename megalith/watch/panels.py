@@ -16,6 +16,7 @@ from megalith.control import times
 from megalith.events import Holding, Problem, RunStarted
 from megalith.planner import gains
 from megalith.report import units
+from megalith.report.history import origin_of
 from megalith.watch import causes, law
 from megalith.watch.alive import alive
 from megalith.watch.index import PARTS
@@ -326,11 +327,12 @@ def samples(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def run(source: Source, asked: Asked) -> dict[str, Any]:
-    """Describe the run: name, folder, model, machine, plan, versions, every value of the description and its source."""
+    """Describe the run: name, folder, origin, model, machine, plan, versions, every value of the description and its source."""
     start, plan = source.start, source.plan
     return {
         "name": source.name,
         "folder": str(source.run_dir.resolve()),
+        "origin": origin_of(source.run_dir),
         "parameters": start.parameters if start else None,
         "world": source.world,
         "device": _device(source),

@@ -186,7 +186,7 @@ class Server:
         match request.method, rest:
             case "GET", [""]:
                 data = [{name: panels.panel(source, name) for name in FIRST} for source in self.sources]
-                names = [source.name for source in self.sources]
+                names = [source.title for source in self.sources]
                 whole = page.live(names, data, acts=self._order is not None).encode()
                 _send(connection, _head(200, "html", len(whole), page.policy(live=True)) + whole)
             case "GET", ["news"]:
@@ -329,4 +329,4 @@ def _head(
 def write(sources: Sequence[Source], path: Path) -> None:
     """Write the current page of some runs as a single file that refers to no other."""
     data = [{name: panels.panel(source, name) for name in panels.PANELS} for source in sources]
-    disk.write_whole(path, page.standing([source.name for source in sources], data))
+    disk.write_whole(path, page.standing([source.title for source in sources], data))

@@ -45,7 +45,7 @@ from megalith.events import (
 from megalith.fleet.seat import slot_of
 from megalith.mesh import Mesh
 from megalith.pyramid import View
-from megalith.report.history import plan_of
+from megalith.report.history import heading, plan_of
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import index, predict
@@ -230,6 +230,10 @@ class Source:
     @property
     def name(self) -> str:
         return str(self.spec.get("name") or self.run_dir.resolve().name)
+
+    @property
+    def title(self) -> str:
+        return heading(self.name, self.run_dir)
 
     @property
     def plan(self) -> Plan | None:

@@ -14,6 +14,7 @@ import torch
 
 from megalith.checkpoint.folder import find
 from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
+from megalith.report.history import history
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes
@@ -340,7 +341,9 @@ def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path
     made = list(of_kind(read(folder), Merge))
     assert [one.left for one in made if one.left] == [[1]] and made[-1].merged == [0]
     assert made[-1].samples == 12 * 12 and _ledger(spec, folder) == list(range(12 * 12))
-    assert position(folder)["step"] > 12, "one site alone needs more steps"
+    last = position(folder)["step"]
+    assert last > 12, "one site alone needs more steps"
+    assert history(folder).total_steps == last and all(one.step <= 12 + one.left_out for one in of_kind(read(folder), Step))
 
 
 def _ledger(spec: RunSpec, folder: Path) -> list[int]:

@@ -62,6 +62,10 @@ def test_the_usual_value_leaves_out_the_first_steps():
     assert told(start(), step(1, mfu=None)).usual(lambda step: step.mfu) is None
 
 
+def test_each_skipped_update_makes_a_run_one_step_longer():
+    assert told(start(), step(43, updates=40)).total_steps == STEPS + 3
+
+
 def test_the_plan_is_read_from_the_newest_start(tmp_path):
     run = history(write_run(tmp_path))
     assert run.plan is not None

@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -77,7 +79,10 @@ def test_a_full_run_has_every_section(page):
 
 
 def test_the_page_needs_nothing_from_outside(page):
-    assert not re.search(r"<(script|link|img|iframe)|\bsrc=|@import|url\(|https?://", page)
+    assert not re.search(r"<(link|img|iframe)|\bsrc=|@import|url\(|https?://", page)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}'" in page, "no text of a run can be executed"
 
 
 def test_headline_numbers_stand_on_what_they_assume(page):
@@ -88,7 +93,7 @@ def test_headline_numbers_stand_on_what_they_assume(page):
         "2.5 TFLOP/s",
         "measured matrix product",
         "6 N + attention",
-        "5 steps done again",
+        "5 steps repeated",
     ):
         assert said in page, said
 
@@ -140,7 +145,7 @@ def test_a_run_with_few_events_still_has_a_page(tmp_path, written):
 
 def test_an_unknown_peak_is_said_and_not_guessed(tmp_path):
     page = write(log(tmp_path, start(peak=None), step(1, mfu=None))).read_text(encoding="utf-8")
-    assert "no peak known: cpu is not in the catalogue" in page
+    assert "No peak known: cpu is not in the catalogue." in page
 
 
 def test_lines_that_hold_no_event_are_counted_at_the_foot(page, tmp_path):
@@ -221,3 +226,51 @@ def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
     parsed(page)
     assert "Relative error of gradients beside wide products; 1 block made wide" in page
     assert "all products of blocks.1 are wide from step 3 on" in page
+
+
+def test_the_heading_tells_runs_apart(tmp_path):
+    folder = write_run(tmp_path / "second")
+    found = {"host": "node1", "command": "megalith train a.toml --set name='<b>'", "commit": "0123456789ab"}
+    (folder / "provenance.json").write_text(json.dumps({f"started.{key}": value for key, value in found.items()}))
+    page = write(folder).read_text(encoding="utf-8")
+    assert "<h1>first light · second</h1>" in page
+    assert f"host node1 · folder {folder} · commit 0123456789ab" in page
+    assert "<code>megalith train a.toml --set name=&#x27;&lt;b&gt;&#x27;</code>" in page
+    (folder / "provenance.json").write_text("[1")
+    assert "<code>" not in write(folder).read_text(encoding="utf-8")
+
+
+def test_perplexity_stands_beside_the_loss(page):
+    assert "perplexity 59.7, mean of 10 steps" in page  # exp(4.0898)
+    assert "perplexity 54.6, best" in page  # exp(4)
+
+
+def test_the_steps_of_a_run_with_skipped_updates_are_as_many_as_it_needs(tmp_path):
+    page = write(log(tmp_path, start(), step(43, updates=40))).read_text(encoding="utf-8")
+    assert "<strong>43</strong><small>of 43</small>" in page
+
+
+def test_a_footnote_says_what_mfu_is_relative_to(page):
+    assert "MFU is relative to the peak of 4 ranks: 2.5 TFLOP/s (measured matrix product)." in page
+
+
+def test_memory_that_would_lie_on_zero_is_named_and_not_drawn(tmp_path):
+    sizes = {"weights": 1 << 20, "gradients": 0, "resident": 900 << 20, "peak": 901 << 20}
+    page = write(log(tmp_path, start(), *(step(i, memory=sizes) for i in range(1, 4)))).read_text(encoding="utf-8")
+    assert "Memory over the run; below 1% of the largest: weights" in page
+    assert 'aria-label="resident, peak"' in page
+
+
+def test_a_run_of_one_stage_has_no_pipeline(tmp_path):
+    plan = Plan(data=2)
+    written = log(tmp_path, start(plan=plan), step(1), spans(1, plan))
+    assert "Pipeline" not in parsed(write(written).read_text(encoding="utf-8")).headings
+
+
+def test_checkpoints_that_were_deleted_are_counted_and_not_listed(tmp_path):
+    saved = [events.Checkpoint(i, f"checkpoints/step-{i}", 123 << 20, 0.9, 0.04) for i in (10, 20)]
+    written = log(tmp_path, start(), *saved)
+    (tmp_path / "checkpoints" / "step-20").mkdir(parents=True)
+    page = write(written).read_text(encoding="utf-8")
+    assert "2 checkpoints saved, 1 still in the folder." in page
+    assert "checkpoints/step-20<" in page and "checkpoints/step-10<" not in page

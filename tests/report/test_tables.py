@@ -25,7 +25,7 @@ def test_the_summary_says_how_the_run_ended_and_how_fast_it_was(tmp_path):
         "8.19k",
         "14.7 % of 2.5 TFLOP/s",
         "step 20",
-        "done again",
+        "repeated",
     ):
         assert said in text, (said, text)
     assert "error" not in text, "what a finished run has recovered from is no news"

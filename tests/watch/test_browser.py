@@ -115,7 +115,7 @@ def test_text_of_a_run_is_shown_and_never_run(browser: Browser, tmp_path: Path) 
     servers.write(server.sources, out)
     for address in (server.address, out.as_uri()):
         browser.open(address)
-        assert browser.run("document.querySelector('h1').textContent") == EVIL
+        assert browser.run("document.querySelector('h1').textContent").startswith(EVIL)
         assert browser.run("document.querySelectorAll('img, iframe, object').length") == 0
         assert browser.run("document.scripts.length") == 2
     assert browser.said == []

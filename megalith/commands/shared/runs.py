@@ -27,6 +27,7 @@ from megalith.fleet.job import Job
 from megalith.fleet.tiers import Copy, Tier
 from megalith.machine import admission, capacity, lifeline
 from megalith.machine.describe import processor
+from megalith.machine.origin import origin
 from megalith.schedule.table import FILE as ORDER
 from megalith.spec import files
 from megalith.spec.files import Resolved
@@ -211,7 +212,7 @@ def start(
     from megalith.control.owner import LeaseError
 
     spec, folder = resolved.spec, owner.run_dir
-    files.save(resolved, folder)
+    files.save(resolved, folder, origin())
     described, store = job(spec, folder, entry, arguments), store_of(owner)
     if not (recover and spec.fleet.recover):
         return supervisor.run(described, tick=tick, say=say, store=store, owner=owner)
@@ -256,7 +257,7 @@ def join(
     `owner`: this process as the first rank, which owns the run folder.
     """
     if owner is not None:
-        files.save(resolved, folder)
+        files.save(resolved, folder, origin())
         os.environ[epochs.VARIABLE] = str(owner.epoch)
     else:
         _await(resolved, folder, timeout=resolved.spec.launch.start_timeout)

@@ -1,0 +1,48 @@
+"""Origin of a run: its host, command and commit, for people who tell runs apart. The user's name is left out."""
+
+import contextlib
+import getpass
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+OURS = ("megalith", "cli.py")
+"""Names of this program: of the installed command, and of `python -m megalith.cli`."""
+SECONDS = 5.0  # for git, which may read from a slow disk
+
+
+def origin() -> dict[str, str]:
+    """Return the host's name, the command of this process and the commit in its directory; without those that are unknown."""
+    host = re.sub(rf"\b{re.escape(user)}\b", "USER", socket.gethostname()) if (user := _user()) else socket.gethostname()
+    found = {"host": host, "command": without_user(_command()), "commit": _commit()}
+    return {name: value for name, value in found.items() if value}
+
+
+def without_user(words: str) -> str:
+    """Return words with the user's home folder as `~`, and USER in the place of the user's name in paths."""
+    if (home := str(Path.home())) != "/":
+        words = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", words)
+    return re.sub(rf"(?<=[/@]){re.escape(user)}(?![\w.-])", "USER", words) if (user := _user()) else words
+
+
+def _user() -> str:
+    with contextlib.suppress(Exception):  # the user of a container may have no name
+        return getpass.getuser()
+    return ""
+
+
+def _command() -> str:
+    """Return this process's command; of another program than Megalith the name only, because its arguments may be private."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["megalith", *sys.argv[1:]]) if program in OURS else program
+
+
+def _commit() -> str:
+    """Return the commit of the git repository in the current directory, with "-dirty" if files differ from it; empty if there is none."""
+    asked = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(asked, capture_output=True, text=True, timeout=SECONDS, check=False).stdout.strip()
+    return ""
