@@ -111,7 +111,7 @@ def test_every_commands_help_has_an_example_and_json(command: str):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "run.toml", "--steps", "10"], "Write --set train.steps=VALUE"),
+        (["train", "run.toml", "--steps", "10"], "Write --set train.steps=VALUE."),
         (["train", "run.toml", "--learning-rate", "1e-3"], "Write --set optimizer.lr=VALUE"),
         (["check", "run.toml", "--tp", "2"], "Write --set plan.tensor=VALUE"),
         (["train", "run.toml", "--output-dir", "x"], "--run-dir FOLDER"),

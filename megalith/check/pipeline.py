@@ -103,7 +103,8 @@ def bubble_is_small(case: Case) -> Found:
     bubble = _bubble(row, plan.pipeline, microbatches, plan.chunks)
     if bubble is None:
         return
-    reason = f"over {microbatches} microbatches leaves each rank idle for {bubble:.1%} of its useful time"
+    whole = bubble / (1 + bubble)
+    reason = f"over {microbatches} microbatches leaves each rank idle for {whole:.1%} of a step ({bubble:.1%} of its useful time)"
     more = 4 * plan.pipeline * plan.data * plan.microbatch
     way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
     yield advice("plan.pipeline", plan.pipeline, reason, way_out)

@@ -27,7 +27,7 @@ from megalith.spec.files import PROVENANCE_FILE, SPEC_FILE
 FILE = "report.html"
 
 BREAKDOWN: Mapping[str, int] = {
-    "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 5
+    "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 8
 }  # fmt: skip
 """Parts of a step -> colour, in the order they are stacked."""
 

@@ -23,6 +23,7 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "GATHER": ("gather weights", "#8d6cc0", "#ffffff"),
         "REDUCE": ("reduce gradients", "#8792a2", "#ffffff"),
         "MESSAGE": ("send and receive", "#5f6b7a", "#ffffff"),
+        "WAIT": ("wait for messages", "#d3d9e0", "#1c2430"),
         "OTHER": ("other", "#a9a18c", "#1c1a14"),
     }
 )
@@ -58,7 +59,7 @@ def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
         try:
             slot = parse(name)
         except ValueError:
-            bars.append(Bar(rank, name, "OTHER", name, start, end))
+            bars.append(Bar(rank, name, name if name in FILLS else "OTHER", name, start, end))
         else:
             bars += _bars(rank, slot, start, end, ranks)
     return bars

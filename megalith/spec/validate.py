@@ -276,8 +276,8 @@ def _meaning(fault: _Fault) -> Meaning | None:
 
 
 def keys_named(word: str) -> list[str]:
-    """Return the keys of a run file whose last part is `word`, in full: `train.steps` for "steps"."""
-    return list(dict.fromkeys(dotted(path) for path in _known(RunSpec) if path[-1] == word))
+    """Return the keys that users set and whose last part is `word`, in full: `train.steps` for "steps"."""
+    return list(dict.fromkeys(dotted(path) for path in _known(RunSpec) if path[-1] == word and path[0] != "branch"))
 
 
 def _suggestion(fault: _Fault) -> str | None:

@@ -48,6 +48,13 @@ def test_a_measured_span_that_is_no_action_keeps_its_name():
     assert "optimizer" in draw({"measured": [bar]}, 1)
 
 
+def test_waits_differ_from_other_work():
+    """They have a colour and a name in the legend of their own."""
+    bars = measured([(0, "WAIT", 0.0, 1.0), (0, "optimizer", 1.0, 2.0)], 2)
+    assert [bar.kind for bar in bars] == ["WAIT", "OTHER"]
+    assert "wait for messages" in draw({"measured": bars}, 1)
+
+
 def test_an_overlap_is_drawn_as_its_two_halves():
     rows = (parse_row("0F0 (0F1;0B0) 0B1"),)
     bars = predicted(simulate(lower(Schedule("overlap", rows, 1, 2, (0,)), 0), {"F": 1.0, "B": 1.0}))
