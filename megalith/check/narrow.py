@@ -11,7 +11,7 @@ from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
-from megalith.spec.sizes import layer_of, multiplied, own_tensors
+from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
 
 
 class Cut(NamedTuple):
@@ -371,6 +371,22 @@ def _cuts(block: BlockSpec, case: Case) -> Iterator[Cut]:
             yield Cut("tensor", layers, channels, share)
     if experts > 1 and isinstance(block.mlp, MoeSpec):
         yield Cut("expert_tensor", ("mlp.experts",), block.mlp.hidden, block.mlp.hidden // experts)
+
+
+def on_a_rank(weight: Parameter, block: BlockSpec, case: Case) -> tuple[int, ...]:
+    """Return the shape of a block's weight as one rank multiplies it: [outputs, inputs], or [experts, outputs, inputs]."""
+    layer, (*experts, outputs, inputs), plan = layer_of(weight), weight.shape, case.plan
+    own = own_tensors(block, case.model.dim) if case.model else {}
+    declared = {f"{half}.{each.name.removesuffix('.weight')}": each.cut for half, tensors in own.items() for each in tensors}
+    of_inputs = (
+        declared[layer] == "inputs" if layer in declared else weight.name.endswith((".out.weight", ".down.weight", ".down"))
+    )
+    if experts:
+        share = (inputs if of_inputs else outputs) // plan.expert_tensor
+    else:
+        split = (cut.share for cut in _cuts(block, case) if cut.axis == "tensor" and layer in cut.layers)
+        share = next(split, inputs if of_inputs else outputs)
+    return *(count // plan.expert for count in experts), *((outputs, share) if of_inputs else (share, inputs))
 
 
 Cuts = Iterator[tuple[tuple[str, ...], int, int]]

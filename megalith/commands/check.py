@@ -12,7 +12,10 @@ from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settin
 from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows
 
 if TYPE_CHECKING:
+    from megalith.commands.shared.runs import Checked
+    from megalith.planner.formats import Gains
     from megalith.planner.price import Price
+    from megalith.spec.problem import Problem
     from megalith.spec.run import RunSpec
 
 
@@ -24,6 +27,10 @@ def command(
     show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
     price: Annotated[
         bool, typer.Option("--price", help="Also predict what each broken rule of the plan costs on the run's cluster.")
+    ] = False,
+    fp8: Annotated[
+        bool,
+        typer.Option("--fp8", help="Also predict what products in 8 bits gain or cost each layer on the run's cluster."),
     ] = False,
     here: Annotated[bool, typer.Option("--here", help="Report what this machine lacks as errors, as `train` does.")] = False,
     as_json: Json = False,
@@ -41,21 +48,25 @@ def command(
     checked = runs.check(request, world=ranks, here="error" if here else "advice")
     wrong = bool(checked.errors)
     priced = _prices(request) if price and not wrong else ()
+    problems, gained = (checked.problems, None) if wrong else _in_8_bits(checked, asked=fp8)
     if as_json:
         prices = {"prices": [one.to_json() for one in priced]} if price else {}
         spec = checked.resolved.spec
         updated = {} if wrong else {"updated": _treated_rows(spec), "phases": _phase_rows(spec)}
-        print_json({"ok": not wrong, "problems": problem_rows(checked.problems)} | prices | updated | checked.as_json())
+        prices |= {"gains": gained and gained.to_json()} if fp8 else {}
+        print_json({"ok": not wrong, "problems": problem_rows(problems)} | prices | updated | checked.as_json())
         return BAD_SPECIFICATION if wrong else 0
     if show:
         from megalith.spec.files import dump
 
         print(dump(checked.resolved))
-    print_problems(checked.problems, as_json=False)
+    print_problems(problems, as_json=False)
     if wrong:
         return BAD_SPECIFICATION
     if price:
         _show_prices(priced)
+    if fp8:
+        _show_gains(gained, checked.resolved.spec)
     _show_treated(checked.resolved.spec)
     _show_legal(checked.resolved.spec)
     _show_phases(checked.resolved.spec)
@@ -83,6 +94,33 @@ def _show_prices(priced: "Sequence[Price]") -> None:
     from megalith.report import plans  # drawing
 
     Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
+
+
+def _in_8_bits(checked: "Checked", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
+    """Return the problems, with advice about layers that products in 8 bits make slower; and, if `asked`, what they gain each layer: None
+    if the run's devices have no such products, or if nobody published their figures."""
+    from megalith.spec import cluster as clusters
+
+    spec = checked.resolved.spec
+    if spec.cluster == "local" or not (asked or spec.precision.multiply == "codes"):
+        return checked.problems, None
+    from megalith.planner import formats, refused  # the planner takes long to import
+
+    used = clusters.load(spec.cluster)
+    if refused.unpublished(spec.cluster, used):
+        return checked.problems, None
+    return (*checked.problems, *formats.advice_on(spec, used)), formats.gains(spec, used) if asked else None
+
+
+def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
+    """Print what products in 8 bits gain or cost each layer."""
+    if found is None:
+        print(f'cluster = "{spec.cluster}": no products in 8 bits are known there for this trainer, so fp8 would be rehearsed')
+        return
+    from megalith.report import plans  # drawing
+
+    Console(highlight=False).print(plans.gains(found))
+    print(plans.gained(found))
 
 
 def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:

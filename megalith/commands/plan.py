@@ -46,7 +46,10 @@ BatchTokens = Annotated[
 ]
 ComputeOptimal = Annotated[bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 a parameter.")]
 Format = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp32, or predicted only: fp8, mxfp8, nvfp4, mxfp4. Default: the run's, or bf16.")
+    str | None,
+    typer.Option(
+        help="bf16, fp16, fp32, fp8, mxfp8, nvfp4 or mxfp4, as the trainer computes them on these devices. Default: the run's, or bf16."
+    ),
 ]
 Pareto = Annotated[
     bool,
@@ -240,6 +243,9 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
         narrow.print("", plans.prices(broken), sep="\n")
     if found.what_ifs:
         narrow.print("", plans.what_ifs(found), sep="\n")
+    if found.gains is not None:
+        narrow.print("", plans.gains(found.gains), sep="\n")
+        console.print(escape(plans.gained(found.gains)), style="dim")
 
 
 def _explain(run: Path, *, as_json: bool) -> None:

@@ -12,9 +12,10 @@ from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import widths
 from megalith.cost.kept import kept
 from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares, updated
+from megalith.cost.narrow.ways import Ways
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
-from megalith.cost.profile import Phase
+from megalith.cost.profile import Phase, Profile
 from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
@@ -142,20 +143,23 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
     format, router = setting.workload.format, router_of(setting.workload)
     wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")
-    known: dict[int, tuple[Spent, Spent]] = {}
+    known: dict[tuple[int, tuple[str, ...]], tuple[Spent, Spent]] = {}
 
-    def both(profile: Any, kind: Any) -> tuple[Spent, Spent]:
-        if id(profile) not in known:
+    def both(profile: Profile, kind: str, layers: tuple[str, ...] = ()) -> tuple[Spent, Spent]:
+        if (key := (id(profile), layers)) not in known:
             first: tuple[Phase, ...] = ("F",)
-            forward, backward = (spend(profile, phases, setting, format=kind, router=router) for phases in (first, after))
-            known[id(profile)] = forward, backward
-        return known[id(profile)]
+            rules = {"format": kind, "router": router, "ways": Ways.of(setting.workload, profile, layers)}
+            forward, backward = (spend(profile, phases, setting, **rules) for phases in (first, after))
+            known[key] = forward, backward
+        return known[key]
 
     head = both(traced.head, wide)
     if traced.ahead is not None:
         extra = both(traced.ahead, format)
         head = head[0] + (extra[0] + head[0]) * traced.depth, head[1] + (extra[1] + head[1]) * traced.depth
-    return PartTimes(both(traced.embedding, wide), head, tuple(both(block, format) for block in traced.blocks))
+    narrow = traced.narrow or ((),) * len(traced.blocks)
+    blocks = tuple(both(block, format, layers) for block, layers in zip(traced.blocks, narrow, strict=True))
+    return PartTimes(both(traced.embedding, wide), head, blocks)
 
 
 @lru_cache(1 << 14)

@@ -13,20 +13,19 @@ from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
+from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
 from megalith.cost.software import TRAINER
 from megalith.cost.update import rest_bytes
-from megalith.cost.workload import Dispatch, Packed, Workload
+from megalith.cost.workload import Workload, computed
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, Schedule, computations
 from megalith.schedule.action import parts as actions_of
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Program
 from megalith.spec import cluster as clusters
-from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, is_narrow, stays_wide, tile_of
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
@@ -127,12 +126,13 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     few = replace(workload, global_batch=workload.enough * plan.data * plan.microbatch)
     traced, generation = parts(few), figures.generations[workload.practice.generation]
     outside = non_torch(workload) + generation.reserve
+    rounding = rounding_bytes(workload, traced)  # a dry run is on a processor, which has no such copies
 
     def of(place: int) -> Memory:
         found = _memory(few, traced, _here(few, traced, place), place, figures)
         return Memory(
             weights=found["weights"], gradients=found["gradients"], optimizer=found["optimizer"], activations=found["activations"],
-            working=found["buffers"], logits=0.0, reserve=0.0, non_torch=outside, rank=place,
+            working=found["buffers"] + rounding, logits=0.0, reserve=0.0, non_torch=outside, rank=place,
         )  # fmt: skip
 
     return max(map(of, shares(few, traced).fullest), key=lambda memory: memory.total)
@@ -143,25 +143,10 @@ def of_run(spec: RunSpec) -> Workload:
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
-    precision = PRECISIONS[train.precision]
-    format = precision.compute.name if precision.emulated else precision.name
+    format, narrow = computed(train.precision, spec.precision)
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    watched = is_narrow(train.precision) and spec.precision.watch_every > 0
-    rules |= {"outer": outer_slots(spec.sites), "watched": watched, "dispatch": _dispatch(spec, model)}
-    if is_narrow(train.precision):
-        layers = Packed(tile_of(spec.precision, train.precision), spec.precision)
-        rules |= {"packed": layers} if spec.precision.gather != "wide" else {}
-        rules |= {"keeps": layers} if spec.precision.kept != "wide" else {}
+    rules |= {"outer": outer_slots(spec.sites), "narrow": narrow}
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
-
-
-def _dispatch(spec: RunSpec, model: ModelSpec) -> Dispatch | None:
-    """Return the blocks of a run whose tokens are sent to experts in 8 bits."""
-    choices, precision, blocks = spec.precision, spec.train.precision, len(model.blocks)
-    if choices.dispatch == "wide" or not is_narrow(precision):
-        return None
-    wide = (stays_wide(f"blocks.{number}.mlp.experts", blocks=blocks, choices=choices) for number in range(blocks))
-    return Dispatch(frozenset(number for number, one in enumerate(wide) if not one), tile_of(choices, precision) or model.dim)
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

@@ -4,16 +4,16 @@ from math import prod
 
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.profile import Multiplied, Profile
-from megalith.cost.workload import Packed, Workload
-from megalith.spec.numbers import SCALE_BYTES, stays_wide, whole_tiles
+from megalith.cost.workload import Narrow, Workload
+from megalith.spec.numbers import SCALE_BYTES, whole_tiles
 
 
 def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers:
     """Return the bytes of a part's weights as all ranks together send them. `block`: its number, if it is one."""
     dense, expert = wide(workload, Numbers(profile.weights, profile.expert_weights))
-    if workload.packed is not None and block is not None:
-        for weight in _narrow(workload, workload.packed, profile, block):
-            spared = workload.width * prod(weight.shape) - packed_bytes(weight.shape, workload.packed.tile)
+    if (packed := _packed(workload)) is not None and block is not None:
+        for weight in _narrow(workload, packed, profile, block):
+            spared = workload.width * prod(weight.shape) - packed_bytes(weight.shape, packed.tile)
             dense, expert = (dense, expert - spared) if weight.expert else (dense - spared, expert)
     return Numbers(dense, expert)
 
@@ -25,7 +25,7 @@ def wide(workload: Workload, weights: Numbers) -> Numbers:
 
 def widths(workload: Workload, traced: Parts) -> Numbers:
     """Return the mean bytes of a number that is gathered, over the whole model."""
-    if workload.packed is None:
+    if _packed(workload) is None:
         return Numbers(workload.width, workload.width)
     ends = (wide(workload, Numbers(traced.embedding.weights, 0)), wide(workload, traced.output))
     bytes = (*ends, *(gathered(workload, block, number) for number, block in enumerate(traced.blocks)))
@@ -38,22 +38,27 @@ def widths(workload: Workload, traced: Parts) -> Numbers:
 def kept(workload: Workload, profile: Profile, block: int) -> float:
     """Return the bytes of a rank's messages for a block that ZeRO 3 keeps until the end of the step: rounded once, and sent often.
     None are kept where the weights are elsewhere."""
-    if workload.packed is None or workload.plan.zero < 3 or workload.plan.state.weights_away:
+    if (packed := _packed(workload)) is None or workload.plan.zero < 3 or workload.plan.state.weights_away:
         return 0.0
-    experts = {weight.expert for weight in _narrow(workload, workload.packed, profile, block)}
+    experts = {weight.expert for weight in _narrow(workload, packed, profile, block)}
     by_kind = zip((False, True), gathered(workload, profile, block), workload.shards, strict=True)
     return sum(size / shards for kind, size, shards in by_kind if kind in experts)
 
 
-def _narrow(workload: Workload, packed: Packed, profile: Profile, block: int) -> list[Multiplied]:
+def _packed(workload: Workload) -> Narrow | None:
+    """Return what is narrow if weights of narrow layers are gathered in 8 bits."""
+    return workload.narrow if workload.narrow is not None and workload.narrow.choices.gather != "wide" else None
+
+
+def _narrow(workload: Workload, packed: Narrow, profile: Profile, block: int) -> list[Multiplied]:
     """Return the block's weights that are gathered in 8 bits."""
-    blocks, found = len(workload.model.blocks), []
-    for weight in profile.multiplied:
-        shards = workload.shards[weight.expert]
-        wide = stays_wide(f"blocks.{block}.{weight.layer}", blocks=blocks, choices=packed.choices)
-        if shards > 1 and not wide and whole_tiles(weight.shape[weight.cut], shards, packed.tile):
-            found.append(weight)
-    return found
+    return [
+        weight
+        for weight in profile.multiplied
+        if (shards := workload.shards[weight.expert]) > 1
+        and weight.layer in workload.narrow_layers[block]
+        and whole_tiles(weight.shape[weight.cut], shards, packed.tile)
+    ]
 
 
 def packed_bytes(shape: tuple[int, ...], tile: int) -> int:

@@ -11,6 +11,7 @@ from megalith import schedule as schedules
 from megalith.cost import host, released, update
 from megalith.cost.constants import Generation
 from megalith.cost.kept import kept
+from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, Segments
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
@@ -187,7 +188,7 @@ def _rank(
     whole = _whole(workload, parts, here, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
-    working = generation.working * own.working
+    working = generation.working * own.working + rounding_bytes(workload, parts)
     saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
     updating = update.home_bytes(workload, here) - saved  # activations are gone by then
     rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away

@@ -16,14 +16,12 @@ from typing import Any, Literal, NamedTuple
 from megalith import own
 from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile, twice
-from megalith.cost.workload import Workload
+from megalith.cost.workload import EXPERTS, Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
-from megalith.spec.numbers import stays_wide
 from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
-from megalith.spec.sizes import layer_of, multiplied
 
 VERSION = 4
 """Version of the figures: a change in what is counted invalidates old files."""
@@ -76,12 +74,17 @@ class Parts:
     joining: int = 0
     """Numbers of one such module's weights outside its block: the projection of a token's two vectors, and norms."""
     segments: Segments | None = None
+    narrow: tuple[tuple[str, ...], ...] = ()
+    """For each block the layers that multiply in a narrow format; empty: none do."""
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each block the number of the first one that is equal to it."""
-        first: dict[int, int] = {}
-        return tuple(first.setdefault(id(block), number) for number, block in enumerate(self.blocks))
+        first: dict[tuple[int, tuple[str, ...]], int] = {}
+        return tuple(
+            first.setdefault((id(block), self.narrow[number] if self.narrow else ()), number)
+            for number, block in enumerate(self.blocks)
+        )
 
     @cached_property
     def output(self) -> Numbers:
@@ -117,6 +120,7 @@ def parts(workload: Workload) -> Parts:
         more.depth if more else 0,
         _joining(workload.model) if more else 0,
         Segments(size, tuple(found[id(key)] for key in inside or blocks)) if size else None,
+        workload.narrow_layers if workload.narrow is not None else (),
     )
 
 
@@ -167,9 +171,9 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     again = [True] * blocks if size else alone
     ahead = model.head.ahead
     known: dict[tuple[int, bool, bool, tuple[str, ...]], Key] = {}
-    packed = workload.dispatch
-    sent = [packed is not None and number in packed.blocks for number in range(blocks)]
-    keeping = [_keeping(workload, number) for number in range(blocks)]
+    sent = [_sends(workload, layers) for layers in workload.narrow_layers]
+    keeping = [layers if _keeps(workload) else () for layers in workload.narrow_layers]
+    tile = workload.narrow.tile if workload.narrow is not None else 0
 
     def key(block: BlockSpec, full: bool, narrow: bool = False, keeps: tuple[str, ...] = ()) -> Key:
         of = (
@@ -180,9 +184,8 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
         )  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
         if of not in known:
             layout = whole if full else plain
-            layout = replace(layout, dispatched=packed.tile) if narrow and packed is not None else layout
-            if workload.keeps is not None and keeps:
-                layout = replace(layout, packed=keeps, packed_tile=workload.keeps.tile)
+            layout = replace(layout, dispatched=tile or model.dim) if narrow else layout
+            layout = replace(layout, packed=keeps, packed_tile=tile) if keeps else layout
             known[of] = Key("block", bare, block, _seen(block, layout), folder)
         return known[of]
 
@@ -197,14 +200,14 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     )
 
 
-def _keeping(workload: Workload, number: int) -> tuple[str, ...]:
-    """Return the layers of a block that keep their inputs in 8 bits."""
-    if workload.keeps is None:
-        return ()
-    blocks, block = len(workload.model.blocks), workload.model.blocks[number]
-    layers = dict.fromkeys(map(layer_of, multiplied(block, workload.model.dim)))
-    choices = workload.keeps.choices
-    return tuple(layer for layer in layers if not stays_wide(f"blocks.{number}.{layer}", blocks=blocks, choices=choices))
+def _sends(workload: Workload, layers: tuple[str, ...]) -> bool:
+    """Return True if a block with these narrow layers sends tokens to its experts in 8 bits."""
+    return workload.narrow is not None and workload.narrow.choices.dispatch != "wide" and EXPERTS in layers
+
+
+def _keeps(workload: Workload) -> bool:
+    """Return True if narrow layers keep their inputs in 8 bits."""
+    return workload.narrow is not None and workload.narrow.choices.kept != "wide"
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalith.cost import network
 from megalith.cost.constants import Calibration, Device, Generation
+from megalith.cost.narrow.ways import Ways
 from megalith.cost.network import Line, Wires
 from megalith.cost.profile import AMONG_EXPERTS, Core, Exchange, Phase, Product, Profile
 from megalith.cost.workload import Practice, Workload
@@ -96,8 +97,9 @@ class Setting:
         return self.accelerator.memory_bandwidth * self.device.memory
 
 
-def product_seconds(product: Product, setting: Setting, format: str) -> float:
-    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer.
+def product_seconds(product: Product, setting: Setting, format: str, *, rate: float = 1.0) -> float:
+    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer. `rate`: that of large products beside
+    the device's usual one.
 
     The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes a
     fixed time in seconds, so a faster format needs a longer inner dimension.
@@ -115,7 +117,7 @@ def product_seconds(product: Product, setting: Setting, format: str) -> float:
     flops = 2.0 * product.rows * product.inner * product.columns * product.count
     numbers = product.rows * product.inner + product.inner * product.columns
     moved = product.count * (factors.width * numbers + 2 * product.rows * product.columns)
-    seconds = max(flops / (peak * share * filled * partial**0.5 * ramp), moved / setting.bandwidth)
+    seconds = max(flops / (peak * share * rate * filled * partial**0.5 * ramp), moved / setting.bandwidth)
     return product.times * max(seconds, setting.device.gap)
 
 
@@ -130,10 +132,25 @@ def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple
     return [(product, product.times) for product in weighted]
 
 
+def multiplying(products: list[Product], setting: Setting, format: str, ways: Ways | None) -> float:
+    """Seconds of products; `ways`: those of a block with narrow layers of this project's trainer."""
+    if ways is None:
+        return sum(product_seconds(product, setting, format) for product in products)
+    each = ways.computed(products)
+    return sum(one.share * product_seconds(one.product, setting, one.format, rate=one.rate) for one in each)
+
+
 def quantising(products: list[Product], setting: Setting, format: str, phase: Phase) -> float:
     """Seconds to bring activations and gradients into the products' format."""
     numbers = sum(p.rows * p.inner * p.count * times for p, times in _converted(products, format, phase))
     return CONVERSION[PRECISIONS[format].factors.scale] * numbers / setting.bandwidth
+
+
+def rounding(products: list[Product], setting: Setting, ways: Ways) -> float:
+    """Seconds in which this project's trainer rounds the factors of narrow products, with the messages that ask other ranks for maxima."""
+    each = list(ways.roundings(products))
+    moved = setting.generation.passes * sum(one.numbers * one.bytes for one in each) / setting.bandwidth
+    return moved + sum(one.kernels * setting.device.gap * 0.5 + one.messages * setting.device.latency for one in each)
 
 
 def core_seconds(core: Core, setting: Setting) -> float:
@@ -196,17 +213,29 @@ def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
 
 
 def spend(
-    profile: Profile, phases: tuple[Phase, ...], setting: Setting, *, format: str, router: RouterSpec | None = None
+    profile: Profile,
+    phases: tuple[Phase, ...],
+    setting: Setting,
+    *,
+    format: str,
+    router: RouterSpec | None = None,
+    ways: Ways | None = None,
 ) -> Spent:
-    """Seconds of phases of a part that run one after the other."""
+    """Seconds of phases of a part that run one after the other. `ways`: how it multiplies, if some of its layers are narrow."""
     device = Spent()
     for phase in phases:
-        device = device + _on_device(profile, phase, setting, format, router)
-    return replace(device, host=_lag(profile, phases, setting, device.total, format, router))
+        device = device + _on_device(profile, phase, setting, format, router, ways)
+    return replace(device, host=_lag(profile, phases, setting, device.total, format, router, ways))
 
 
 def _lag(
-    profile: Profile, phases: tuple[Phase, ...], setting: Setting, device: float, format: str, router: RouterSpec | None
+    profile: Profile,
+    phases: tuple[Phase, ...],
+    setting: Setting,
+    device: float,
+    format: str,
+    router: RouterSpec | None,
+    ways: Ways | None,
 ) -> float:
     """Seconds the device waits for the host, which works ahead of it, so that the slower of the two counts.
 
@@ -214,7 +243,7 @@ def _lag(
     experts' kernels only then. What the device did before does not hide their start. Backward knows the numbers from forward.
     """
     practice = setting.workload.practice
-    around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format))
+    around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
     if setting.in_turn:
         return around + inside
     behind = around + inside - device
@@ -223,25 +252,28 @@ def _lag(
         return max(0.0, behind)
     mine = replace(profile, products=tuple(p for p in profile.products if p.expert), cores=(), moved=profile.apart_moved,
                    kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis in AMONG_EXPERTS))  # fmt: skip
-    experts = _on_device(mine, "F", setting, format, router).total
+    experts = _on_device(mine, "F", setting, format, router, ways).total
     return setting.generation.routing + max(0.0, inside - experts, behind)
 
 
-def _on_device(profile: Profile, phase: Phase, setting: Setting, format: str, router: RouterSpec | None) -> Spent:
+def _on_device(
+    profile: Profile, phase: Phase, setting: Setting, format: str, router: RouterSpec | None, ways: Ways | None
+) -> Spent:
     practice, generation = setting.workload.practice, setting.generation
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
     moved = profile.moved[phase] + _sorted(profile, phase, practice)
-    moving = moved / setting.bandwidth + quantising(mine, setting, format, phase)
+    passing = moved / setting.bandwidth + (quantising(mine, setting, format, phase) if ways is None else 0.0)
+    rounded = rounding(mine, setting, ways) if ways is not None else 0.0
     waits: dict[str, float] = dict.fromkeys(("tensor", "context", "ulysses", "expert", "expert_tensor"), 0.0)
     for exchange in profile.exchanges:
         if exchange.phase == phase:
             waits[_way(exchange)] += exchange_seconds(exchange, setting, router)
     return Spent(
-        products=sum(product_seconds(product, setting, format) for product in mine),
+        products=multiplying(mine, setting, format, ways),
         attention=attention,
-        memory=generation.passes * moving + profile.kernels[phase] * setting.device.gap * 0.5,
+        memory=generation.passes * passing + profile.kernels[phase] * setting.device.gap * 0.5 + rounded,
         tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
         # keys and values on their way around a ring hide behind attention with those that are there; gathered or dealt out by heads, they
         # come first
@@ -258,7 +290,9 @@ def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
     return sum(2 * exchange.size * exchange.times for exchange in travelled)
 
 
-def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: str) -> tuple[float, float]:
+def _started(
+    profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: str, ways: Ways | None = None
+) -> tuple[float, float]:
     """Seconds an x86 host takes to start operations one by one: around the experts, and between the dispatch of tokens and their
     return. A loop over experts is one operation, whose further kernels are launched from within."""
     practice, generation = setting.workload.practice, setting.generation
@@ -275,6 +309,8 @@ def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, form
         mine = [product for product in profile.products if product.phase == phase]
         for product in mine:
             inside.launches += product.times * (product.count - 1) * (product.expert and not practice.grouped)
+        for one in ways.roundings(mine) if ways is not None else ():
+            (inside if one.product.expert else around).operations += one.kernels + one.messages
         for product, times in _converted(mine, format, phase):
             here = inside if product.expert else around
             here.operations += times
@@ -288,8 +324,8 @@ def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, form
 class _Starts:
     """Launches by a host: operations, and further kernels launched within them."""
 
-    operations: int = 0
-    launches: int = 0
+    operations: float = 0
+    launches: float = 0
 
     def seconds(self, generation: Generation) -> float:
         return self.operations * generation.host + self.launches * generation.launch

@@ -9,9 +9,10 @@ from megalith.mesh import Mesh
 from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, PrecisionSpec
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, stays_wide, tile_of
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
+from megalith.spec.sizes import layer_of, multiplied
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
 
 
@@ -75,22 +76,44 @@ class Practice:
         return self.loss == "chunked"
 
 
-class Dispatch(NamedTuple):
-    """Tokens that are sent to experts in 8 bits (`precision.dispatch`)."""
-
-    blocks: frozenset[int]
-    """Numbers of the blocks whose experts are sent such tokens."""
-    tile: int
-    """How many numbers share a scale in fp32."""
+EXPERTS = "mlp.experts"
+"""The name of a block's experts, as a layer."""
 
 
-class Packed(NamedTuple):
-    """A run's narrow layers, of which something is in 8 bits."""
+class Narrow(NamedTuple):
+    """The narrow precision of this project's trainer; `Workload.format` is the one that everything else is computed in."""
 
-    tile: int
-    """Numbers along each dim that share a scale in fp32; 0: all of a row"""
+    precision: str
+    """A name from PRECISIONS."""
     choices: PrecisionSpec
-    """The choices of the run, which say what layers stay wide"""
+    """The choices of the run, which say what layers stay wide."""
+
+    @property
+    def tile(self) -> int:
+        """Numbers along each dim that share a scale; 0: all of a row."""
+        return tile_of(self.choices, self.precision)
+
+    def layers(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
+        """Return for each block the names, within the block, of the layers that multiply in the narrow format."""
+        known = (id(model), self)
+        if known not in _layers:
+            _layers[known] = model, tuple(self._layers_of(number, model) for number in range(len(model.blocks)))
+        return _layers[known][1]
+
+    def _layers_of(self, number: int, model: ModelSpec) -> tuple[str, ...]:
+        names, blocks = dict.fromkeys(map(layer_of, multiplied(model.blocks[number], model.dim))), len(model.blocks)
+        return tuple(name for name in names if not stays_wide(f"blocks.{number}.{name}", blocks=blocks, choices=self.choices))
+
+
+# by identity, of models kept with it: hashing whole ones takes long, and a search asks for each of thousands of plans
+_layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]] = {}
+
+
+def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
+    """Return the format that this project's trainer computes in, and what is narrower, for a run's precision and its choices."""
+    if not is_narrow(precision):
+        return precision, None
+    return PRECISIONS[precision].compute.name, Narrow(precision, choices)
 
 
 @dataclass(frozen=True)
@@ -114,15 +137,8 @@ class Workload:
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
     """The number format in which gradients are added up; fp32: that of the software's practice."""
-    dispatch: Dispatch | None = None
-    """Blocks whose tokens are sent to experts in 8 bits; None: no block's are."""
-    packed: Packed | None = None
-    """Layers whose weights are gathered in 8 bits (`precision.gather`); None: all are gathered as they compute."""
-    keeps: Packed | None = None
-    """Layers whose inputs are kept for backward in 8 bits (`precision.kept`); None: all are kept as they are."""
-    watched: bool = False
-    """Gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the gradients
-    exist."""
+    narrow: Narrow | None = None
+    """Layers that this project's trainer multiplies in fewer bits; None: none."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
     outer: tuple[Slot, ...] = ()
@@ -180,6 +196,17 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.global_batch * self.seq_len
+
+    @property
+    def watched(self) -> bool:
+        """True if gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the
+        gradients exist."""
+        return self.narrow is not None and self.narrow.choices.watch_every > 0
+
+    @cached_property
+    def narrow_layers(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each block's narrow layers, within the block."""
+        return self.narrow.layers(self.model) if self.narrow is not None else ((),) * len(self.model.blocks)
 
     @cached_property
     def layout(self) -> Layout:

@@ -15,10 +15,8 @@ from torch import Tensor, library
 from torch.nn.functional import ScalingType
 
 from megalith.kernels.quantise import ALL, Scaling, Share, largest, quantise
-from megalith.spec.numbers import Granularity, multiplies_codes
+from megalith.spec.numbers import Granularity, aligned, multiplies_codes
 
-ALIGNED = 16
-"""Rows and columns come in multiples of this many: `scaled_mm` reads 16 bytes at once."""
 TILE = 128
 """The only size of a tile that `scaled_mm` knows on Hopper."""
 KINDS: dict[tuple[int, int], ScalingType] = {
@@ -71,7 +69,7 @@ def multiplies(a: Factor, b: Factor) -> bool:
     ):
         return False
     (rows, inner), (columns, _) = a.sizes, b.sizes
-    if rows % ALIGNED or columns % max(ALIGNED, b.block[0]) or inner % max(ALIGNED, a.block[1]) or not rows * inner:
+    if not aligned(rows, columns, inner, tile=a.block[1], square=b.block[0] > 1):
         return False
     return multiplies_codes(GRANULARITY[a.block], capability(a.numbers.device))
 

@@ -19,6 +19,7 @@ from megalith.planner.apart import Apart, alone, apart
 from megalith.planner.asked import Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
+from megalith.planner.formats import Gains, follows_others, is_rehearsed
 from megalith.planner.linked import Linked, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
@@ -26,7 +27,6 @@ from megalith.planner.search import Choice, Found, Scorer, Training, assumed, se
 from megalith.planner.sure import Sure, sure
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec, catalogue
-from megalith.spec.numbers import FAST
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 
@@ -58,6 +58,8 @@ class Answer:
     """Prediction of the run's sites; None without a link between them."""
     apart: Apart | None = None
     """Result for each site; None where sites have no clusters of their own."""
+    gains: Gains | None = None
+    """What products in 8 bits gain each layer under the best plan, where the trainer multiplies so."""
 
     @cached_property
     def sure(self) -> Sure:
@@ -74,7 +76,7 @@ class Answer:
         """The software that predictions assume."""
         asked = self.asked
         return assumption(asked.software, compiled=asked.compiles) + (
-            "" if asked.format in FAST else f"; the trainer has no kernels for {asked.format}: predicted only"
+            f"; {asked.format} is rehearsed" if asked.ours and is_rehearsed(asked.run, asked.cluster) else ""
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -113,13 +115,14 @@ class Answer:
             "phases": [one.to_json() for one in self.phases],
             **(dict.fromkeys(("across", "proposed", "gain", "together")) if self.linked is None else self.linked.to_json()),
             "sites": [] if self.apart is None else self.apart.to_json(),
+            "gains": None if self.gains is None else self.gains.to_json(),
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:
         """Return a choice in short form, and whether the trainer cannot run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
-        only = self.asked.format not in FAST or self.asked.forward_only or not self.asked.ours
+        only = self.asked.forward_only or not self.asked.ours
         return {"layout": short(choice.plan), "predicted_only": only}
 
 
@@ -151,6 +154,8 @@ def answer(
 
     if (each := apart(asked, must)) is None:
         found = must(asked)
+        while (wider := asked.widened(found.choices[0].plan)) is not None:
+            asked, found = wider, must(wider)
     else:
         number = (asked.sites and asked.sites.site) or 0
         asked, found = replace(each.asks[number], sites=each.sites), each.found[number]
@@ -164,7 +169,7 @@ def answer(
         asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, replace(other, factor=asked.factor)) for words, other in what_ifs),
         in_phases(asked, found.choices[0].plan, scorer), tuple(measured),
-        linked(asked, step if each is None else max(each.steps), whole), each,
+        linked(asked, step if each is None else max(each.steps), whole), each, asked.gains(found.choices[0].plan),
     )  # fmt: skip
 
 
@@ -182,8 +187,9 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     def legal(plan: Plan) -> bool:
         return asked.legal(plan) and scorer.fits(workload_of(asked, plan), held(plan)) and fits_all(asked, plan, scorer)
 
+    format, narrow = asked.computes
     found = search(
-        asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
+        asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
         optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, master=asked.run.optimizer.master,
         gradients=train.gradients, outer=outer(asked.sites), software=asked.software,
         top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
@@ -222,7 +228,8 @@ def space_of(asked: Asked) -> Space:
     shares = Space().offload if asked.offload else ()
     installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
     again = Space().again if asked.ours else ()
-    return Space(again=again, offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES)
+    split = installed >= COMPILES and not (asked.ours and follows_others(asked.run))
+    return Space(again=again, offload=shares, compile=asked.compiles, compile_split=split)
 
 
 def scorer_of(asked: Asked) -> Scorer:
@@ -303,7 +310,7 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
 
 def workload_of(asked: Asked, plan: Plan) -> Workload:
     """A step of the question's training under a plan."""
-    train, optimizer = asked.run.train, asked.run.optimizer
+    train, optimizer, (format, narrow) = asked.run.train, asked.run.optimizer, asked.computes
     return decided(
         Workload(
             asked.model,
@@ -311,12 +318,13 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
             asked.cluster,
             train.seq_len,
             train.global_batch,
-            asked.format,
+            format,
             assumed(plan, asked.software),
             optimizer.kind,
             optimizer.small,
             optimizer.master,
             train.gradients,
+            narrow=narrow,
             outer=outer(asked.sites),
         )
     )

@@ -5,8 +5,10 @@ from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any
 
-from megalith.planner.asked import Asked, problem, unable, unpublished
+from megalith.planner.asked import Asked
 from megalith.planner.candidates import splits
+from megalith.planner.formats import unable
+from megalith.planner.refused import problem, unpublished
 from megalith.planner.search import Found
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
@@ -110,7 +112,7 @@ def _clusters(asked: Asked, sites: SitesSpec) -> list[ClusterSpec]:
     for number, name in enumerate(str(one.cluster) for one in sites.each):
         try:
             there.append(clusters.load(name))
-            found = [*unpublished(name, there[-1]), *unable(asked.format, there[-1])]
+            found = [*unpublished(name, there[-1]), *unable(asked.format, there[-1], ours=asked.ours)]
         except SpecErrors as errors:
             found = errors.problems
         problems += [replace(one, key=f"sites.each.{number}.cluster", value=name) for one in found]

@@ -9,14 +9,16 @@ from typing import Any
 from megalith.check import check
 from megalith.check.own import admit
 from megalith.cost.software import OURS, SOFTWARE
+from megalith.cost.workload import Narrow, computed
+from megalith.planner import formats
 from megalith.planner.candidates import splits
-from megalith.planner.refused import across_sites, refusals
+from megalith.planner.refused import across_sites, problem, refusals, unpublished
 from megalith.spec import cluster as clusters
 from megalith.spec import files
-from megalith.spec.cluster import OWN, ClusterSpec
+from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import FAST, PRECISIONS
+from megalith.spec.numbers import PrecisionSpec, is_narrow
 from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.presets import meant, presets
@@ -91,6 +93,8 @@ class Asked:
     """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
     sites: SitesSpec | None = None
     """The table `[sites]` of the run file; `run` is then one site's."""
+    chosen: bool = False
+    """True if the choices within a narrow precision are not the run file's: layers that it makes slower then become wide."""
 
     @property
     def ours(self) -> bool:
@@ -100,9 +104,18 @@ class Asked:
     @property
     def compiles(self) -> bool:
         """True if blocks are to be compiled: as the run file says; else on GPUs."""
+        if self.ours and formats.is_rehearsed(self.run, self.cluster):
+            return False  # a compiler may leave out roundings
         if self.resolved is not None:
             return self.run.plan.compile
         return self.ours and self.cluster.accelerator.vendor in ("NVIDIA", "AMD")
+
+    @property
+    def computes(self) -> tuple[str, Narrow | None]:
+        """The number format that most is computed in, and what this project's trainer computes in fewer bits."""
+        if not self.ours or self.forward_only:
+            return self.format, None
+        return computed(self.run.train.precision, self.run.precision)
 
     @property
     def own(self) -> Plan | None:
@@ -113,6 +126,23 @@ class Asked:
         """Return the question with moments in 8 bits, or with state in host memory or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
+
+    def gains(self, plan: Plan) -> formats.Gains | None:
+        """Return what products in 8 bits gain each layer under a plan; None where the trainer does not multiply so."""
+        run = self.run.model_copy(update={"plan": plan})
+        codes = self.ours and not self.forward_only and formats.multiplies_in_8_bits(run, self.cluster)
+        return formats.gains(run, self.cluster) if codes else None
+
+    def widened(self, plan: Plan) -> "Asked | None":
+        """Return the question with the layers wide that the chosen recipe makes slower under a plan; None if there are no more."""
+        more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
+        if not more:
+            return None
+        choices = self.run.precision.model_copy(update={"wide": (*self.run.precision.wide, *more)})
+        changed = {"precision": choices}
+        whole = self.whole and self.whole.model_copy(update=changed)
+        notes = (*self.notes, f"layers that it would make slower under the best layout stay wide too: {', '.join(more)}")
+        return replace(self, run=self.run.model_copy(update=changed), whole=whole, notes=notes)
 
     def legal(self, plan: Plan) -> bool:
         """True if `megalith check` would accept the plan; problems that do not concern it do not count."""
@@ -142,7 +172,11 @@ def ask(question: Question) -> Asked:
         spec, whole = within(spec), None
     model, taken = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
-    format_ = _format(question, spec, cluster, problems)
+    ours = question.software == OURS and not question.forward_only
+    format_ = formats.format_of(question.format, spec and spec.train.precision, cluster, problems, ours=ours)
+    if question.out and question.software != OURS:
+        reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
+        problems.append(problem("--software", question.software, reason, "Leave out --out or --software."))
     if question.software not in SOFTWARE:
         problems.append(problem("--software", question.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
     seq_len, noted = _length(question, spec, model)
@@ -164,28 +198,26 @@ def ask(question: Question) -> Asked:
     if question.compute_optimal:
         tokens, note = compute_optimal(built)
         notes = (*notes, note)
+    trained = format_ if ours or not is_narrow(format_) else "bf16"
+    run = _run(spec, model, cluster_name, seq_len, batch, trained, tokens)
+    chosen = (
+        ours and is_narrow(trained) and (spec is None or (spec.train.precision != trained and spec.precision == PrecisionSpec()))
+    )
+    run = run.model_copy(update={"precision": formats.recipe(run, cluster)}) if chosen else run
+    if ours:
+        if unfit := formats.precision_problems(run):
+            raise SpecErrors(unfit)
+        notes = (*notes, *formats.notes_on(run, cluster, chosen=chosen))
     if whole is not None:
         phases = Phases.of(whole)
         length = {} if tokens is None else {"steps": phases.steps_to(Amount(round(tokens), "tokens"))}
-        precision = format_ if format_ in FAST else "bf16"
-        train = whole.train.model_copy(update=length | {"precision": precision})
-        whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
+        train = whole.train.model_copy(update=length | {"precision": trained})
+        whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train, "precision": run.precision})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
-    run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
     found = Asked(
-        run,
-        built,
-        cluster,
-        format_,
-        tokens,
-        notes,
-        resolved,
-        question.forward_only,
-        question.offload,
-        question.software,
-        whole=whole,
-        sites=sites,
-    )
+        run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload, question.software,
+        whole=whole, sites=sites, chosen=chosen,
+    )  # fmt: skip
     return found.changed(small=True) if question.small else found
 
 
@@ -291,44 +323,6 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
     return name, found
 
 
-def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
-    """Return the problem that a prediction needs figures of a cluster that nobody published."""
-    device = cluster.accelerator
-    needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
-    if cluster.count > 1 and device.scale_up_domain > 1:
-        needed["scale_up"] = device.scale_up
-    if cluster.nodes > 1:
-        needed["scale_out"] = cluster.scale_out
-    missing = ", ".join(what for what, value in needed.items() if value is None)
-    way_out = f"Measure them, and give them as a cluster file. {OWN}"
-    return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []
-
-
-def unable(format: str, cluster: ClusterSpec) -> list[Problem]:
-    """Return the problem that a cluster's devices do not compute in a number format."""
-    peak = cluster.accelerator.peak
-    if not peak or PRECISIONS[format].factors.rate in peak:
-        return []
-    able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in peak)
-    reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
-    return [problem("--format", format, reason, f"It computes in {able}.")]
-
-
-def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> str | None:
-    named = question.format or (spec.train.precision if spec else "bf16")
-    if named not in PRECISIONS:
-        problems.append(problem("--format", named, "is not known", f"Known: {', '.join(PRECISIONS)}."))
-        return None
-    problems += unable(named, cluster) if cluster is not None else []
-    if question.out and question.software != OURS:
-        reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
-        problems.append(problem("--software", question.software, reason, "Leave out --out or --software."))
-    if question.out and named not in FAST:
-        reason = "is predicted only: the trainer has no kernels for it, so a run would not have the times and memory of the plan"
-        problems.append(problem("--format", named, reason, "Leave out --out, or use --format bf16."))
-    return named
-
-
 def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
     """Return the tokens of a sequence, and a note if it was not given: the model's context, but at most LENGTH."""
     length = question.seq_len or (spec.train.seq_len if spec else None)
@@ -422,9 +416,10 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
     return [problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two leave the most choice.")]
 
 
-def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
+def _run(
+    spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, precision: str, tokens: float | None
+) -> RunSpec:
     """The run that the plan is for: the file's own, or one from the given values and defaults."""
-    precision = format if format in FAST else "bf16"
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})
@@ -440,7 +435,3 @@ def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: in
             "checkpoint": {"every": min(500, max(1, steps // 20))},
         }
     )
-
-
-def problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
-    return Problem("error", key, value, reason, way_out, "command line")

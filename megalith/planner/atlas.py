@@ -100,8 +100,9 @@ def _part(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
 
 def _square(model: str, asked: Asked, nodes: int) -> Square:
     train, cluster = asked.run.train, asked.cluster
+    format, narrow = asked.computes
     found = search(
-        asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=1, space=SPACE,
+        asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
         legal=asked.legal,
     )  # fmt: skip
     if found.best is not None:

@@ -34,19 +34,20 @@ class InPhase:
 
 def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
     """Return a step of a phase under a plan."""
-    optimizer = asked.run.optimizer
+    optimizer, (format, narrow) = asked.run.optimizer, asked.computes
     return Workload(
         asked.model,
         plan,
         asked.cluster,
         phase.seq_len,
         phase.global_batch,
-        asked.format,
+        format,
         assumed(plan, asked.software),
         optimizer.kind,
         optimizer.small,
         optimizer.master,
         asked.run.train.gradients,
+        narrow=narrow,
         outer=outer(asked.sites),
     )
 

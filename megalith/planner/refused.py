@@ -1,12 +1,20 @@
-"""Plans that `megalith check` refuses for a run. No torch."""
+"""Questions that have no plan: what `megalith check` refuses for a run, and what nobody published of a cluster. No torch."""
+
+from typing import Any
 
 from megalith.check import check
+from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.phases import DATA as DATA_PHASES
 from megalith.spec.phases import RAMP, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import own_batch
+
+
+def problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
+    """Return an error of the command line."""
+    return Problem("error", key, value, reason, way_out, "command line")
 
 
 def refusals(spec: RunSpec, plan: Plan) -> list[Problem]:
@@ -42,3 +50,16 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
         reason = f"leaves sites without samples: they share a step's samples out in {sites.parts} parts"
         found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))
     return found
+
+
+def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
+    """Return the problem that a prediction needs figures of a cluster that nobody published."""
+    device = cluster.accelerator
+    needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
+    if cluster.count > 1 and device.scale_up_domain > 1:
+        needed["scale_up"] = device.scale_up
+    if cluster.nodes > 1:
+        needed["scale_out"] = cluster.scale_out
+    missing = ", ".join(what for what, value in needed.items() if value is None)
+    way_out = f"Measure them, and give them as a cluster file. {OWN}"
+    return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []

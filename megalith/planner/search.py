@@ -13,10 +13,9 @@ from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, 
 from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
-from megalith.cost.profile import Layout
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.workload import Narrow, Practice, Workload
 from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
@@ -109,6 +108,7 @@ def search(
     master: str = "fp32",
     gradients: str = "fp32",
     outer: tuple[Slot, ...] = (),
+    narrow: Narrow | None = None,
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -135,6 +135,7 @@ def search(
             moments,
             master,
             gradients,
+            narrow=narrow,
             outer=outer,
         )
         for plan in plans
@@ -336,7 +337,7 @@ class Scorer:
 
     def __init__(self, figures: Calibration, *, forward_only: bool = False, factor: float = 1.0) -> None:
         self.figures, self.forward_only, self.factor = figures, forward_only, factor
-        self._parts: dict[tuple[int, Layout, str], Parts] = {}
+        self._parts: dict[tuple[Any, ...], Parts] = {}
         self._times: dict[tuple[Any, ...], PartTimes] = {}
 
     def prepare(self, workloads: Sequence[Workload], tick: Callable[[int, int], None]) -> None:
@@ -395,8 +396,8 @@ class Scorer:
             self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
         return self._times[timed]
 
-    def _key(self, workload: Workload) -> tuple[int, Layout, str]:
-        return id(workload.model), workload.layout, workload.plan.recompute
+    def _key(self, workload: Workload) -> tuple[Any, ...]:
+        return id(workload.model), workload.layout, workload.plan.recompute, workload.narrow
 
 
 def training(choice: Choice, cluster: ClusterSpec, *, tokens: float) -> Training:

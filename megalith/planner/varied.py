@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from megalith.planner.asked import Asked, Question, ask, problem
+from megalith.planner.asked import Asked, Question, ask
+from megalith.planner.refused import problem
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import SpecErrors, near
 from megalith.spec.quantity import quantity

@@ -249,6 +249,17 @@ def multiplies_codes(granularity: Granularity, capability: float | None) -> bool
     return {"tensor": capability >= ADA, "row": capability >= HOPPER, "tile": capability == HOPPER}[granularity]
 
 
+ALIGNED = 16
+"""Torch's product in 8 bits reads so many numbers at once."""
+
+
+def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool = False) -> bool:
+    """Return True if torch multiplies factors in 8 bits of these sizes, [rows, inner] and [columns, inner]. `tile`: how many numbers
+    along the inner dim share a scale, 0: all; `square`: so many rows of the second factor share it, too."""
+    unit = max(ALIGNED, tile)
+    return rows % ALIGNED == columns % (unit if square else ALIGNED) == inner % unit == 0 < rows * inner
+
+
 if TYPE_CHECKING:
     Rate = str
     Trained = str

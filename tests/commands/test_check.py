@@ -74,3 +74,30 @@ def test_what_is_wrong_with_the_run_and_with_the_machine_is_said_at_once(monkeyp
     result = call("check", "run.toml", "--json", *(word for setting in settings for word in ("--set", setting)))
     said = json.loads(result.stdout)["problems"]
     assert {"plan.tensor", "plan.zero", "model.vocab", "train.device"} <= {one["key"] for one in said}
+
+
+def test_what_products_in_8_bits_gain_each_layer_is_shown_without_torch() -> None:
+    """Wide layers of 8B on one H100: keys lose, the MLP gains. A run that multiplies so is advised about them without being asked."""
+    sizes = ["model.preset=llama3.1-8b", "model.layers=4", "train.seq_len=8192", "train.global_batch=1", "cluster=h100:1"]
+    flags = [word for setting in sizes for word in ("--set", setting)]
+    found = json.loads(call("check", "run.toml", "--json", "--fp8", *flags).stdout)
+    gain = {row["name"]: row["gain"] for row in found["gains"]["layers"]}
+    assert gain["attention.k"] < 1 < gain["mlp.up"]
+    assert found["gains"]["recipe"] == {"multiply": "codes", "wide": [f"*.{name}" for name, one in gain.items() if one <= 1]}
+    shown = call("check", "run.toml", "--fp8", *flags).stdout
+    assert "attention.k" in shown and 'multiply = "codes"' in shown
+
+    codes = [*flags, "--set", "train.precision=fp8", "--set", "precision.multiply=codes"]
+    said = json.loads(call("check", "run.toml", "--json", *codes).stdout)
+    (advice,) = [one for one in said["problems"] if one["key"] == "precision.multiply"]
+    assert advice["severity"] == "advice" and '"*.attention.k"' in advice["way_out"]
+    assert "gains" not in said
+    wide = f"precision.wide={found['gains']['recipe']['wide']}"
+    said = json.loads(call("check", "run.toml", "--json", *codes, "--set", wide).stdout)
+    assert not [one for one in said["problems"] if one["key"] == "precision.multiply"]
+
+
+def test_a_device_without_products_in_8_bits_has_no_table_of_gains() -> None:
+    for cluster in ("local", "a100-80gb:1"):
+        result = call("check", "run.toml", "--fp8", "--set", f"cluster={cluster}")
+        assert result.exit_code == 0 and "would be rehearsed" in result.stdout

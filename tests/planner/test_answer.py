@@ -154,6 +154,58 @@ def test_what_needs_no_host_memory_is_not_marked(answered: Answer):
     assert found["runnable"]["layout"] == found["choices"][0]["layout"]
 
 
+FORMATS = {"fp8": "h100:8", "mxfp8": "b200:8", "nvfp4": "a100-80gb:8", "fp16": "v100-32gb:8"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp_path: Path):
+    """The prices are those of the written file: predicted again from it, its step takes as long."""
+    path, cluster = tmp_path / "plan.toml", FORMATS[format]
+    question = {"model": "llama3.2-1b", "cluster": cluster, "seq_len": 4096, "global_batch": 64}
+    found = answer(ask(Question(**question, format=format, out=True)), top=1)
+    path.write_text(as_run(found))
+    checked = check(RunRequest(path))
+    assert {problem.key for problem in checked.errors} == {"data.path"}
+    spec = checked.resolved.spec
+    assert (spec.train.precision, spec.precision) == (format, found.asked.run.precision)
+    best = found.found.best
+    assert best is not None and not found.to_json()["choices"][0]["predicted_only"]
+    again = answer(ask(Question(path=path)), top=1).own
+    assert again is not None
+    assert again.estimate.time.step == best.estimate.time.step
+    assert again.estimate.memory == best.estimate.memory
+
+
+def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
+    """Only products of codes gain. The table of layers and the step agree about it."""
+    question = {"model": "llama3.2-1b", "cluster": "h200:8", "seq_len": 4096, "global_batch": 64}
+    steps = {
+        (format, software): answer(ask(Question(**question, format=format, software=software)), top=1)
+        for format, software in (("bf16", "megalith"), ("fp8", "megalith"), ("mxfp8", "megalith"), ("fp8", "megatron-te"))
+    }
+    seconds = {key: found.found.choices[0].estimate.time.step for key, found in steps.items()}
+    gains = steps["fp8", "megalith"].gains
+    assert gains is not None and gains.recipe["multiply"] == "codes"
+    assert (
+        seconds["bf16", "megalith"] * 0.9
+        < seconds["fp8", "megalith"]
+        < seconds["bf16", "megalith"]
+        < seconds["mxfp8", "megalith"]
+    )
+    assert steps["mxfp8", "megalith"].gains is None and "rehearsed" in steps["mxfp8", "megalith"].assumption
+    assert steps["fp8", "megatron-te"].gains is None and steps["fp8", "megatron-te"].to_json()["choices"][0]["predicted_only"]
+    assert steps["fp8", "megatron-te"].asked.run.train.precision == "bf16"
+
+
+def test_layers_that_lose_under_the_best_plan_stay_wide():
+    found = answer(ask(Question(model="llama3.1-8b", cluster="h100:8", seq_len=8192, global_batch=64, format="fp8")), top=1)
+    assert found.found.best is not None and found.gains is not None
+    assert found.asked.widened(found.found.best.plan) is None
+    assert set(found.gains.wide) == set(found.asked.run.precision.wide) == {"*.attention.k", "*.attention.v"}
+    shown = plans.gained(found.gains)
+    assert "[precision]" in shown and 'multiply = "codes"' in shown and "*.attention.k" in shown
+
+
 def test_a_layout_that_needs_its_hosts_memory_is_written(tight: Answer, tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text(as_run(tight))

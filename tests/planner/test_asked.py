@@ -71,10 +71,52 @@ def test_a_device_without_bf16_is_planned_for_in_fp16():
     assert (asked.format, asked.run.train.precision, asked.cluster.accelerator.half) == ("fp16", "fp16", "fp16")
 
 
-def test_a_format_the_trainer_has_not_is_predicted_but_not_written():
-    assert ask(Question(**GOOD, format="fp8")).format == "fp8"
-    assert set(wrong(**GOOD, format="fp8", out=True)) == {"--format"}
-    assert set(wrong(**{**GOOD, "cluster": "a100-80gb:8"}, format="fp8")) == {"--format"}
+LARGE = {"model": "llama3.1-8b", "cluster": "h100:8", "seq_len": 8192, "global_batch": 64}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "granularity"), [("h100:8", "tile"), ("b200:8", "tensor"), ("l4:8", "tensor"), ("a100-80gb:8", None)]
+)
+def test_fp8_is_multiplied_in_8_bits_where_the_device_can_and_rehearsed_elsewhere(cluster: str, granularity: str | None):
+    asked = ask(Question(**{**LARGE, "cluster": cluster}, format="fp8", out=True))
+    choices = asked.run.precision
+    assert (asked.format, asked.run.train.precision, asked.chosen) == ("fp8", "fp8", True)
+    assert choices.multiply == ("codes" if granularity else "wide")
+    assert asked.compiles == (granularity is not None)
+    assert ("is rehearsed on" in " ".join(asked.notes)) == (granularity is None)
+    if granularity:
+        assert choices.granularity == granularity
+        assert "*.attention.k" in choices.wide or granularity == "tensor"
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "mxfp4"])
+def test_other_narrow_formats_are_rehearsed_and_other_software_is_named_where_it_multiplies_in_them(format: str):
+    notes = {
+        cluster: " ".join(ask(Question(**{**LARGE, "cluster": cluster}, format=format, out=True)).notes)
+        for cluster in ("a100-80gb:8", "b200:8")
+    }
+    assert all(f"{format} is rehearsed on" in note for note in notes.values())
+    assert [("--software megatron-te" in note) for note in notes.values()] == [False, True]
+
+
+def test_a_narrow_format_needs_a_device_that_computes_in_it_or_in_the_wide_one():
+    v100 = {**GOOD, "cluster": "v100-32gb:8"}
+    assert set(wrong(**v100, format="fp8")) == {"--format"}
+    other = {**GOOD, "cluster": "a100-80gb:8", "software": "megatron-te"}
+    assert set(wrong(**other, format="fp8")) == {"--format"}  # that software has no rehearsal
+
+
+def test_choices_of_a_run_file_are_kept_and_what_no_plan_avoids_is_said(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        RUN.replace("fp32", "fp8").replace('"tiny"', '"llama3.1-8b"') + 'precision.multiply = "codes"\nprecision.history = 4\n'
+    )
+    with pytest.raises(SpecErrors) as caught:
+        ask(Question(path=path))
+    assert {problem.key for problem in caught.value.problems} == {"precision.history"}
+    asked = ask(Question(path=path, overrides=("precision.granularity=tensor", "precision.wide=['*.attention.q']")))
+    assert (asked.run.precision.history, asked.run.precision.wide, asked.chosen) == (4, ("*.attention.q",), False)
+    assert asked.widened(Plan(data=8)) is None
 
 
 def test_a_device_without_published_figures_is_named():

@@ -1,0 +1,204 @@
+"""How this project's trainer multiplies in a block with narrow layers: the format of each product, and the roundings of its factors.
+
+A product of codes has the speed of 8 bits, and its factors are rounded by kernels that a compiler makes. Every other narrow product is a
+wide one of factors that plain operations of torch have rounded. No torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalith.cost.profile import Product, Profile
+from megalith.cost.workload import EXPERTS, Narrow, Workload
+from megalith.spec.cluster import Accelerator
+from megalith.spec.numbers import BF16, FP32, PRECISIONS, Granularity, aligned, in_codes, settled
+
+if TYPE_CHECKING:
+    from megalith.cost.parts import Parts
+
+RATES: Mapping[Granularity, float] = {"tensor": 1.0, "row": 0.75, "tile": 0.68}
+"""Rate of products in 8 bits by the numbers that share a scale, beside that of products with a scale for each tensor. Tiles: fitted to the
+H200 of docs/performance.md, "Products in 8 bits". Rows: from torchao's table of Llama 3 8B on 8 H100 (docs/source/workflows/training.md),
+which gains 25.0 % with scales of tensors, and 10.0 % with scales of rows."""
+
+CODED: Mapping[Granularity, float] = {"tensor": 5.0, "row": 5.0, "tile": 3.0}
+"""Bytes that are moved to turn a number into a code: it is read in bf16, twice where its scale must be known first, and written."""
+
+SHARED = 6.0
+"""Bytes that are moved in addition if other ranks or steps determine a scale: the maximum is then taken apart, without a compiler."""
+
+ROUNDED: Mapping[str, float] = {"up": 93.0, "ocp": 102.0, "fp32": 100.0, "e4m3": 114.0}
+"""Bytes that the plain operations of `kernels.quantise.narrowed` move to round a number, by its scale."""
+
+DRAWN, ROTATED = 320.0, 20.0
+"""Bytes that are moved in addition for a number that is rounded stochastically, and for each step of its rotation with others."""
+
+HELD = 14
+"""Bytes for each number of a factor while plain operations round it on a GPU: three copies in fp32, and the result."""
+
+CODING, ROUNDING = 2, 30
+"""Kernels of a rounding: in codes, and by plain operations."""
+
+
+class Computed(NamedTuple):
+    """A product in the format that multiplies it."""
+
+    product: Product
+    format: str
+    """A name from PRECISIONS."""
+    share: float
+    """Share of the product's kernels that are computed so."""
+    rate: float = 1.0
+    """Rate beside the device's usual one in this format."""
+
+
+class Rounding(NamedTuple):
+    """Roundings of the factors of a product."""
+
+    product: Product
+    numbers: float
+    """Numbers that are rounded, in all."""
+    bytes: float
+    """Bytes that are moved for each."""
+    kernels: float
+    """Kernels that are launched, in all."""
+    messages: float
+    """Messages that ask other ranks for maxima, in all."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The products of a block of this project's trainer."""
+
+    wide: str
+    """The format of wide products: a name from PRECISIONS."""
+    narrow: Narrow
+    shares: Mapping[tuple[int, int], float]
+    """The share of layers that are narrow among those whose weight on a rank has these sizes, the smaller one first."""
+    experts: bool
+    """True if experts multiply in the narrow format."""
+    codes: bool
+    """True if the device multiplies codes."""
+    shared: bool
+    """True if scales follow numbers of other ranks."""
+
+    @classmethod
+    def of(cls, workload: Workload, profile: Profile, layers: tuple[str, ...]) -> "Ways | None":
+        """Return the ways of a block with these narrow layers; None if it has none."""
+        narrow, plan = workload.narrow, workload.plan
+        if narrow is None or not layers:
+            return None
+        return cls.on(workload.cluster.accelerator, narrow, workload.format, ranks=plan.tensor * plan.context).within(
+            profile, layers
+        )
+
+    @classmethod
+    def on(cls, device: Accelerator, narrow: Narrow, wide: str, *, ranks: int) -> "Ways":
+        """Return the ways of a device, without any layers. `ranks`: that hold a part of a tensor."""
+        asked, whole = narrow.choices.multiply == "codes", PRECISIONS[narrow.precision].factors.name == "nvfp4"
+        codes = asked and in_codes(narrow.choices, narrow.precision, device.compute_capability)
+        return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))
+
+    def within(self, profile: Profile, layers: tuple[str, ...]) -> "Ways":
+        """Return the ways of a block with these narrow layers."""
+        dense = [(_sizes(weight.shape), weight.layer in layers) for weight in profile.multiplied if not weight.expert]
+        counts, mine = Counter(sizes for sizes, _ in dense), Counter(sizes for sizes, narrow in dense if narrow)
+        return replace(self, shares={sizes: mine[sizes] / count for sizes, count in counts.items()}, experts=EXPERTS in layers)
+
+    def alone(self, rows: int, columns: int) -> "Ways":
+        """Return the ways of a single narrow layer with a weight of these sizes."""
+        return replace(self, shares={_sizes((rows, columns)): 1.0}, experts=True)
+
+    def computed(self, products: Iterable[Product]) -> Iterator[Computed]:
+        """Yield how each product is computed; one that some layers compute narrow and others wide is there twice."""
+        for product in products:
+            share = self._share(product)
+            if share < 1:
+                yield Computed(product, self.wide, 1 - share)
+            if share and self.multiplies_codes(product):
+                yield Computed(product, self.narrow.precision, share, RATES[self.narrow.choices.granularity])
+            elif share:
+                yield Computed(product, self.wide if self._exact else FP32.name, share)
+
+    def roundings(self, products: Iterable[Product]) -> Iterator[Rounding]:
+        """Yield the roundings of both factors of each narrow product."""
+        for product in products:
+            if share := self._share(product):
+                codes = self.multiplies_codes(product)
+                for rows, gradients in ((product.rows, product.phase != "F"), (product.columns, False)):
+                    times = share * product.times
+                    numbers = rows * product.inner * product.count * times
+                    moved = self._coded if codes else self._rounded(gradients=gradients, rotated=product.phase == "W")
+                    kernels = times * (CODING if codes else ROUNDING)
+                    yield Rounding(product, numbers, moved, kernels, times * self.shared)
+
+    def held(self, profile: Profile) -> float:
+        """Return the most bytes that the rounding of a factor takes for a moment on a GPU."""
+        each = (
+            max(product.rows, product.columns) * product.inner * product.count * (1 if self.multiplies_codes(product) else HELD)
+            for product in profile.products
+            if self._share(product)
+        )
+        return float(max(each, default=0))
+
+    def _share(self, product: Product) -> float:
+        """Return the share of a product's kernels whose factors are narrow."""
+        choices = self.narrow.choices
+        wide = {"F": False, "I": choices.input_gradient == "wide", "W": product.expert or choices.weight_gradient == "wide"}
+        if not product.weight or wide[product.phase]:
+            return 0.0
+        if product.expert:
+            return float(self.experts)
+        # Ranks that share a head of keys multiply a part of a whole weight, which is not found here: it counts as wide.
+        # Forward's products have the sizes [inner, columns] or, where they run again in backward, the same in the other order
+        sizes = (product.rows if product.phase == "W" else product.inner), product.columns
+        return self.shares.get(_sizes(sizes), 0.0)
+
+    def multiplies_codes(self, product: Product) -> bool:
+        """Return True if a narrow product's codes are multiplied."""
+        sizes = product.rows, product.columns, product.inner
+        return self.codes and not product.expert and aligned(*sizes, tile=self.narrow.tile, square=product.phase != "W")
+
+    @property
+    def _exact(self) -> bool:
+        """True if bf16 represents every rounded number."""
+        return self.narrow.choices.scale != "fp32" and PRECISIONS[self.narrow.precision].factors.name != "nvfp4"
+
+    @property
+    def _coded(self) -> float:
+        """Return the bytes that are moved to turn a number into a code."""
+        apart = self.shared or self.narrow.choices.history > 0
+        return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
+
+    def _rounded(self, *, gradients: bool, rotated: bool) -> float:
+        """Return the bytes that plain operations move to round a number. `gradients`: it may be rounded stochastically; `rotated`: it may
+        be rotated first."""
+        choices = settled(self.narrow.choices, self.narrow.precision)
+        kind = "e4m3" if PRECISIONS[self.narrow.precision].factors.name == "nvfp4" else choices.scale
+        drawn = DRAWN if gradients and choices.rounding == "stochastic" else 0.0
+        return ROUNDED[kind] + drawn + (ROTATED * self.narrow.tile.bit_length() if rotated and choices.hadamard else 0.0)
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
+    small, large = sorted(shape)
+    return small, large
+
+
+def rounding_bytes(workload: Workload, traced: "Parts") -> float:
+    """Return the most bytes that the rounding of a factor takes for a moment. A processor rounds few numbers at a time."""
+    device = workload.cluster.accelerator
+    if workload.narrow is None or device.is_processor:
+        return 0.0
+    return _largest(traced, workload.narrow, Ways.on(device, workload.narrow, workload.format, ranks=1).codes)
+
+
+@lru_cache(1 << 12)
+def _largest(traced: "Parts", narrow: Narrow, codes: bool) -> float:
+    bare = Ways(BF16.name, narrow, {}, False, codes, False)
+    each = {
+        (id(profile), layers): bare.within(profile, layers).held(profile)
+        for profile, layers in zip(traced.blocks, traced.narrow, strict=True)
+    }
+    return max(each.values(), default=0.0)

@@ -1,0 +1,187 @@
+"""The number format of a plan: what the trainer computes on the devices, and the recipe that a short name stands for there. No torch."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.check import check
+from megalith.cost.narrow.pays import Layer, gained, losers, pays
+from megalith.planner.refused import problem
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec, in_codes, is_narrow
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem
+from megalith.spec.run import RunSpec
+
+RECIPES = (PrecisionSpec(multiply="codes"), PrecisionSpec(multiply="codes", granularity="tensor"))
+"""Choices with products in 8 bits. The first that a device has is taken."""
+
+
+def format_of(
+    named: str | None, own: str | None, cluster: ClusterSpec | None, problems: list[Problem], *, ours: bool
+) -> str | None:
+    """Return the number format that was named, else the run's own. `ours`: this project's trainer computes in it."""
+    found = named or own or "bf16"
+    if found not in PRECISIONS:
+        problems.append(problem("--format", found, "is not known", f"Known: {', '.join(PRECISIONS)}."))
+        return None
+    problems += unable(found, cluster, ours=ours) if cluster is not None else []
+    return found
+
+
+def unable(format: str, cluster: ClusterSpec, *, ours: bool) -> list[Problem]:
+    """Return the problem that a cluster's devices do not compute in a number format. `ours`: narrow ones are computed by this project's
+    trainer, in the wide format too."""
+    peak = cluster.accelerator.peak
+    rates = {name: one.rate if ours else one.factors.rate for name, one in PRECISIONS.items()}
+    if not peak or rates[format] in peak:
+        return []
+    able = ", ".join(name for name, rate in rates.items() if rate in peak)
+    reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
+    return [problem("--format", format, reason, f"It computes in {able}.")]
+
+
+def multiplies_in_8_bits(run: RunSpec, cluster: ClusterSpec) -> bool:
+    """Return True if dense layers of a run multiply codes on a cluster's devices."""
+    capability = cluster.accelerator.compute_capability
+    return run.precision.multiply == "codes" and in_codes(run.precision, run.train.precision, capability)
+
+
+def is_rehearsed(run: RunSpec, cluster: ClusterSpec) -> bool:
+    """Return True if a run in a narrow precision multiplies rounded factors in the wide format."""
+    return is_narrow(run.train.precision) and not multiplies_in_8_bits(run, cluster)
+
+
+def follows_others(run: RunSpec) -> bool:
+    """Return True if scales follow the numbers of all ranks that hold a part of a tensor, which a compiler cannot see."""
+    return is_narrow(run.train.precision) and run.precision.granularity != "tile"
+
+
+def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
+    """Return the choices that the short name of a run's precision stands for on a cluster's devices: products in 8 bits where they have
+    them, without the layers that these make slower; elsewhere the defaults."""
+    choices = _able(run, cluster)
+    if choices is None:
+        return PrecisionSpec()
+    whole = run.model_copy(update={"precision": choices, "plan": Plan(compile=True)})
+    return choices.model_copy(update={"wide": losing(whole, cluster)})
+
+
+def _able(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec | None:
+    """Return the first choices with products in 8 bits that a cluster's devices have for the precision of a run."""
+    capability = cluster.accelerator.compute_capability
+    return next((choices for choices in RECIPES if in_codes(choices, run.train.precision, capability)), None)
+
+
+def losing(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Return patterns of the layers that products in 8 bits make slower under the run's plan, and that are not wide yet. None where all
+    layers lose: then the format pays nowhere, and leaving layers out is no remedy."""
+    layers = pays(run, cluster, run.precision)
+    lost = losers(layers)
+    if gained(layers, lost) <= 0:
+        return ()
+    return tuple(pattern for pattern in lost if pattern not in run.precision.wide)
+
+
+def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, ...]:
+    """Return notes on how the trainer computes in a run's narrow precision. `chosen`: its choices are not the run file's."""
+    precision, device, choices = run.train.precision, cluster.accelerator.name, run.precision
+    if not is_narrow(precision):
+        return ()
+    if is_rehearsed(run, cluster):
+        real = [
+            name
+            for name in ("fp8", "mxfp8", "nvfp4", "mxfp4")
+            if name == precision and PRECISIONS[name].factors.rate in cluster.accelerator.peak
+        ]
+        other = f"; --software megatron-te predicts software that multiplies in {precision} there" if real else ""
+        return (
+            f"{precision} is rehearsed on {device}: the trainer computes its numbers with products in bf16, slower than bf16{other}",
+        )
+    shared = {"tile": "a tile", "row": "a row", "tensor": "a tensor"}[choices.granularity]
+    own = "" if not chosen else ", chosen for this device"
+    found = [
+        f'{precision} on {device}: dense layers multiply in 8 bits (precision.multiply = "codes"), with a scale for {shared}{own}'
+    ]
+    if chosen and choices.wide:
+        found.append(f"layers that {precision} would make slower stay wide: precision.wide = {list(choices.wide)}")
+    elif not losing(run, cluster) and gained(pays(run, cluster, choices), choices.wide) <= 0:
+        found.append(f"no layer gains from {precision} here: bf16 is as fast or faster")
+    return tuple(found)
+
+
+def precision_problems(run: RunSpec) -> list[Problem]:
+    """Return the errors of a run's narrow precision that no plan avoids."""
+    found = check(run.model_copy(update={"plan": Plan()}), files=False)
+    return [one for one in found if one.severity == "error" and one.key.startswith("precision.")]
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Gain or loss of each layer of a run by products in 8 bits on its devices, and the choices that gain most."""
+
+    device: str
+    choices: PrecisionSpec
+    """The run's own choices if it multiplies in 8 bits, else the recipe for its devices."""
+    layers: tuple[Layer, ...]
+
+    @property
+    def wide(self) -> tuple[str, ...]:
+        """Patterns of all layers that stay wide: those that a run names, and those that lose."""
+        return tuple(dict.fromkeys((*self.choices.wide, *losers(self.layers))))
+
+    @property
+    def saved(self) -> float:
+        """Seconds of a microbatch, over all blocks, that narrow products save if layers that lose stay wide."""
+        return gained(self.layers, self.wide)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The keys of `[precision]` that are proposed; empty if no layer gains."""
+        return self.choices.model_copy(update={"wide": self.wide}).model_dump(exclude_defaults=True) if self.saved > 0 else {}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "saved": self.saved, "recipe": self.recipe, "layers": [one.to_json() for one in self.layers],
+        }  # fmt: skip
+
+
+def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
+    """Return the gains of a run's layers; None if its devices have no products in 8 bits for it."""
+    if not multiplies_in_8_bits(run, cluster):
+        run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp8"}), "precision": PrecisionSpec()})
+        choices = _able(run, cluster)
+        if choices is None:
+            return None
+        run = run.model_copy(update={"precision": choices})
+    return Gains(cluster.accelerator.name, run.precision, pays(run, cluster, run.precision))
+
+
+def advice_on(run: RunSpec, cluster: ClusterSpec) -> list[Problem]:
+    """Return advice about the layers that products in 8 bits make slower than bf16 under the plan of a run that multiplies so."""
+    if not multiplies_in_8_bits(run, cluster) or (found := gains(run, cluster)) is None:
+        return []
+    more = [pattern for pattern in found.wide if pattern not in run.precision.wide]
+    if not more:
+        return []
+    key, device = "precision.multiply", cluster.accelerator.name
+    if not found.recipe:
+        return [
+            Problem(
+                "advice",
+                key,
+                "codes",
+                f"is predicted to make every layer slower than bf16 on {device} under this plan",
+                'Use train.precision = "bf16".',
+            )
+        ]
+    reason = f"is predicted to make {', '.join(more)} slower than bf16 on {device} under this plan"
+    return [
+        Problem(
+            "advice",
+            key,
+            "codes",
+            reason,
+            f"Use precision.wide = {json.dumps(found.wide)}; megalith check --fp8 shows each layer.",
+        )
+    ]
