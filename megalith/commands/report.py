@@ -6,13 +6,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from megalith.commands.shared.arguments import Json, RunRequest
 from megalith.commands.shared.output import print_json
+
+if TYPE_CHECKING:
+    from megalith.planner.slower import Slower
 
 COMPARISON = "compare.html"
 
@@ -84,7 +87,22 @@ def report(run_dir: Path, *, out: Path | None = None) -> Path:
     from megalith.report import page  # drawing
 
     RunRequest.in_folder(run_dir)
-    return page.write(run_dir, out)
+    return page.write(run_dir, out, _compared(run_dir))
+
+
+def _compared(run_dir: Path) -> "Slower | str":
+    """Return a run's step beside its prediction, or why there is none. Runs do not record predictions, so those of any version are made
+    from spec.json."""
+    from megalith.planner.slower import slower  # traces parts of the model that were not predicted before
+    from megalith.spec.base import AbsentError
+    from megalith.spec.problem import SpecErrors
+
+    try:
+        return slower(run_dir, tried=False)
+    except SpecErrors as errors:
+        return "; ".join(problem.reason for problem in errors.problems)
+    except (OSError, ValueError, KeyError, AssertionError, AbsentError) as error:
+        return str(error) or type(error).__name__
 
 
 def report_if_any(run_dir: Path) -> tuple[Path | None, str]:

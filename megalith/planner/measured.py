@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.foreseen import held, of_run
 from megalith.cost.software import OURS
@@ -98,11 +100,21 @@ def _run(folder: Path) -> Own:
 
 
 def spec_of(folder: Path) -> RunSpec:
-    """Return the run in a folder. Raises ValueError if the run names no cluster, OSError if the folder is not a run's."""
-    spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+    """Return the run in a folder. Raises ValueError if the run names no cluster or another version described it otherwise, OSError if the
+    folder is not a run's."""
+    try:
+        spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ValueError(unreadable(error)) from error
     if spec.cluster == "local":
         raise ValueError('the run names no cluster to predict it for (cluster = "local")')
     return spec
+
+
+def unreadable(error: ValidationError) -> str:
+    """Return the reason why this version cannot predict a run, from the keys of its description that it does not take."""
+    keys = dict.fromkeys(".".join(map(str, one["loc"])) for one in error.errors())
+    return f"another version of Megalith wrote the run's {SPEC_FILE}: this one does not take {', '.join(keys) or 'it'}"
 
 
 def steps_of(folder: Path) -> "list[Step]":

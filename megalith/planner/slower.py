@@ -57,8 +57,9 @@ class Slower:
         }  # fmt: skip
 
 
-def slower(folder: Path) -> Slower:
-    """Compare the run in a folder with its prediction. Raises ValueError if it names no cluster or has too few steps."""
+def slower(folder: Path, *, tried: bool = True) -> Slower:
+    """Compare the run in a folder with its prediction. `tried`: predict other plans too. Raises ValueError if it names no cluster or has
+    too few steps."""
     spec, steps = spec_of(folder), steps_of(folder)
     here = by_term(Scorer(calibration()).estimate(of_run(spec)).time)
     measured = {
@@ -67,7 +68,7 @@ def slower(folder: Path) -> Slower:
     terms = [Term(name, here[name], measured[name]) for name in TERMS]
     return Slower(
         folder.name, sum(here.values()), median(step.seconds for step in steps),
-        tuple(sorted(terms, key=lambda one: -one.over)), tries(here, measured, alternatives(spec)),
+        tuple(sorted(terms, key=lambda one: -one.over)), tries(here, measured, alternatives(spec)) if tried else (),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import inf, isfinite, log2
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalith import disk
 from megalith.control import ledger
@@ -18,11 +18,14 @@ from megalith.report.history import History, heading, history, origin_of, read_j
 from megalith.report.holding import memory_section, who_holds_what
 from megalith.report.merges import merge_section
 from megalith.report.phases import phase_table
-from megalith.report.predicted import predict
+from megalith.report.predicted import predict, term_section
 from megalith.report.signs import signs
 from megalith.report.style import HALF, WIDE, curves, figure, figures, html_table, whole
 from megalith.report.svg import Point, Series, stacked_columns
 from megalith.spec.files import PROVENANCE_FILE, SPEC_FILE
+
+if TYPE_CHECKING:
+    from megalith.planner.slower import Slower
 
 FILE = "report.html"
 
@@ -32,16 +35,17 @@ BREAKDOWN: Mapping[str, int] = {
 """Parts of a step -> colour, in the order they are stacked."""
 
 
-def write(run_dir: Path, path: Path | None = None) -> Path:
+def write(run_dir: Path, path: Path | None = None, compared: "Slower | str" = "") -> Path:
     """Write the run's report to `path` (default: into its folder) and return the path. The report of a run without events says
-    so."""
+    so. `compared`: as for `render`."""
     path = path or run_dir / FILE
-    disk.write_whole(path, render(history(run_dir), folder=run_dir))
+    disk.write_whole(path, render(history(run_dir), folder=run_dir, compared=compared))
     return path
 
 
-def render(run: History, *, folder: Path) -> str:
-    """The page as text. `folder` names the run and may hold spec.json, provenance.json and run.toml, shown if they are there."""
+def render(run: History, *, folder: Path, compared: "Slower | str" = "") -> str:
+    """The page as text. `folder` names the run and may hold spec.json, provenance.json and run.toml, shown if they are there. `compared`:
+    the run's step beside its prediction, or why there is none."""
     name = run.spec.get("name") or folder.resolve().name
     sections: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _cards(run)),
@@ -49,6 +53,7 @@ def render(run: History, *, folder: Path) -> str:
         ("Phases", lambda: phase_table(run)),
         ("Sites", lambda: merge_section(run)),
         ("Speed", lambda: _speed(run)),
+        ("Predicted and measured", lambda: term_section(compared) if run.steps else ""),
         ("Memory", lambda: memory_section(run)),
         ("Who holds what", lambda: who_holds_what(run)),
         ("Pipeline", lambda: _pipeline(run)),

@@ -1,13 +1,18 @@
-"""The timeline of a run's pipeline: predicted from its schedule, and measured."""
+"""The timeline of a run's pipeline, and the terms of its step: predicted, and measured."""
 
 from collections.abc import Sequence
+from html import escape
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megalith.report import timeline
+from megalith.report import timeline, units
 from megalith.report.history import History
+from megalith.report.style import html_table
 from megalith.schedule import Timeline, build, lower, simulate
 from megalith.schedule.action import Action, Slot, parts
+
+if TYPE_CHECKING:
+    from megalith.planner.slower import Slower
 
 MOST_BARS = 4000
 """Bars a drawing holds: beyond it, fewer microbatches are drawn."""
@@ -55,3 +60,17 @@ def trace(run: History) -> dict[str, Any]:
         groups[f"predicted from {basis}"] = foreseen
         groups |= {f"measured in step {one.step}": timeline.measured(one.spans, run.plan.pipeline) for one in run.spans}
     return timeline.chrome_trace(groups)
+
+
+def term_section(compared: "Slower | str") -> str:
+    """Tabulate the terms of a step, the one to blame first, or give the reason why nothing is predicted; nothing without a reason."""
+    if isinstance(compared, str):
+        return f'<p class="none">{escape(f"Nothing is predicted: {compared}.")}</p>' if compared else ""
+    from megalith.report import plans  # imports the planner, which takes long and which few pages need
+
+    rows = [(one.name, *map(_seconds, (one.predicted, one.measured)), f"{one.over:+.3g} s") for one in compared.terms]
+    return f"<p>{escape(plans.slower(compared))}</p>{html_table(('term', 'predicted', 'measured', 'over'), rows)}"
+
+
+def _seconds(value: float) -> str:
+    return "0" if value == 0 else units.duration(value)

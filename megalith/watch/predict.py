@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megalith.mesh import Mesh
+from megalith.planner.measured import unreadable
 from megalith.spec import cluster as clusters
 from megalith.spec.base import AbsentError
 from megalith.spec.files import SPEC_FILE
@@ -66,22 +69,26 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
         found["why"] = "; ".join(filter(None, (found["why"], f"memory is not predicted: {error or type(error).__name__}")))
 
 
-def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any] | None:
-    """Return `predicted` of the run in a folder, from a process of its own; None if that fails. `plan`: another plan to
+def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any]:
+    """Return `predicted` of the run in a folder, from a process of its own; only `why` if that fails. `plan`: another plan to
     predict."""
     more = [] if plan is None else [plan.model_dump_json()]
     command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=True, stdin=subprocess.DEVNULL)
         found = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return found if isinstance(found, dict) else None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"why": f"the planner gave no answer ({type(error).__name__})"}
+    return found
 
 
 def main() -> None:
     """Print the prediction of the run in the folder that is the first argument."""
-    spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
+    try:
+        spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
+    except ValidationError as error:
+        print(json.dumps({"why": unreadable(error)}))
+        return
     if len(sys.argv) > 2:
         spec = spec.model_copy(update={"plan": Plan.model_validate_json(sys.argv[2])})
     print(json.dumps(predicted(spec)))

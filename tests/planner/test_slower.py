@@ -1,16 +1,21 @@
 """A run's step compared with its prediction, term by term."""
 
+import json
+from html import escape, unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalith import events
+from megalith.commands.report import report
 from megalith.cost.estimate import estimate
 from megalith.cost.foreseen import of_run
 from megalith.events.log import EventLog
 from megalith.planner.slower import by_term, slower
 from megalith.report import plans
-from megalith.spec.files import SPEC_FILE
+from megalith.spec.files import FILE, SPEC_FILE
+from megalith.watch.predict import ask
 from tests.specs import tiny_run
 
 RUN = tiny_run(plan={"data": 2, "pipeline": 2}, train={"seq_len": 256, "global_batch": 16}).model_copy(
@@ -27,6 +32,7 @@ def folder(path: Path, **factors: float) -> Path:
     """Write a run whose steps took the predicted time, except for some terms."""
     path.mkdir()
     (path / SPEC_FILE).write_text(RUN.model_dump_json())
+    (path / FILE).touch()
     here = {name: value * factors.get(name, 1.0) for name, value in by_term(estimate(of_run(RUN)).time).items()}
     kinds = {"forward": here["compute"] / 3, "backward": here["compute"] * 2 / 3} | {
         name: here[name] for name in ("communication", "bubble", "optimizer", "other")
@@ -66,3 +72,30 @@ def test_a_folder_that_is_no_run_or_names_no_cluster_is_refused(tmp_path: Path):
     (tmp_path / SPEC_FILE).write_text(RUN.model_copy(update={"cluster": "local"}).model_dump_json())
     with pytest.raises(ValueError, match="names no cluster"):
         slower(tmp_path)
+
+
+def test_the_page_of_a_run_shows_each_term_beside_its_prediction(tmp_path: Path):
+    """Nothing about a prediction is recorded in a run, so this holds for runs of earlier versions too."""
+    run = folder(tmp_path / "run", bubble=50.0)
+    text = report(run).read_text()
+    found = slower(run, tried=False)
+    assert "Predicted and measured" in text
+    assert escape(plans.slower(found)) in text
+    for one in found.terms:
+        assert f"<tr><td>{one.name}</td>" in text
+    assert found.tries == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cluster": "local"}, "the run names no cluster to predict it for"),
+        ({"plan": {"tenser": 2}}, "another version of Megalith wrote the run's spec.json: this one does not take plan.tenser"),
+    ],
+)
+def test_the_page_of_a_run_says_why_nothing_is_predicted(tmp_path: Path, change: dict[str, Any], said: str):
+    run = folder(tmp_path / "run")
+    (run / SPEC_FILE).write_text(json.dumps(json.loads(RUN.model_dump_json()) | change))
+    assert f"Nothing is predicted: {said}" in unescape(report(run).read_text())
+    if "plan" in change:  # the live page has the same reason
+        assert said in ask(run)["why"]
