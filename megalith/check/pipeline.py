@@ -9,11 +9,18 @@ from megalith.spec.base import AbsentError
 
 
 def every_stage_has_a_block(case: Case) -> Found:
-    """A stage without a block would only pass messages on."""
-    stages, blocks = case.plan.stages, case.spec.model.layers
-    if stages > blocks:
+    """A stage without a block would only pass messages on, unless it has the embedding or the head."""
+    layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
+    placed = layers is not None and len(layers) == stages and sum(layers) == blocks
+    if stages > blocks and not placed:
         reason = f"with chunks = {case.plan.chunks} makes {stages} stages, and the model has {blocks} blocks"
-        yield error("plan.pipeline", case.plan.pipeline, reason, f"Use pipeline x chunks <= {blocks}.")
+        way_out = f"Use pipeline x chunks <= {blocks}"
+        way_out += f", or plan.layers = {[0, *(1,) * blocks, 0]}." if stages == blocks + 2 else "."
+        yield error("plan.pipeline", case.plan.pipeline, reason, way_out)
+    if layers and 0 in layers[1:-1]:
+        reason = f"leaves stage {layers.index(0, 1)} without a block: it would only pass messages on"
+        way_out = "Use 0 for the first and the last stage only: they have the embedding and the head."
+        yield error("plan.layers", layers, reason, way_out)
 
 
 def layers_fill_the_stages(case: Case) -> Found:

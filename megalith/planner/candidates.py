@@ -123,10 +123,10 @@ def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tup
 
 
 def even_layers(blocks: int, stages: int) -> tuple[int, ...] | None:
-    """Uneven stages that are balanced if embedding and head count as a block each (Llama 3 405B: 126 blocks on 16 ranks); None if
-    the plan's default division is as good."""
+    """Uneven stages that are balanced if embedding and head count as a block each; None if the plan's default division is as good.
+    Llama 3 405B has 126 blocks: in 128 stages, embedding and head have one of their own."""
     each, left = divmod(blocks + 2, stages)
-    if stages > 1 and blocks % stages and left == 0 and each > 1:
+    if stages > 1 and blocks % stages and left == 0:
         return (each - 1, *(each,) * (stages - 2), each - 1)
     return None
 
@@ -194,7 +194,7 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
     found = [("1f1b", 1)]
     for chunks in chunked:
         stages = pipeline * chunks
-        if stages <= blocks and (blocks % stages == 0 or (blocks + 2) % stages == 0):
+        if blocks % stages == 0 or (blocks + 2) % stages == 0:
             found.append(("interleaved", chunks))
     for name in suited(space.schedules, model):
         chunks = SCHEDULES[name].chunks.usual

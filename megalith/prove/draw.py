@@ -32,6 +32,9 @@ released."""
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of the three steps is in a different phase."""
 
+UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
+"""Schedules that are drawn with the embedding and the head in stages of their own."""
+
 Axes = Mapping[str, Mapping[str, dict[str, Any]]]
 
 AXES: Axes = {
@@ -56,7 +59,10 @@ AXES: Axes = {
     },
     "pipeline": {
         "1": {},
-        **{name: {"pipeline": 2, "schedule": name, "chunks": row.chunks.usual} for name, row in SCHEDULES.items()},
+        **{
+            name: {"pipeline": 2, "schedule": name, "chunks": row.chunks.usual} | UNEVEN.get(name, {})
+            for name, row in SCHEDULES.items()
+        },
     },
     "expert": {
         "1": {},

@@ -98,8 +98,8 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     """Return the same plan and precision on a model, sequence and batch just large enough for every split to be a real one. Without
     warm-up, so that every step moves the weights, and without steps made of rounding."""
     plan, model = spec.plan, spec.model
-    layers = sum(plan.layers) if plan.layers else min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
-    layers = max(layers, plan.stages) + (model.layers % plan.stages > 0 and not plan.layers)
+    layers = min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
+    layers = sum(plan.layers) if plan.layers else max(layers, plan.stages) + (model.layers % plan.stages > 0)
     read = plan.schedule.startswith(FILE)  # from a file, for as many microbatches as the run has
     microbatches = spec.microbatches if read else min(spec.microbatches, 2 * plan.pipeline)
     microbatch = min(plan.microbatch, 2)

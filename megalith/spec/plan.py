@@ -6,7 +6,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from megalith.schedule.table import kind
 from megalith.spec.base import Spec
@@ -85,8 +85,9 @@ class Plan(Spec):
     pipeline: PositiveInt = Field(default=1, description="ranks that each hold consecutive layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
     chunks: PositiveInt = Field(default=1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
-    layers: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="blocks of each stage, in order, for uneven stages; default: as even as possible"
+    layers: tuple[NonNegativeInt, ...] | None = Field(
+        default=None,
+        description="blocks of each stage, in order, for uneven stages; the first and the last may have none; default: as even as possible",
     )
     microbatch: PositiveInt = Field(default=1, description="sequences a data rank computes at once")
     recompute: Recompute = Field(

@@ -22,6 +22,12 @@ from tests.check.runs import advice, errors, found, is_named, spec
         (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, and the model has 4 blocks"),
         (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, and the model has 4. Use [2, 2]"),
         (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
+        (
+            ["plan.pipeline=4", "plan.layers=[2,0,1,1]"],
+            "plan.layers",
+            "stage 1 without a block: it would only pass messages on. Use 0",
+        ),
+        (["plan.pipeline=6"], "plan.pipeline", "or plan.layers = [0, 1, 1, 1, 1, 0]"),
         (["plan.schedule=1f1"], "plan.schedule", "Did you mean '1f1b'?"),
         (["plan.pipeline=2", "plan.chunks=2"], "plan.chunks", "'interleaved'"),
     ],
@@ -52,6 +58,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.pipeline=2"],
         ["plan.pipeline=2", "plan.chunks=2", "plan.schedule=interleaved"],
         ["plan.pipeline=2", "plan.layers=[1,3]"],
+        ["plan.pipeline=6", "plan.layers=[0,1,1,1,1,0]"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):

@@ -28,6 +28,9 @@ RUNS = {
     "chunks": brief_run(
         plan={"data": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 1}, train={"precision": "bf16"}
     ),
+    "embedding and head alone": brief_run(
+        plan={"data": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 2, "layers": (0, 2, 2, 0)}
+    ),
 }
 
 

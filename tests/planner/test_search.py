@@ -35,7 +35,7 @@ def test_every_candidate_uses_all_devices_and_deals_the_batch_out_evenly(model):
     for plan in plans:
         assert plan.ranks == 8
         assert 16 % (plan.data * plan.microbatch) == 0
-        assert plan.stages <= len(model.blocks)
+        assert plan.stages <= len(model.blocks) + 2  # the first and the last may have none
         assert plan.bounds(len(model.blocks))[-1][1] == len(model.blocks) + 2
 
 

@@ -36,6 +36,9 @@ PLANS += [
     {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
     {"data": 2, "pipeline": 2, "schedule": "interleaved", "chunks": 2, "zero": 3, "tensor": 2},
     {"pipeline": 2, "layers": (3, 1)},
+    {"pipeline": 4, "layers": (0, 1, 2, 0), "zero": 2, "data": 2},  # the embedding and the head in stages of their own
+    {"pipeline": 2, "schedule": "interleaved", "chunks": 3, "layers": (0, 1, 1, 1, 1, 0), "zero": 3, "data": 2},
+    {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "layers": (0, 2, 2, 0)},  # one rank has no block
     {"data": 2, "microbatch": 2, "zero": 2},
 ]
 

@@ -36,6 +36,10 @@ PLANS: dict[str, dict[str, Any]] = {
         "plan": {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "data": 2, "tensor": 2, "zero": 3},
         "model": LONG,
     },
+    "embedding and head alone": {
+        "plan": {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "layers": (0, 4, 4, 0), "data": 2, "zero": 2},
+        "model": LONG,
+    },
     "zero bubble": {"plan": {"pipeline": 2, "schedule": "zb-h1", "data": 2, "tensor": 2}, "model": LONG},
     "experts": {"plan": {"data": 4, "expert": 4, "zero": 2}, "model": MIXTRAL},
     "tokens sent in 8 bits": {

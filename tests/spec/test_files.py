@@ -197,7 +197,7 @@ def sound(text: str, *overrides: str) -> set[str]:
         (["train.sed=1"], {"train.seed"}),
         (["train.stepz=1"], set()),  # the intended value was given
         (["train.tensor=2"], {"plan.tensor"}),
-        (["plan.layers=[1,0]", "data.weights.austen=much"], {"plan.layers", "data.weights"}),
+        (["plan.layers=[1,-1]", "data.weights.austen=much"], {"plan.layers", "data.weights"}),
         (["model.ffn=none"], {"model.ffn"}),
         (["optimizer=3"], set(OptimizerSpec.model_fields)),
         (["model.family=lama"], set(Llama.model_fields)),
