@@ -8,15 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, Failed
+from megalith.checkpoint.reports import SaveReports
 from megalith.data.stream import Stream
-from megalith.events import Checkpoint, EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
+from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat, Measured
-from megalith.fleet.report import report
-from megalith.fleet.signs import SaveFailed, SaveWorks
-from megalith.fleet.tiers import Tier
 from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
@@ -27,7 +25,8 @@ from megalith.train.own.callbacks import Done, same_on_all
 from megalith.train.post_validation import LateStepper
 from megalith.train.reader import Reader
 from megalith.train.restore import Position, meta
-from megalith.train.sites.merge import Sites, Turn
+from megalith.train.sites.merge import Sites
+from megalith.train.sites.progress import StopAsked, Turn
 from megalith.train.stability.healer import Healer
 from megalith.train.step import Stepper, seed_step
 from megalith.train.tally import Stepped
@@ -117,7 +116,7 @@ class Loop:
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
         self._measured: Measured | None = None  # the newest step whose seconds are known
-        self._save_failed = False
+        self._saves = SaveReports(log)
         self._stop_asked = False  # by a callback of this rank
         self._turn: Turn | None = None  # with sites: how the step was dealt out
 
@@ -127,34 +126,34 @@ class Loop:
         return self.position.step
 
     @property
-    def left(self) -> int:
-        """Updates that are still to be made; with sites, samples that are still to be read."""
-        return self.spec.train.steps - self.trainer.state.updates if self.sites is None else self.sites.left
+    def ended(self) -> bool:
+        """True if no update is still to be made; with sites, if the merged weights have seen all samples."""
+        return self.trainer.state.updates >= self.spec.train.steps if self.sites is None else self.sites.ended
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
-        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save.
-        Raises NotSavedError if saving has failed for too long.
+        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save. With sites the last step is done
+        once a quorum of them has saved it. Raises NotSavedError if saving has failed for too long.
         """
         every = self.spec.validation.every
-        if self.sites is not None and self.sites.enters:
-            self._enter(self.sites)
+        joins = self.sites is not None and self.sites.enters
+        if self.sites is not None and joins and not self._enter(self.sites):
+            return "stopped"
         after_step(self.step)
-        if self.log and self.left <= 0:
+        if self.log and self.ended:
             done = self.trainer.state.updates if self.sites is None else self.step
             self.log.write(Problem("warning", nothing_left(done, steps=self.spec.train.steps)))
-        if self.left == 0 and not self.checkpointer.holds(self.step):
+        if self.ended and (joins or not self.checkpointer.holds(self.step)):
             self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
-        while self.left > 0:
-            stopping = self._one_step(bool(stop))
-            stopping = stopping if self.sites is None else self._merge(self.sites, stopping)
-            last = self.left == 0
+        while not self.ended:
+            stopping = self._one_step(bool(stop)) if self.sites is None else self._step_and_merge(self.sites, bool(stop))
+            last = self.ended
             validating = self.validator is not None and (self.step % every == 0 or last)
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
             watching = self.precision is not None and self.precision.due(self.step)
             if stopping or last or validating or saving or copying or watching:
                 stopping |= self._learn(self._stepper.settle())
-                last = self.left == 0  # the last update may have been left out
+                last = self.ended  # the last update may have been left out
             if self.guard and copying:
                 self.guard.copy(self.step, self.position.samples)
             after_step(self.step)
@@ -164,21 +163,37 @@ class Loop:
                 self._save_last(patience=self.spec.fleet.wait_limit if last else STOP_SECONDS)
             elif saving and not self._suspicious():
                 self._save(asynchronous=self.spec.checkpoint.asynchronous)
-            self._report_saves(self.checkpointer.poll())
+            self._saves.report(self.checkpointer.poll())
             if stopping and not last:
                 return "stopped"
+        if self.sites is not None:
+            self.heartbeat.beat("merge", self.step)
+            return "finished" if self.sites.end(self.step) else "stopped"
         return "finished"
 
-    def _enter(self, sites: Sites) -> None:
-        """Join the other sites at their current step."""
+    def _enter(self, sites: Sites) -> bool:
+        """Join the other sites at their current step; return False if a stop was asked before their weights came."""
         self.heartbeat.beat("merge", self.step)
-        step = sites.enter()
+        try:
+            step = sites.enter()
+        except StopAsked:
+            return False
         self.position = Position(step, sites.progress.deal.dealt, 0)
         self._first = step
         if self.log:
             self.log.write(
                 Problem("advice", f"this site has the merged weights of step {step} from the others, and trains once they agree")
             )
+        return True
+
+    def _step_and_merge(self, sites: Sites, stop: bool) -> bool:
+        """Train a step, unless an earlier stop has interrupted the merges after it, and merge; return True if this site must stop now."""
+        try:
+            stopping = sites.progress.midway is None and self._one_step(stop)
+        except StopAsked:  # in the exchange of gradients, so there is no update
+            sites.undo_step()
+            return True
+        return self._merge(sites, stopping)
 
     def _merge(self, sites: Sites, stop: bool) -> bool:
         """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: this site was asked
@@ -383,7 +398,7 @@ class Loop:
             self._save(asynchronous=False)
             outcomes = self.checkpointer.wait()
             failed = next((one for one in outcomes if isinstance(one, Failed) and one.step == self.step), None)
-            self._report_saves([one for one in outcomes if began is None or one is not failed])
+            self._saves.report([one for one in outcomes if began is None or one is not failed])
             if failed is None and began is not None:
                 self._warn(f"the last checkpoint is saved, after {time.monotonic() - began:.0f} s")
             if failed is None or failed.parted:
@@ -422,29 +437,3 @@ class Loop:
         """Check that the state is still the result of the last update."""
         if self.guard:
             self.guard.look(self.step)
-
-    def _report_saves(self, outcomes: list[Saved | Failed]) -> None:
-        if not self.log:
-            return
-        for outcome in outcomes:
-            self._report_change(outcome)
-            if isinstance(outcome, Failed):
-                self.log.write(Problem("warning", f"checkpoint of step {outcome.step} was not saved: {outcome.error}"))
-            else:
-                fields = ("step", "bytes", "seconds", "wait_seconds")
-                self.log.write(
-                    Checkpoint(
-                        path=f"{outcome.path.parent.name}/{outcome.path.name}",
-                        **{name: getattr(outcome, name) for name in fields},
-                    )
-                )
-
-    def _report_change(self, outcome: Saved | Failed) -> None:
-        """Tell the fleet when saving begins to fail, and when it works again."""
-        failed = isinstance(outcome, Failed)
-        if failed and outcome.parted:  # the fault of the rank that is gone, which is told of by its end
-            return
-        if failed != self._save_failed:
-            told = {"time": time.time(), "step": outcome.step, "tier": Tier.STORE}
-            report(SaveFailed(**told, error=outcome.error) if failed else SaveWorks(**told))
-        self._save_failed = failed

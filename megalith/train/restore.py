@@ -35,7 +35,8 @@ from megalith.train.batches import indices
 from megalith.train.own.callbacks import CALLBACKS
 from megalith.train.received import receive
 from megalith.train.sites.meet import cuts_in
-from megalith.train.sites.merge import Progress, Sites
+from megalith.train.sites.merge import Sites
+from megalith.train.sites.progress import Progress
 from megalith.train.stability.history import History
 
 
@@ -185,7 +186,7 @@ def _with_sites(
 ) -> tuple[Position | None, bool]:
     """Agree with the other sites on a common checkpoint, and load it; None: there is none. Also returns True if this site joins
     again with the others' state."""
-    beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most) if sites.leads else [])
+    beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most, total=sites.total) if sites.leads else [])
     if beginning.step is None:
         return None, beginning.anew
     loaded = checkpointer.load(sites.state.laid(), step=beginning.step, accept=partial(_accept, trainer.run))

@@ -59,6 +59,7 @@ from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, read_step, restore
 from megalith.train.sites.meet import build
+from megalith.train.sites.progress import StopAsked
 from megalith.train.store import RunStore, tcp_store
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
@@ -116,6 +117,7 @@ def main(
             epoch=epoch,
             sealed=sealed,
             parts=parts,
+            stop=stop,
         )
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
@@ -125,6 +127,8 @@ def main(
         heartbeat.beat("leaving", loop.step)
         if log:
             log.write(RunFinished(reason=reason, step=loop.step))
+    except StopAsked:  # before the other sites were met, so there is nothing to save
+        sys.exit(ExitCode.STOPPED)
     except Exception as error:
         unreachable = _unreachable(error, [folder, Path(spec.data.path), *map(Path, spec.data.copies)])
         _last_words(unreachable or error, folder, log, rank=place.rank, epoch=epoch)
@@ -249,8 +253,10 @@ def prepare(
     epoch: int = 0,
     sealed: Mapping[str, str] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
+    stop: object = False,
 ) -> Loop:
-    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts."""
+    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts. `stop`: true once this rank is
+    asked to stop. Raises StopAsked if that happens while the other sites are waited for."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
@@ -265,7 +271,7 @@ def prepare(
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn, existed=True)
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
-    sites = build(trainer, folder, beat=heartbeat.again) if spec.sites else None
+    sites = build(trainer, folder, beat=heartbeat.again, asked=lambda: bool(stop)) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(
             (sites.state if sites else trainer.state).laid()

@@ -15,8 +15,9 @@ from megalith.parallel.groups import another
 from megalith.spec.sites import HEAD_BYTES, Fragment, SitesSpec, folder_of, fragments
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
-from megalith.train.sites.merge import Progress, Sites
+from megalith.train.sites.merge import Sites
 from megalith.train.sites.messages import Cut
+from megalith.train.sites.progress import Progress
 from megalith.train.sites.record import Recorded, recorded
 from megalith.train.sites.state import OuterState
 from megalith.train.sites.together import All, Together
@@ -33,10 +34,11 @@ class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
     """The files of `sites.tls` cannot be read, or do not belong together."""
 
 
-def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Sites:
+def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: Callable[[], bool] = lambda: False) -> Sites:
     """Build this rank's part in the merges. All ranks of a site call it together.
 
-    `folder`: the site's own. `beat` is called several times a second while others are waited for. Raises NoKey without a key, and OSError
+    `folder`: the site's own. `beat` is called several times a second while others are waited for. `asked`: true once this rank is asked
+    to stop. Raises NoKey without a key, and OSError
     where nothing can listen at the site's address.
     """
     run, spec = trainer.run, trainer.run.sites
@@ -56,7 +58,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
         kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
     kind_of_merge = Together if spec.exchanges_gradients else Sites
-    return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat)
+    return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat, asked=asked)
 
 
 def _most_waiting(cut: Sequence[Fragment]) -> int:
@@ -105,8 +107,8 @@ def parsed(address: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-def cuts_in(folder: Path, *, at_most: int | None) -> list[Cut]:
-    """Return the checkpoints in a folder from which a run across sites can be resumed, of at most so many steps."""
+def cuts_in(folder: Path, *, at_most: int | None, total: int) -> list[Cut]:
+    """Return the checkpoints in a folder from which a run of `total` samples across sites can be resumed, of at most so many steps."""
     found = []
     for path in committed(folder):
         try:
@@ -115,6 +117,5 @@ def cuts_in(folder: Path, *, at_most: int | None) -> list[Cut]:
             continue
         step = meta["position"]["step"]
         if "sites" in meta and (at_most is None or step <= at_most):
-            progress = Progress.of(meta["sites"])
-            found.append(Cut(step, progress.mark, progress.deal.dealt, tuple(sorted(progress.deal.members))))
+            found.append(Progress.of(meta["sites"]).cut(step, total))
     return found

@@ -5,9 +5,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,63 +18,19 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import Fragment, sent_after, verdict_bytes, wire_bytes
 from megalith.spec.sites.deal import Deal, Share
-from megalith.train.sites import outer, pieces
+from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
+from megalith.train.sites.messages import Cut, Difference, Told
+from megalith.train.sites.progress import Made, Midway, Progress, Round, StopAsked, Turn
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
 from megalith.train.watchers import Watcher
 
 T = TypeVar("T")
-WAIT_SECONDS = 10.0  # after which a site's ranks learn that they still wait for other sites
+WAIT_SECONDS = 2.0  # after which a site's ranks learn that they still wait for other sites
+LEAVE_SECONDS = 5.0  # that a site which is asked to stop waits for a merge: its own would tell the others in order
 REMEMBERED = 1024  # steps whose samples are known
-
-
-@dataclass
-class Progress:
-    """How far a run across sites is. It is equal, except for `anew`, on all sites that have made the same merges."""
-
-    deal: Deal
-    merges: int = 0
-    mark: str = ""
-    """The digest of all merges so far."""
-
-    def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return {"merges": self.merges, "mark": self.mark, "deal": self.deal.record()}
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Progress":
-        """Return what `record` returned."""
-        return cls(Deal.of(record["deal"]), record["merges"], record["mark"])
-
-
-@dataclass(frozen=True)
-class Round:
-    """The outcome of the merges after a step: those that were made, on the rank that leads; True if the site is to stop here; and how many
-    connections have not proved the run's key since the last time."""
-
-    made: tuple[Merge, ...] = ()
-    stop: bool = False
-    refused: int = 0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A step as it is dealt out: what this site reads in it (None: nothing), how many samples all read, and how many steps came before it
-    in the schedule of learning rates, which follows the samples dealt out."""
-
-    share: Share | None
-    samples: int
-    schedule: int
-
-
-class Made(NamedTuple):
-    """A merge: as it was decided, and on the rank that leads, its event."""
-
-    verdict: Verdict
-    event: Merge | None
 
 
 class Sites:
@@ -92,15 +47,20 @@ class Sites:
         site: int,
         council: Council | None,
         beat: Callable[[], object] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`council`: on the rank that leads its site; None on others. `beat` is called now and then while other sites are waited for."""
+        """`council`: on the rank that leads its site; None on others. `beat` is called now and then while other sites are waited for.
+        `asked`: true once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
         self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares))
         self._phases = Phases.of(spec)
-        self._total = self._phases.after(0, spec.train.steps)
-        self._wholes, self._council, self._party, self._beat = wholes, council, Party(wholes.group), beat
+        self.total = self._phases.after(0, spec.train.steps)
+        """Samples of the run."""
+        self._wholes, self._council, self._party = wholes, council, Party(wholes.group)
+        self._beat, self._asked = beat, asked
         self._stop = False
+        self._taken = set[int]()  # fragments whose differences were taken after the last step
         self._trains = True
         self.enters = False
         """True if `enter` must be called before the first step."""
@@ -116,14 +76,14 @@ class Sites:
         return self._wholes.rank == 0
 
     @property
-    def trains(self) -> bool:
-        """True if this site reads samples; False while it only follows the merges of the others."""
-        return self._trains
-
-    @property
     def left(self) -> int:
         """Samples that are still to be dealt out."""
-        return self.progress.deal.left(self._total)
+        return self.progress.deal.left(self.total)
+
+    @property
+    def ended(self) -> bool:
+        """True if the merged weights have seen all samples."""
+        return self.progress.ended(self.total)
 
     def note(self, loss: float) -> None:
         """Take note of the loss of a step of this site."""
@@ -154,14 +114,7 @@ class Sites:
     def enter(self) -> int:
         """Join the others: wait for their merged weights, and return the steps that they have done."""
         told = self._wait_for(lambda council: council.told(WAIT_SECONDS))
-        for fragment in self.fragments:
-            size = sum(piece.numel for piece in fragment.pieces)
-            values = torch.empty(2 * size) if self._council is None else self._council.held(fragment.number).values
-            self._wholes.tell(values)
-            for kept, flat in zip((self.state.anchors, self.state.velocities), values.split(size), strict=True):
-                for piece, whole in zip(fragment.pieces, flat.split([piece.numel for piece in fragment.pieces]), strict=True):
-                    if piece.name in kept:
-                        kept[piece.name].copy_(self._wholes.share(piece.name, whole.view(piece.shape)))
+        handover.take(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
         self.state.begin_anew()
         self.state.sent.copy_(torch.tensor(told.sent))
@@ -177,9 +130,13 @@ class Sites:
 
     def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
         """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and each time all
-        ranks learn that the leading one still waits, so none of them times out, however long the other sites take."""
+        ranks learn that the leading one still waits, so none of them times out, however long the other sites take. Raises StopAsked,
+        on all ranks together, if one of them is asked to stop meanwhile."""
+        began = time.monotonic()
         while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
             self._beat()
+            if self._party.any(self._asked() and time.monotonic() - began >= LEAVE_SECONDS):
+                raise StopAsked
         return found
 
     def _tell(self, value: T) -> T:
@@ -192,7 +149,7 @@ class Sites:
         """Deal out the samples of the step that `step` steps were done before."""
         deal = self.progress.deal
         schedule = self._phases.steps_in(deal.dealt)
-        shares = deal.deal(step, self._phases, self._total)
+        shares = deal.deal(step, self._phases, self.total)
         turn = Turn(shares.get(self.site), sum(share.size for share in shares.values()), schedule)
         if turn.share is not None:
             self._shares[step] = turn.share
@@ -205,43 +162,56 @@ class Sites:
 
     def due(self, step: int) -> bool:
         """True if something is sent or merged after `step` steps."""
-        return self.left == 0 or bool(self._arriving(step)) or any(True for _ in sent_after(step, self.spec))
+        return not self.left or bool(self.progress.midway or self._arriving(step) or [*sent_after(step, self.spec)])
 
     def after_step(self, step: int, *, stop: bool) -> Round:
         """Send and merge what is due after `step` steps of the run; everything, if no samples are left. `stop`: this site was asked to
         stop, and tells the others with its next message. Without it the others may go on; if they do not, all stop with the same
-        merge."""
+        merge. If they are not there, this site stops before a merge (`Progress.midway`), and another call makes the rest."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
         trained, merges = self._trains, self.progress.merges
-        made = [self._merge(number, step) for number in self._arriving(step)]
-        fresh = list(sent_after(step, self.spec))
-        for number in fresh:
-            self._send(number, step)
-            if not self.spec.overlap:
-                made.append(self._merge(number, step))
-        if self.left == 0:
-            made += self._merge_all(step, fresh)
+        made = list[Made]()
+        with suppress(StopAsked):
+            for one in self._merges(step):
+                made.append(one)  # those before the stop count
         if any(self.site in verdict.joined for verdict, _ in made):
             self.state.begin_anew()
             self._losses.clear()
             self._trains = True
         elif trained and not self._trains:
             self._say_ready()
-        if self.progress.merges > merges:
-            self._serve(step)
+        if self.progress.merges > merges and self.progress.midway is None:
+            self._serve(step, self.progress.deal.members)
         return self._outcome(made)
 
     def _outcome(self, made: Sequence[Made]) -> Round:
         """Return the outcome of merges."""
-        stopping = any(verdict.stop for verdict, _ in made) or (self._stop and not self._trains)
+        alone = self.progress.midway is not None or (self._stop and not self._trains)
+        stopping = alone or any(verdict.stop for verdict, _ in made)
         before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
+    def end(self, step: int) -> bool:
+        """Wait, once the run's last step is saved, until the others have saved its merges too: otherwise they might end with other
+        weights. Meanwhile send the weights to sites that come back. Return False if a stop was asked. Raises PeerGone."""
+        known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
+        try:
+            while not self._wait_for(lambda council: council.end(*known, seconds=WAIT_SECONDS)):
+                self._serve(step, ())
+        except StopAsked:
+            return False
+        return True
+
     def close(self) -> None:
         """End the connections to the other sites, once they have what this one has sent. All ranks of a site call it together."""
-        self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
+        with suppress(StopAsked):
+            self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
+
+    def undo_step(self) -> None:
+        """Take back how a step was dealt out whose update a stop has prevented."""
+        raise NotImplementedError("merges are made between steps")
 
     def _arriving(self, step: int) -> list[int]:
         """The fragments that are merged after `step` steps, among those that were sent before."""
@@ -251,29 +221,73 @@ class Sites:
             if sent != NOT_SENT and sent + self.spec.overlap == step
         ]
 
-    def _merge_all(self, step: int, fresh: Collection[int]) -> list[Made]:
+    def _merges(self, step: int) -> Iterator[Made]:
+        """Send and merge what is due after `step` steps, without what was done there before a stop interrupted it."""
+        before, self.progress.midway = self.progress.midway, None
+        self._taken = set(before.taken) if before is not None else set()
+        ends = before is not None and before.ends
+        try:
+            if not ends:
+                yield from self._some(step)
+                ends = self.left == 0
+            if ends:
+                yield from self._all(step)
+        except StopAsked:
+            self.progress.midway = Midway(tuple(sorted(self._taken)), ends)
+            raise
+
+    def _some(self, step: int) -> Iterator[Made]:
+        """Merge the fragments that arrive at this step, and send those whose turn it is."""
+        for number in self._arriving(step):
+            yield self._merge(number, step)
+        for number in sent_after(step, self.spec):
+            if number not in self._taken:
+                yield from self._take(number, step, wait=not self.spec.overlap)
+
+    def _all(self, step: int) -> Iterator[Made]:
         """Merge the fragments in flight, in the order in which they were sent; then send and merge those that this step did not send.
         All sites end with the merged weights."""
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
-        made = [self._merge(number, step) for _, number in under_way]
+        for _, number in under_way:
+            yield self._merge(number, step)
         for fragment in self.fragments:
-            if fragment.number not in fresh:
-                self._send(fragment.number, step)
-                made.append(self._merge(fragment.number, step))
+            if fragment.number not in self._taken:
+                yield from self._take(fragment.number, step, wait=True)
         for name, anchor in self.state.anchors.items():
             self.state.weights[name].copy_(anchor)
-        return made
 
     # --- one fragment ---
 
+    def _take(self, number: int, step: int, *, wait: bool) -> Iterator[Made]:
+        """Send the difference of a fragment and, if `wait`, merge it. A stop before that merge takes the sending back, unless fragments
+        overlap: then a checkpoint holds the difference in flight."""
+        left_out = self._send(number, step)
+        try:
+            if wait:
+                yield self._merge(number, step)
+        except StopAsked:
+            if self.spec.overlap:
+                self._keep(number, left_out)
+            else:
+                self.state.sent[number] = NOT_SENT
+            raise
+        self._keep(number, left_out)
+
+    def _keep(self, number: int, left_out: Mapping[str, Tensor]) -> None:
+        """Keep what the message of a fragment left out for the next one."""
+        self._taken.add(number)
+        for name, rest in left_out.items():
+            self.state.feedback[name].copy_(rest)
+
     @torch.no_grad()
-    def _send(self, number: int, step: int) -> None:
-        """Take the difference of a fragment and let it leave. A site that does not train only takes note of what the others send."""
+    def _send(self, number: int, step: int) -> dict[str, Tensor]:
+        """Take the difference of a fragment and let it leave. Return what the message leaves out of it. A site that does not train only
+        takes note of what the others send."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
         state.sent[number], deal = step, self.progress.deal
         deal.counted[number] = deal.count_in(number)
         if self.site not in self.progress.deal.due(step):
-            return
+            return {}
         values = self._difference(fragment)
         whole = wholes.gather(fragment, values)
         message = torch.empty(fragment.bytes, dtype=torch.uint8)
@@ -285,8 +299,6 @@ class Sites:
             told = {name: each.to(values[name].device) for name, each in told.items()}
         else:
             told = values
-        for name in values.keys() & state.feedback.keys():
-            state.feedback[name].copy_(values[name] - told[name])
         if self.spec.eager:
             for name in filter(state.is_trained, values):
                 state.weights[name].copy_(self._eager(name, told[name], deal.counted[number]))
@@ -295,6 +307,7 @@ class Sites:
                 state.flights[number].copy_(message)
             loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
             self._council.post(Difference(number, step, self._stop, loss, message))
+        return {name: values[name] - told[name] for name in values.keys() & state.feedback.keys()}
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
         """Return this rank's shares of the site's differences."""
@@ -359,15 +372,16 @@ class Sites:
             joined=list(verdict.joined),
             count=verdict.count,
             samples=deal.merged,
-            total=self._total,
+            total=self.total,
             mark=progress.mark,
             decided=self._council.decider,
         )
         return Made(verdict, event)
 
-    def _serve(self, step: int) -> None:
-        """Send the merged weights to sites that ask for them. All ranks of the site that decides gather them."""
-        asking = self._tell(self._council.asking(self.progress.deal.members) if self._council is not None else [])
+    def _serve(self, step: int, members: Collection[int]) -> None:
+        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the site that decides gather
+        them."""
+        asking = self._tell(self._council.asking(members) if self._council is not None else [])
         if not asking:
             return
         progress, state = self.progress, self.state
@@ -376,13 +390,7 @@ class Sites:
                 self._council.line, step, progress.merges, progress.mark, tuple(state.sent.tolist()), progress.deal.record()
             )
             self._council.tell(asking, told)
-        for fragment in self.fragments:
-            mine = [piece.name for piece in fragment.pieces if piece.name in state.anchors]
-            still = {name: state.velocities.get(name, torch.zeros_like(state.anchors[name])) for name in mine}
-            parts = [self._wholes.gather(fragment, kept) for kept in (state.anchors, still)]
-            if self._council is not None:
-                values = torch.cat([whole[piece.name].flatten() for whole in parts for piece in fragment.pieces])
-                self._council.tell(asking, Held(fragment.number, values))
+        handover.give(self.fragments, state, self._wholes, self._council, sites=asking)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
         """This rank's boxes of the values that `encoded` stands for, fp32 on the CPU."""

@@ -30,6 +30,15 @@ class Cut(NamedTuple):
     """The digest of all merges before it."""
     samples: int
     members: tuple[int, ...]
+    merges: int = 0
+    """Merges before it."""
+    ended: bool = False
+    """True if it holds the run's end: no sample and no merge is left."""
+
+    @property
+    def stand(self) -> "Stand":
+        """The merge that comes next."""
+        return Stand(self.merges, self.step, self.mark)
 
 
 class Stand(NamedTuple):
@@ -43,8 +52,8 @@ class Stand(NamedTuple):
 
 
 def _cut(fields: list[Any]) -> Cut:
-    step, mark, samples, members = fields
-    return Cut(step, mark, samples, tuple(members))
+    step, mark, samples, members, *rest = fields
+    return Cut(step, mark, samples, tuple(members), *rest)
 
 
 @dataclass(frozen=True)
@@ -202,8 +211,26 @@ class Ready:
         return cls(data[1:].decode())
 
 
-Message = Hello | Start | Difference | Verdict | Told | Held | Ready
-_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, Told, Held, Ready)}
+@dataclass(frozen=True)
+class End:
+    """This site has saved the merged weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum has saved them,
+    so every site that has them may end."""
+
+    kind = b"e"
+    line: str
+    mark: str
+    over: bool = False
+
+    def pack(self) -> bytes:
+        return self.kind + json.dumps([self.line, self.mark, self.over]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "End":
+        return cls(*json.loads(data[1:]))
+
+
+Message = Hello | Start | Difference | Verdict | Told | Held | Ready | End
+_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, Told, Held, Ready, End)}
 
 
 def unpack(data: bytes) -> Message:

@@ -14,13 +14,16 @@ from torch import Tensor
 from megalith.fleet.secure.peers import PeerGone
 from megalith.parallel.data import local
 from megalith.spec.sites import Fragment
+from megalith.spec.sites.deal import Deal
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.merge import Made, Round, Sites
+from megalith.train.sites.merge import Sites
 from megalith.train.sites.messages import Cut, Start, Verdict
 from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
+from megalith.train.sites.progress import Made, Round, Turn
+from megalith.train.sites.state import NOT_SENT
 from megalith.train.watchers import Watcher
 
 
@@ -32,6 +35,7 @@ class Together(Sites):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self._gradients: Mapping[str, Tensor] = {}
         self._made: list[Made] = []
+        self._before: dict[str, Any] = {}  # the deal before the step that is under way
         self.watchers = (_Exchange(self),)
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
@@ -42,6 +46,16 @@ class Together(Sites):
         self._send(0, step + 1)
         self._made.append(self._merge(0, step + 1))
         self._gradients = {}
+
+    def deal(self, step: int) -> Turn:
+        """Deal out the samples of a step as `Sites.deal` does, so that `undo_step` can take it back."""
+        self._before = self.progress.deal.record()
+        return super().deal(step)
+
+    def undo_step(self) -> None:
+        """Take back how the step was dealt out whose gradients a stop has kept from being exchanged."""
+        self.progress.deal = Deal.of(self._before)
+        self.state.sent.fill_(NOT_SENT)
 
     def due(self, step: int) -> bool:
         """False: what is exchanged is so within the step."""
@@ -122,6 +136,12 @@ class All(Council):
     def _may_stand(self, merge: Pending) -> bool:
         """False: a site that comes back needs a checkpoint of all, since it lacks the optimizer's state."""
         return False
+
+    def _ended(self, merge: Pending) -> bool | None:
+        """Return whether this site may end as `Council` does. A site that was started again needs all others for the steps that it lost."""
+        if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
+            raise PeerGone(f"{are(lost)} away, and had not saved the last step: data parallelism needs all sites")
+        return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict once all differences have come."""

@@ -1,0 +1,41 @@
+"""Reports of a run's saves: in its log, and to the fleet."""
+
+import time
+from collections.abc import Iterable
+
+from megalith.checkpoint.checkpointer import Failed, Saved
+from megalith.events import Checkpoint, EventLog, Problem
+from megalith.fleet.report import report
+from megalith.fleet.signs import SaveFailed, SaveWorks
+from megalith.fleet.tiers import Tier
+
+
+class SaveReports:
+    """The reports of the rank that logs; on other ranks nothing is reported."""
+
+    def __init__(self, log: EventLog | None) -> None:
+        self._log = log
+        self._failed = False
+
+    def report(self, outcomes: Iterable[Saved | Failed]) -> None:
+        """Log the outcomes of saves."""
+        if not self._log:
+            return
+        for outcome in outcomes:
+            self._report_change(outcome)
+            if isinstance(outcome, Failed):
+                self._log.write(Problem("warning", f"checkpoint of step {outcome.step} was not saved: {outcome.error}"))
+            else:
+                path = f"{outcome.path.parent.name}/{outcome.path.name}"
+                fields = ("step", "bytes", "seconds", "wait_seconds")
+                self._log.write(Checkpoint(path=path, **{name: getattr(outcome, name) for name in fields}))
+
+    def _report_change(self, outcome: Saved | Failed) -> None:
+        """Report to the fleet when saving begins to fail, and when it works again."""
+        failed = isinstance(outcome, Failed)
+        if failed and outcome.parted:  # the fault of the rank that is gone, which is reported by its end
+            return
+        if failed != self._failed:
+            told = {"time": time.time(), "step": outcome.step, "tier": Tier.STORE}
+            report(SaveFailed(**told, error=outcome.error) if failed else SaveWorks(**told))
+        self._failed = failed

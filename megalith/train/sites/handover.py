@@ -1,0 +1,37 @@
+"""The merged weights on their way to a site that joins: whole tensors from the site that decides, anchors and then velocities. All ranks of
+either site call these functions together."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megalith.spec.sites import Fragment
+from megalith.train.sites.council import Council
+from megalith.train.sites.messages import Held
+from megalith.train.sites.state import OuterState
+from megalith.train.sites.whole import Wholes
+
+
+def give(
+    fragments: Sequence[Fragment], state: OuterState, wholes: Wholes, council: Council | None, *, sites: Sequence[int]
+) -> None:
+    """Send the merged weights to `sites`. `council`: on the rank that leads."""
+    for fragment in fragments:
+        mine = [piece.name for piece in fragment.pieces if piece.name in state.anchors]
+        still = {name: state.velocities.get(name, torch.zeros_like(state.anchors[name])) for name in mine}
+        parts = [wholes.gather(fragment, kept) for kept in (state.anchors, still)]
+        if council is not None:
+            values = torch.cat([whole[piece.name].flatten() for whole in parts for piece in fragment.pieces])
+            council.tell(sites, Held(fragment.number, values))
+
+
+def take(fragments: Sequence[Fragment], state: OuterState, wholes: Wholes, council: Council | None) -> None:
+    """Keep this rank's shares of the merged weights that have come. `council`: on the rank that leads."""
+    for fragment in fragments:
+        size = sum(piece.numel for piece in fragment.pieces)
+        values = torch.empty(2 * size) if council is None else council.held(fragment.number).values
+        wholes.tell(values)
+        for kept, flat in zip((state.anchors, state.velocities), values.split(size), strict=True):
+            for piece, whole in zip(fragment.pieces, flat.split([piece.numel for piece in fragment.pieces]), strict=True):
+                if piece.name in kept:
+                    kept[piece.name].copy_(wholes.share(piece.name, whole.view(piece.shape)))

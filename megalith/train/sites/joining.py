@@ -1,0 +1,55 @@
+"""Sites that join a line with the weights of the others: as the decider knows them, and what one of them has got so far."""
+
+from collections.abc import Collection
+
+from megalith.train.sites.messages import Held, Hello, Ready, Told
+
+
+class Joining:
+    """The sites that join, as one site knows them."""
+
+    def __init__(self, fragments: int) -> None:
+        """`fragments`: of the model."""
+        self._fragments = fragments
+        self.asks: Hello | Ready | None = None
+        """This site's request to the decider."""
+        self.asking: set[int] = set()
+        """Sites that ask this one for the weights."""
+        self.ready: set[int] = set()
+        """Sites that have all merges so far, and can train."""
+        self._told: Told | None = None
+        self._held: dict[int, Held] = {}
+
+    def forget(self, site: int) -> None:
+        """Forget a site that was started again."""
+        self.asking.discard(site)
+        self.ready.discard(site)
+
+    def clear(self) -> None:
+        """Forget all sites: this one decides in a new line."""
+        self.asking.clear()
+        self.ready.clear()
+
+    def take(self, members: Collection[int]) -> list[int]:
+        """Return the sites that ask, each once. One of `members` must have left first."""
+        found = sorted(self.asking - set(members))
+        self.asking -= set(found)
+        return found
+
+    def note(self, message: Told | Held) -> None:
+        """Keep what the decider has sent."""
+        if isinstance(message, Told):
+            self._told = message
+            self._held.clear()
+        else:
+            self._held[message.fragment] = message
+
+    @property
+    def told(self) -> Told | None:
+        """The decider's answer to this site, once the weights of all fragments are there."""
+        return self._told if len(self._held) == self._fragments else None
+
+    def held(self, fragment: int) -> Held:
+        """Return the weights of a fragment, once."""
+        self._told = None
+        return self._held.pop(fragment)
