@@ -64,8 +64,8 @@ def blocks_lie_inside_shards(case: Case) -> Found:
             continue
         seen.add((found.axis, found.numbers))
         reason = (
-            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, no multiple of the "
-            f"{block} of optimizer.moment_block: a scale of its moments would lie across two ranks"
+            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}. That is no multiple of "
+            f"optimizer.moment_block = {block}, so numbers of two ranks would share a scale of the moments"
         )
         fits = gcd(found.share, block)
         smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "

@@ -332,7 +332,11 @@ def codes_can_be_multiplied(case: Case) -> Found:
         return
     device = case.cluster.accelerator if case.cluster is not None else None
     if not in_codes(choices, precision, device.compute_capability if device is not None else None):
-        name = f"{device.name} has no products" if device is not None else "no device is named that has products"
+        name = (
+            f"{device.name} has no products"
+            if device is not None
+            else "no cluster is set, so nothing says that the device has products"
+        )
         reason = f'cannot be: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
             'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '

@@ -218,7 +218,7 @@ def sentences(found: "Judgement") -> Iterator[str]:
         yield f"recovery after detection: median {found.recovery_median:.2f} s, 99th percentile {found.recovery_p99:.2f} s"
     yield from _hangs(found.hangs)
     yield (
-        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps done again; "
+        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps repeated; "
         f"{found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
     )
     if found.supervisor_restarts:
@@ -260,9 +260,7 @@ def _false_alarms(found: "Judgement") -> Iterator[str]:
         who = (
             f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"
         )
-        cost = (
-            "not recovered from" if one.seconds is None else f"{one.seconds:.2f} s, {counted(one.lost_steps, 'step')} done again"
-        )
+        cost = "not recovered from" if one.seconds is None else f"{one.seconds:.2f} s, {counted(one.lost_steps, 'step')} repeated"
         yield f"false alarm: {one.cause} at step {one.step}, {who} ({one.reason}): {cost}"
     if not found.false_alarms:
         yield "no false alarm"

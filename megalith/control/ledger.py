@@ -289,7 +289,7 @@ class PostMortem:
         cost = f"{self.detection:.2f} s until it was seen, " + (
             "not over"
             if self.recovery is None
-            else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} steps again"
+            else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
         )
         orders = "; ".join(_order(command) for command in self.commands) or "nothing"
         lines = [

@@ -24,7 +24,7 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
     if what not in KNOWN:
         raise ValueError(f"{what!r} is not an order. Use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
     if (what == "quarantine") != bool(node):
-        raise ValueError("only the order to quarantine names a node, and it must")
+        raise ValueError(f"order {what!r} with node {node!r}: quarantine needs a node, and no other order takes one")
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json"

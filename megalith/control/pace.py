@@ -106,6 +106,6 @@ class Pace(Limits):
 
 
 def percentile(values: Sequence[float] | deque[float], share: float) -> float:
-    """The value that a share of them does not exceed."""
+    """Return the value that this share of `values` does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

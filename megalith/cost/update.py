@@ -28,7 +28,7 @@ class Matrices(NamedTuple):
     """The matrices of a block that an update needs whole."""
 
     numbers: int
-    """Elements of all of them."""
+    """How many elements they have."""
     work: float
     """FLOPs of the iteration on them all."""
     largest: tuple[int, int]

@@ -43,7 +43,7 @@ class Reading(Spec):
         default=2000, description="plain text, blank and heading: minimum length of a document in characters"
     )
     extensions: tuple[str, ...] | None = Field(
-        default=None, description="folders: only files whose names end so, such as .py; default: every file that holds UTF-8 text"
+        default=None, description="folders: only files with these endings, such as .py; default: every file that holds UTF-8 text"
     )
 
 

@@ -41,7 +41,7 @@ class Factor:
     numbers: Tensor
     """[rows, columns], in bf16 or fp32"""
     scaling: Scaling
-    """How they share scales"""
+    """How numbers share scales."""
     share: Share | None = None
     """How maxima are taken over the ranks that hold a part of its blocks; None: its blocks are whole here."""
     down: bool = False
@@ -49,7 +49,7 @@ class Factor:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Size of a block, that of the dim that is summed over last."""
+        """Size of a block; the inner dim of the product is last."""
         rows, columns = self.scaling.block
         return (columns, rows) if self.down else (rows, columns)
 
@@ -90,7 +90,7 @@ def scaled_product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def coded(factor: Factor) -> tuple[Tensor, Tensor]:
-    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit those of `quantise`, the dim that is summed over last."""
+    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit those of `quantise`; the inner dim of the product is last."""
     known = None if factor.share is None else factor.share(largest(factor.numbers, factor.scaling))
     encode = _encode if torch.compiler.is_compiling() else _compiled()
     return encode(factor.numbers, known, factor.scaling, factor.down)

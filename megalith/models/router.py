@@ -202,7 +202,7 @@ class Router(nn.Module):
         """This rank's part of the auxiliary losses; parts of microbatches and ranks add up to the mean over the sets of the global batch.
 
         Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * choices of e in the set, P_e the mean over its tokens
-        of e's score, scores of a token normalised to sum to 1. It is `weight` when all is even. With one active expert this is
+        of e's score, scores of a token normalised to sum to 1. It is `weight` where loads are even. With one active expert this is
         Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a
         sum over tokens, so each token adds its own part. z: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
         equation 5).

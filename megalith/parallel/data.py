@@ -113,7 +113,7 @@ class Weight:
 
     @property
     def numbers(self) -> int:
-        """Elements of a share, padded to a whole chunk."""
+        """How many elements a share has, padded to a whole chunk."""
         return self.chunk * prod(self.row)
 
     @property

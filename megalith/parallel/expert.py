@@ -85,8 +85,8 @@ def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
 
 
 def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: int = 1) -> tuple[range, ...]:
-    """Positions in their sequence of the `seq` tokens of context rank `context`, or of share `share` of that: of 2 * contexts
-    chunks, rank i has the i-th and the i-th from the end, so that causal attention costs the same on all ranks."""
+    """Return the positions in the sequence of a context rank's `seq` tokens, or of share `share` of them. A sequence has 2 * contexts
+    chunks; rank i has the i-th and the i-th from the end, so that causal attention costs the same on all ranks."""
     whole = seq * shares * contexts
     pieces = [range(whole)]
     if contexts > 1:

@@ -66,7 +66,7 @@ def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Elements of two tensors of one shape and type that differ in their bits: -0.0 is not 0.0 here, and NaN may equal NaN."""
+    """Return how many elements of two tensors of one shape and type differ in their bits: -0.0 is not 0.0 here, and NaN may equal NaN."""
     return int((a.view(_INTEGERS[a.element_size()]) != b.view(_INTEGERS[b.element_size()])).sum())
 
 

@@ -17,10 +17,9 @@ from megalith.rehearse.site import Site
 class Life:
     """One seed's run.
 
-    `seconds` by use. `faults` by cause and `fates` by effect: each adds up to all faults. `restarts` by reason; the number "for a
-    fault" equals the number of faults that restarted the ranks. `stops` for a person; `ended`: ends for lack of nodes, after
-    which the command was started again. Of several sites: `merges`, times that a site `left`, starts of all sites `anew`.
-    `curve`: (seconds, share of that time that was useful so far).
+    `seconds` are by use of time, `faults` by cause, `fates` by effect of a fault, `restarts` by reason. `stops`: how often the run waited
+    for a person. `ended`: how often it ended because nodes were missing, and was started again. With several sites, `merges`, `left` and
+    `anew` count merges, sites that left, and starts of all sites. `curve`: (seconds, share of that time that was useful so far).
     """
 
     seed: int

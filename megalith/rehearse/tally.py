@@ -48,8 +48,8 @@ _WHY: dict[type[Sign], Why] = {
 class Tally:
     """The counts of one site.
 
-    `stops`: ends that wait for a person. `ended`: ends for lack of nodes (exit status 71), after which an engine, or a loop, starts the
-    same command again when there are nodes.
+    `stops`: how often the run waited for a person. `ended`: how often it ended because nodes were missing (exit status 71); an engine, or
+    a loop, starts the same command again when there are nodes.
     """
 
     def __init__(self) -> None:

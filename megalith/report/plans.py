@@ -71,15 +71,18 @@ def dollars(value: float) -> str:
 def table(found: Answer) -> Table:
     """Layouts, best first, with the criteria for a choice among those as fast as the best; the run's own plan last."""
     choices, own = found.found.choices, found.own
-    drawn = columns("layout", "again", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
+    drawn = columns("layout", "recompute", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for choice in choices:
         drawn.add_row(
-            short(choice.plan), again(choice.plan), *_figures(choice.estimate, found.sure), _beside(choice, choices[0], found)
+            short(choice.plan),
+            recomputed(choice.plan),
+            *_figures(choice.estimate, found.sure),
+            _beside(choice, choices[0], found),
         )
     if own is not None:
         figures = *_figures(own.estimate, found.sure), _beside(own, choices[0], found)
-        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", again(own.plan), *figures)
+        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", recomputed(own.plan), *figures)
     return drawn
 
 
@@ -103,14 +106,14 @@ def _splits(plan: Plan) -> int:
 
 def frontier(points: Sequence[Point]) -> Table:
     """Layouts that nothing beats in time, cost and memory at once."""
-    drawn = columns("devices", "layout", "again", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
+    drawn = columns("devices", "layout", "recompute", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
     for point in points:
         plan, estimate = point.choice.plan, point.choice.estimate
         free = f"{1 - estimate.memory.total / estimate.limit:.0%}" if estimate.limit else "-"
         price = f"{point.dollars:,.0f}" if point.dollars is not None else "-"
         rate = amount(estimate.tokens_per_second * point.devices)
         drawn.add_row(
-            f"{point.devices:,}", short(plan), again(plan), seconds(estimate.time.step), rate, f"{estimate.mfu:.1%}",
+            f"{point.devices:,}", short(plan), recomputed(plan), seconds(estimate.time.step), rate, f"{estimate.mfu:.1%}",
             f"{estimate.memory.total / GIB:.1f}", free, price,
         )  # fmt: skip
     return drawn
@@ -157,7 +160,7 @@ def columns(*names: str) -> Table:
     return drawn
 
 
-def again(plan: Plan) -> str:
+def recomputed(plan: Plan) -> str:
     """Describe the recomputation of a plan."""
     return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
@@ -185,7 +188,7 @@ def legend(found: Answer) -> str:
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
-        f"again: computed twice (sqrt: three times). "
+        f"recompute: computed twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
         f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
         f"too little for predictions to tell apart.\n"

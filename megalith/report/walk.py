@@ -78,8 +78,8 @@ def _batch(found: Walk) -> Table:
 
 def _throughput_words(found: Walk) -> str:
     return (
-        "The first row has what made it fit. Each further row allows one more technique, and shows the fastest layout; techniques that "
-        "gain nothing are left out:"
+        "The first row allows only the techniques that made the model fit. Each further row allows one more, and shows the fastest "
+        "layout; techniques that gain nothing are left out:"
     )
 
 
@@ -99,7 +99,7 @@ def _throughput(found: Walk) -> Table:
 def _layout(choice: Choice | None) -> str:
     if choice is None:
         return "-"
-    return short(choice.plan) + (f" ({plans.again(choice.plan)})" if choice.plan.recompute != "none" else "")
+    return short(choice.plan) + (f" ({plans.recomputed(choice.plan)})" if choice.plan.recompute != "none" else "")
 
 
 def _to_the_left(drawn: Table) -> None:

@@ -207,7 +207,9 @@ class EmbeddingSpec(Spec):
     """Token embedding."""
 
     vocab: PositiveInt
-    positions: PositiveInt | None = Field(default=None, description="learned positions to add, this many (GPT-3)")
+    positions: PositiveInt | None = Field(
+        default=None, description="length of the table of learned positions (GPT-3); none: no table"
+    )
     scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
     init_std: PositiveFloat | None = Field(
         default=None, description="standard deviation of the first embeddings (PaLM: 1); None: the model's"

@@ -113,7 +113,7 @@ def admit(name: str) -> None:
     if not own.is_own(row.rule):
         faults.append(f"its rule {row.rule!r} is not a module:Class")
     if row.rest is not None and row.rest not in OPTIMIZERS:
-        faults.append(f"its rest {row.rest!r} is not an optimizer")
+        faults.append(f"its rest = {row.rest!r}, the optimizer of all other parameters, is not the name of an optimizer")
     if faults:
         raise own.OwnPartError("; ".join(faults))
     OPTIMIZERS[name] = row

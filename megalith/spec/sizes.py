@@ -43,15 +43,15 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """How many elements it has."""
         return prod(self.shape)
 
 
 class Count(NamedTuple):
-    """Elements of some parameters."""
+    """How many elements some parameters have."""
 
     dense: int
-    """Number of elements without the experts."""
+    """Elements outside the experts."""
     experts: int
     """Elements of the experts."""
 

@@ -168,7 +168,7 @@ class State:
         return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """Return all shares as tensors of whole shapes with their cuts. All must be on the device: see `laid`."""
+        """Return all shares, each as a tensor of the whole shape that knows its cut. All must be on the device: see `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
         assert self.home is None, "state that lies elsewhere has no such tensors"
         return found

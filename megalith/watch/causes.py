@@ -209,7 +209,7 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
     whole = one.seconds(own)
     gain = share * (1 - one.seconds(levelled(own, seen.pipeline, place)) / whole) if whole > 0 else 0.0
     words = f"Unbalanced: pipeline rank {place} has {over - 1:.0%} more work than the median of the others, which wait for it"
-    change = "Give it fewer blocks (plan.layers), or a share of the vocabulary's work elsewhere; `megalith plan` shows the gain."
+    change = "Give it fewer blocks (plan.layers); `megalith plan` shows the gain."
     yield Cause("unbalanced stage", words, change, gain, tuple(map(int, np.flatnonzero(seen.pipeline == place)[:8])))
 
 

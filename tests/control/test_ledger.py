@@ -148,7 +148,7 @@ def test_a_post_mortem_tells_when_who_what_and_what_it_cost() -> None:
     assert times == sorted(times)
     assert times[0] == told.began
     text = told.text()
-    for words in ("rank 2", "n1", "restart", "step 2 in memory", "1 steps again", "signature = SIGKILL"):
+    for words in ("rank 2", "n1", "restart", "step 2 in memory", "1 step repeated", "signature = SIGKILL"):
         assert words in text
 
 

@@ -268,7 +268,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
         ({"mlp": f"{HERE}:ODD"}, "mixes", "works on each token alone"),
         ({"mlp": f"{HERE}:ODD"}, "shape", "return the same shape"),
         ({"mlp": f"{HERE}:ODD"}, "buffer", "has buffers (seen)"),
-        ({"mlp": f"{HERE}:ODD"}, "norm over a cut", "does not add up to the whole"),
+        ({"mlp": f"{HERE}:ODD"}, "norm over a cut", "do not add up to the whole"),
         ({"mlp": f"{HERE}:SHORT"}, "", "down.weight [32, 48]"),
         ({"mlp": f"{HERE}:CROSSED"}, "", f"{HERE}:CROSSED"),
         ({"attention": f"{HERE}:MEAN"}, "", "lets documents see each other"),

@@ -99,7 +99,7 @@ def test_where_one_process_rounds_nothing_a_plan_may_round_once() -> None:
 
 
 def test_how_long_a_gradient_of_rounding_is_means_nothing() -> None:
-    """A gradient that cancels out consists of one process's rounding errors; of this one a third does."""
+    """The terms of a gradient may cancel out, so that only rounding errors are left. Here these are a third of the gradient."""
     wild = torch.randn(EXPERTS, generator=RANDOM)
     wild *= TRUE[:EXPERTS].norm() / wild.norm() / 3
     alone, found = (replace(one, gradients=[dict(one.gradients[0])]) for one in (ALONE, recording(rounded(1))))

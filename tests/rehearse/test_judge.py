@@ -136,7 +136,7 @@ def test_a_fault_that_never_came_is_not_passed(tmp_path: Path):
     (alarm,) = found.false_alarms  # an incident that no fault explains
     assert (alarm.cause, alarm.step, alarm.rank, alarm.seconds, alarm.lost_steps) == ("hang", 6, 2, 1.0, 1)
     said = list(sentences(found))
-    assert "false alarm: hang at step 6, rank 2 on 0 (because): 1.00 s, 1 step done again" in said
+    assert "false alarm: hang at step 6, rank 2 on 0 (because): 1.00 s, 1 step repeated" in said
     assert "1 false alarm, none of which changed the result: the end is that without faults" in said
     other = list(sentences(_of(whole, faulted, file, states=(STATE, {}))))
     assert not any("none of which changed" in line for line in other), "only what the comparison shows is said"

@@ -20,12 +20,12 @@ BALANCE = {"balance_weight": "router_aux_loss_coef"}  # our field -> the setting
 
 
 def write_balance(balance_weight: float, active: int) -> Json:
-    """transformers counts each of a token's experts, so its loss is `active` times ours where all is even."""
+    """Return the weight in their setting. Their loss adds up a token's `active` experts where ours takes the mean, so it is divided."""
     return {"router_aux_loss_coef": balance_weight / active}
 
 
 def read_balance(config: Json, default: float) -> Json:
-    """Our weight of the balance loss."""
+    """Return the weight of our balance loss: theirs, multiplied by the active experts."""
     return {"balance_weight": config.get("router_aux_loss_coef", default) * config.get("num_experts_per_tok", 0)}
 
 

@@ -31,12 +31,12 @@ def same(ours: str, theirs: str) -> Piece:
 
 
 def transposed(ours: str, theirs: str) -> Piece:
-    """A matrix that they keep as [in, out]."""
+    """A matrix that the other format stores as [in, out]."""
     return Piece((ours,), (theirs,), lambda found: [found[0].T], lambda found: [found[0].T])
 
 
 def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piece:
-    """Tensors of equally many rows that they keep one below the other, `transpose`: as [in, out]."""
+    """Tensors that the other format stores as one, below each other, each with as many rows; `transpose`: as [in, out]."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat(tuple(found))

@@ -95,7 +95,7 @@ class Slots:
     # --- what a checkpoint does ---
 
     def hold(self) -> SlotFile | None:
-        """Return the file that holds all valid chunks; `undo` can no longer leave it. From now on it is never written: the room for a
+        """Return the file that holds all valid chunks. From now on it is never written, and `undo` cannot go back beyond it. The room for a
         new one is reserved now, so that no step finds the disk full.
 
         None if there is no room, or in the midst of an update.

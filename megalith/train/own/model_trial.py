@@ -117,7 +117,7 @@ def _try_cuts(module: nn.Module, declared: Declared, x: Tensor, batch: Batch, ca
     total = sum((call(copy, cut_x, batch) for copy in copies), torch.zeros_like(x)) + sum(biases[0])
     if not _same(out, total):
         raise own.OwnPartError(
-            f"{declared.name} cut as it declares does not add up to the whole: two tensor ranks are off by {_gap(out, total):.2g} of it. "
+            f"the declared cuts of {declared.name} do not add up to the whole: two tensor ranks are off by {_gap(out, total):.2g} of it. "
             "Correct `cut`; sizes must follow from x and the parameters, and what comes after a cut along the inputs must be added once"
         )
     (total * weight).sum().backward()

@@ -54,7 +54,7 @@ class OuterState:
             anchor.copy_(self.weights[name])
 
     def laid(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds, as tensors of whole shapes that know how they are cut."""
+        """Return the content of a checkpoint, each as a tensor of the whole shape that knows its cut."""
         own = "site."
         inner = self._inner.tensors()
         found = {f"{own}{key}": tensor for key, tensor in inner.items() if not (self._alike and key.startswith(_WEIGHTS))}
