@@ -45,6 +45,14 @@ class Device:
     gap: float
     """Minimum seconds of a kernel on the device."""
 
+    def without(self, units: int) -> "Device":
+        """Return the device if this number of its processors computes nothing. The others still reach its whole memory bandwidth."""
+        if not units:
+            return self
+        left = 1 - units / self.units
+        rates = ("wide", "narrow", "quarter", "attention_forward", "attention_backward")
+        return replace(self, units=self.units - units, **{name: left * getattr(self, name) for name in rates})
+
 
 @dataclass(frozen=True)
 class Generation:

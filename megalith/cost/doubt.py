@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import exp, log, sqrt
+from math import exp, log, pi, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -26,6 +26,13 @@ SHARE = 0.8
 
 NORMAL = 1.4826
 """A normal distribution's deviation over the median distance from its median."""
+
+FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+"""The factor by which that is too small for few values (Croux & Rousseeuw 1992, "Time-efficient algorithms for two highly robust estimators
+of scale", section 4); for n > 9 values it is n / (n - 0.8)."""
+
+MEDIAN = pi / 2
+"""The variance of a median of many normal values, over that of their mean."""
 
 KINDS = ("time.dense", "time.expert", "memory")
 
@@ -155,13 +162,23 @@ def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return bias and deviations without a reach, every group weighing alike, in medians: no single bad group determines them."""
+    """Return bias and deviations without a reach, every group weighing alike, in medians: no single bad group determines them.
+
+    The stack whose factor is asked for is none of these: its distance from the bias is as uncertain as the bias itself, too.
+    """
     middles = [median(logs) for logs in groups.values()]
-    scatters = [NORMAL * median(abs(v - median(logs)) for v in logs) for logs in groups.values() if len(logs) > 2]
+    scatters = [_deviation(logs) for logs in groups.values() if len(logs) > 2]
     bias = median(middles)
-    between = NORMAL * median(abs(middle - bias) for middle in middles)
+    between = _deviation(middles) * sqrt(1 + MEDIAN / len(middles))
     within = sqrt(sum(value**2 for value in scatters) / len(scatters)) if scatters else between
     return Spread(bias, max(between, LEAST), max(within, LEAST), 1.0, 1.0, len(groups), sum(map(len, groups.values())))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the deviation of normal values by the median distance from their median."""
+    count, middle = len(values), median(values)
+    few = FEW.get(count, count / (count - 0.8) if count > 1 else 1.0)
+    return few * NORMAL * median(abs(value - middle) for value in values)
 
 
 LEAST = 0.02

@@ -282,7 +282,8 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
         beside = _beside(gathers, forward, setting) + _beside(again * gathers + reductions, backward, setting)
         return m * (beside + (1 + again) * late)
     if plan.zero == 2:
-        return m * _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
+        times = workload.reductions
+        return times * _beside(reductions, backward * m / times, setting) + _beside(gathers, forward, setting)
     if practice.gathers == "rank":
         return _beside(reductions, backward, setting) + gather(width.dense * dense, shards, wires, calls=shards.size)
     return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)

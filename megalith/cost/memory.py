@@ -190,7 +190,8 @@ def _rank(
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     working = generation.working * own.working + rounding_bytes(workload, parts)
     saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
-    updating = update.home_bytes(workload, here) - saved  # activations are gone by then
+    temporary = max(update.home_bytes(workload, here), workload.practice.update_bytes * updated(workload, held))
+    updating = temporary - saved  # activations are gone by then
     rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away
     on_disk = workload.plan.state.optimizer == "disk"
     return Memory(
@@ -199,7 +200,9 @@ def _rank(
         + (
             _released(workload, parts, here)
             if workload.plan.state.release
-            else sum(s[1] for s in state) + (shards > 1) * whole / workload.width * workload.gradient_bytes
+            else sum(s[1] for s in state)
+            + (shards > 1) * whole / workload.width * workload.gradient_bytes
+            + _added_up(workload, parts, here)
         ),
         optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
@@ -211,6 +214,16 @@ def _rank(
         host=sum(s[3] for s in state) + (host.streamed(workload) if on_disk else rest * away),
         disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0),
     )
+
+
+def _added_up(workload: Workload, parts: Parts, here: Held) -> float:
+    """Bytes of the whole gradients of one chunk, which software adds up over a run of microbatches before ZeRO 2 reduces them."""
+    if workload.plan.zero != 2 or workload.practice.reduces == "microbatch":
+        return 0.0
+    of = [part.weights + part.expert_weights for part in parts.blocks]
+    chunks = [sum(of[kind] * times for kind, times in chunk) for chunk in here.chunks]
+    first, last = _ends(parts, here)
+    return workload.gradient_bytes * max(chunks[0] + first, *chunks, chunks[-1] + last)
 
 
 def _ends(parts: Parts, here: Held) -> tuple[float, float]:

@@ -75,7 +75,7 @@ class Setting:
     @classmethod
     def of(cls, workload: Workload, calibration: Calibration) -> "Setting":
         cluster = workload.cluster
-        accelerator, device = cluster.accelerator, calibration.device_of(cluster)
+        accelerator, device = cluster.accelerator, calibration.device_of(cluster).without(workload.practice.senders)
         return cls(
             workload,
             accelerator,

@@ -32,6 +32,8 @@ class Practice:
     """Bytes that the optimizer keeps for a parameter besides its own copy of it; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    update_bytes: float = 0.0
+    """Bytes of the temporary tensors of an update, for each parameter that a rank updates."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
     """Logits of all tokens exist at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
     16 bits with their gradient written over them (`fused`); or logits of a few rows at a time (`chunked`: this project's own
@@ -39,12 +41,17 @@ class Practice:
     gathers: Literal["block", "module", "rank"] = "block"
     """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: before
     the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
+    reduces: Literal["microbatch", "run"] = "microbatch"
+    """When ZeRO 2 reduces a stage's gradients: after each microbatch; or after each run of microbatches that the stage computes one after
+    the other, until which they stay whole (Llama 3)."""
     overlap_data: bool = True
     """Gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True
     """The collectives of the tensor axis are pipelined with their matrix products."""
     overlap_expert: bool = False
     """The experts' all-to-all of one microbatch overlaps another's computation (DualPipe, combined 1F1B)."""
+    senders: int = 0
+    """Processors of a device that only send and receive tokens while the others compute."""
     deduplicated: bool = True
     """A token that goes to several experts of one rank, or of one node, travels there once (DeepEP, HybridEP)."""
     permute: bool = True
@@ -153,6 +160,14 @@ class Workload:
     def enough(self) -> int:
         """The smallest number of microbatches with the same steady state as the full count (`schedule.enough`)."""
         return enough(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
+
+    @property
+    def reductions(self) -> int:
+        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule a stage computes as many
+        microbatches one after the other as there are pipeline ranks."""
+        if self.practice.reduces == "microbatch":
+            return self.microbatches
+        return 1 if self.plan.chunks == 1 else -(-self.microbatches // self.plan.pipeline)
 
     @cached_property
     def width(self) -> int:

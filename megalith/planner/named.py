@@ -1,18 +1,22 @@
 """Trainings that were published by name, with their layouts, predicted: `python -m megalith.planner.named` prints them side by side.
 
 No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
-predicted, and the fastest is taken, as for the rows of measurements.
+predicted, and the fastest that fits is taken, as for the rows of measurements.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megalith.cost.estimate import Estimate, estimate
+from megalith.cost.calibrate import choose
+from megalith.cost.constants import calibration
+from megalith.cost.estimate import Estimate
+from megalith.cost.parts import parts
 from megalith.cost.prefill import prefill
 from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.software import EAGER_2023, PLAIN_2021
 from megalith.cost.workload import Practice, Workload
+from megalith.planner.candidates import even_layers
 from megalith.planner.published.flops import step_flops
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec import cluster as clusters
@@ -54,7 +58,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The fastest of the choices, and its figure in the source's unit."""
+    """The fastest of the choices that fit, and its figure in the source's unit."""
 
     named: Named
     workload: Workload
@@ -88,10 +92,11 @@ UNITS: dict[Unit, Callable[[Workload, Estimate], float]] = {
 
 def replay(named: Named) -> Replayed:
     """Predict it."""
-    predict = prefill if named.forward_only else estimate
-    found = [(workload, predict(workload)) for workload in named.workloads()]
-    workload, best = min(found, key=lambda one: one[1].time.step)
-    return Replayed(named, workload, best)
+    choices = named.workloads()
+    if named.forward_only:
+        (workload,) = choices
+        return Replayed(named, workload, prefill(workload))
+    return Replayed(named, *choose([(workload, parts(workload)) for workload in choices], calibration()))
 
 
 def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
@@ -106,21 +111,16 @@ def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
     return tuple(_plan(interleaving(n), chunks=n, **sizes) for n in chunks)
 
 
-def _even(stages: int) -> tuple[int, ...]:
-    """Llama 3.1 405B's 126 blocks: one fewer on the first stage and on the last."""
-    each = 128 // stages
-    return (each - 1, *(each,) * (stages - 2), each - 1)
-
-
 LLAMA3 = "arXiv:2407.21783, table 4"
 
-PYTORCH_2024 = Practice(overlap_tensor=False)
+PYTORCH_2024 = Practice(overlap_tensor=False, reduces="run")
 """Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
-parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2)."""
+parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2). Gradients are added up in fp32
+over microbatches, and then reduced."""
 
-DEEPSEEK = Practice(overlap_expert=True, moment_bytes=4, sparing=True)
-"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1); moments are in bf16,
-and activations are kept in few bits (section 3.3.3)."""
+DEEPSEEK = Practice(overlap_expert=True, senders=20, moment_bytes=4, sparing=True)
+"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20 processors
+of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
 
 CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
 """LLaMA's: xformers' attention of the first generation; activations that are expensive to recompute are kept (arXiv:2302.13971,
@@ -128,19 +128,18 @@ section 2.4)."""
 
 
 def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> Named:
+    """One of the paper's layouts. Optimizer states and gradients are sharded, weights are not. The first chunk has only the embedding and
+    the last only the output, so that each of the other 126 has one block (section 3.3.2)."""
     data = devices // (8 * 16 * context)
-    plans = tuple(
-        _plan(
-            "interleaved", data=data, context=context, context_method="gather", tensor=8, pipeline=16, chunks=chunks,
-            layers=_even(16 * chunks),
-        )
-        for chunks in (2, 4)
+    plan = _plan(
+        "interleaved", data=data, zero=2, context=context, context_method="gather", tensor=8, pipeline=16, chunks=8,
+        layers=even_layers(126, 128),
     )  # fmt: skip
     batch = 2**24 // seq_len
     layout = f"TP8 CP{context} PP16 DP{data}"
     name = f"Llama 3.1 405B, {devices:,} H100, {layout}, sequences of {seq_len:,}"
     return Named(
-        name, "llama3.1-405b", f"h100:{devices}", plans, seq_len, batch, published, "TFLOP/s", LLAMA3, practice=PYTORCH_2024
+        name, "llama3.1-405b", f"h100:{devices}", (plan,), seq_len, batch, published, "TFLOP/s", LLAMA3, practice=PYTORCH_2024
     )
 
 
@@ -150,11 +149,12 @@ NAMED: tuple[Named, ...] = (
     _llama3(16_384, 380, seq_len=131_072, context=16),
     Named(
         "DeepSeek-V3, 2,048 H800, PP16 (DualPipe) EP64 DP128, ZeRO 1, 8 bits", "deepseek-v3", "h800:2048",
-        (
+        tuple(
             _plan(
-                "dualpipe", data=128, expert=64, pipeline=16, recompute="selective",
+                "dualpipe", data=128, expert=64, pipeline=16, recompute="selective", layers=layers,
                 recompute_parts=("attention_norm", "mlp_norm", UP_PROJECTION, EXPERTS_ACTIVATION),  # sections 3.2.3 and 3.3.3
-            ),
+            )
+            for layers in (None, *((first, *(4,) * 14, 5 - first) for first in range(1, 5)))  # 61 blocks
         ),
         4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2", "mxfp8", DEEPSEEK,
     ),

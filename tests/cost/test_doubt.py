@@ -5,7 +5,7 @@ from math import exp, log, sqrt
 
 import pytest
 
-from megalith.cost.doubt import KINDS, Residual, Spread, as_toml, bundled, by_group, estimated, quantile, spread
+from megalith.cost.doubt import KINDS, Residual, Spread, _deviation, as_toml, bundled, by_group, estimated, quantile, spread
 
 SPREAD = Spread(bias=0.05, between=0.15, within=0.08, reach=1.4, reach_known=1.4, groups=10, rows=100)
 
@@ -29,6 +29,21 @@ def test_intervals_of_80_percent_hold_80_percent_of_rows_of_new_stacks():
 def test_deviations_are_found_again():
     known = spread(drawn(2, groups=200))
     assert (known.bias, known.between, known.within) == pytest.approx((0.1, 0.2, 0.08), abs=0.04)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 10, 30])
+def test_the_deviation_of_few_values_is_not_too_small(count: int):
+    """Without the correction, four values would show 0.73 of their deviation."""
+    draw = random.Random(count)
+    found = [_deviation([draw.gauss(5.0, 1.0) for _ in range(count)]) for _ in range(4000)]
+    assert sum(found) / len(found) == pytest.approx(1.0, abs=0.05)
+
+
+def test_few_stacks_say_less_about_another_one():
+    """Their rows are alike, so a row of another stack is followed further if few stacks are known: their bias is uncertain."""
+    few, many = ({str(n): [own, own + 0.02, own - 0.02] for n, own in enumerate([-0.1, 0.1] * times)} for times in (1, 30))
+    moved = [spread(groups).learn([0.2]).mean for groups in (few, many)]
+    assert moved[0] > moved[1] > 0
 
 
 def test_rows_of_a_stack_narrow_its_interval_and_move_it_toward_them():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -9,7 +10,8 @@ from megalith.cost.estimate import StageTime, _bubble, _idle, estimate
 from megalith.cost.memory import numbers, shares
 from megalith.cost.network import Line, rate
 from megalith.cost.parts import parts
-from megalith.cost.time import Setting, Spent
+from megalith.cost.profile import Product
+from megalith.cost.time import Setting, Spent, product_seconds
 from megalith.cost.workload import Practice
 from megalith.spec.model import AheadSpec
 from megalith.spec.plan import Plan
@@ -36,6 +38,29 @@ def test_the_terms_of_a_step_add_up_to_it(plan):
     time = estimate(workload(dense(), plan)).time
     terms = vars(time).copy()
     assert terms.pop("step") == pytest.approx(sum(terms.values()))
+
+
+def test_processors_that_send_tokens_compute_nothing():
+    """A large product takes twice as long on half of the processors, and its bytes move as before."""
+    load = workload(mixture(), Plan(data=4, expert=4))
+    half = replace(load, practice=replace(load.practice, senders=calibration().devices["hopper"].units // 2))
+    settings = [Setting.of(one, calibration()) for one in (load, half)]
+    large = Product("F", 16_384, 16_384, 16_384, 1, weight=True)
+    first, second = (product_seconds(large, setting, "bf16") for setting in settings)
+    assert second == pytest.approx(2 * first, rel=0.01)
+    assert settings[0].bandwidth == settings[1].bandwidth
+
+
+def test_gradients_added_up_over_microbatches_are_reduced_less_often():
+    """Under an interleaved schedule a stage computes as many microbatches in a row as there are pipeline ranks; without chunks,
+    nothing comes between two microbatches of the only stage."""
+    run = Practice(reduces="run")
+    chunked = Plan(pipeline=2, chunks=2, schedule="interleaved", zero=2, data=2)
+    times = [workload(dense(), plan, practice=run).reductions for plan in (chunked, Plan(pipeline=2, zero=2, data=2))]
+    assert times == [8 // 2, 1]
+    assert workload(dense(), chunked).reductions == 8
+    after, each = (estimate(workload(dense(), chunked, practice=practice)).time.data for practice in (run, Practice()))
+    assert after < each
 
 
 def test_experts_are_predicted_too():

@@ -119,6 +119,35 @@ def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
         assert 0.85 * exact[rank] <= found.activations <= exact[rank]
 
 
+ALONE = Plan(pipeline=3, chunks=2, schedule="interleaved", zero=2, data=2, layers=(0, 1, 1, 1, 1, 0))
+
+
+def test_a_stage_of_the_embedding_or_the_head_alone_keeps_no_block():
+    """The rank with the embedding holds one block fewer than its neighbour, and so does the rank with the head."""
+    load = workload(dense(4), ALONE, global_batch=24)
+    held = shares(load, traced := parts(load)).held
+    assert [sum(times for _, times in here.blocks) for here in held] == [1, 2, 1]
+    assert [(here.embedding, here.head) for here in held] == [(True, False), (False, False), (False, True)]
+    block, ends = traced.blocks[0].weights, (traced.embedding.weights, traced.head.weights)
+    assert [numbers(load, traced, here).dense for here in held] == [block + ends[0], 2 * block, block + ends[1]]
+
+
+def test_gradients_added_up_over_a_run_of_microbatches_are_those_of_one_chunk():
+    load = workload(dense(4), ALONE, global_batch=24)
+    traced = parts(load)
+    late = replace(load, practice=replace(load.practice, reduces="run"))
+    first, second = (every_rank(one, traced, GENERATION)[1].gradients for one in (load, late))
+    assert second - first == load.gradient_bytes * traced.blocks[0].weights
+
+
+def test_temporary_tensors_of_an_update_take_the_place_of_activations():
+    plain, large = (workload(dense(), Plan(), practice=Practice(update_bytes=size)) for size in (0, 1e4))
+    before, after = (memory(load, traced := parts(load), GENERATION) for load in (plain, large))
+    held = numbers(large, traced, shares(large, traced).held[0]).dense
+    assert after.working + after.activations + after.logits == pytest.approx(1e4 * held)
+    assert before.working < after.working
+
+
 DENSE_FIRST = mixture(14).model_copy(update={"blocks": dense(3).blocks + mixture(11).blocks})
 """Like DeepSeek-V3: the first blocks have no experts, and are smaller."""
 

@@ -51,8 +51,8 @@ def test_the_layouts_are_those_of_the_fields_large_trainings():
     said = {(one.preset, one.seq_len): one.plans[0] for one in NAMED if not one.forward_only}
     sizes = {key: (plan.tensor, plan.pipeline, plan.data, plan.expert, plan.zero) for key, plan in said.items()}
     assert sizes == {
-        ("llama3.1-405b", 8192): (8, 16, 128, 1, 1),
-        ("llama3.1-405b", 131_072): (8, 16, 8, 1, 1),
+        ("llama3.1-405b", 8192): (8, 16, 128, 1, 2),
+        ("llama3.1-405b", 131_072): (8, 16, 8, 1, 2),
         ("deepseek-v3", 4096): (1, 16, 128, 64, 1),
         ("gpt3-175b", 2048): (8, 16, 8, 1, 1),
         ("llama1-65b", 2048): (8, 8, 16, 1, 1),

@@ -76,6 +76,13 @@ def test_what_is_published_to_have_run_out_of_memory_does_not_fit():
     assert checked == 4
 
 
+def test_internevo_s_memory_rows_are_7b_with_the_temporary_tensors_of_its_update():
+    """Their notes name InternLM-20B, which the source measured on more devices than these."""
+    (row,) = [row for row in ROWS if row.name == "internevo-0056"]
+    (choice,) = express(row).choices
+    assert (len(choice.model.blocks), choice.model.dim, choice.practice.update_bytes) == (32, 4096, 12)
+
+
 def test_megatron_bridge_s_gb_are_decimal():
     """The figures themselves show it: recomputing the activations of 23 expert layers saved 4.194 of the printed "GB", and their size
     is known: 6 of 128 experts a token, 8,192 tokens, width 1,856, 16 bits."""

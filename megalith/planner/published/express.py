@@ -147,8 +147,6 @@ def _model(row: Row) -> ModelSpec:
         raise CannotSayError(f"the source gives no sizes of {row.text('model')}")
     if "hybrid" in sizes:
         return _hybrid(row, sizes)
-    if "InternLM-20B" in row.text("notes"):  # the model column names the page's usual model; the note says which one this is
-        sizes = sizes | {"layers": 60, "hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 40}
     vocab = sizes.get("vocab")
     if isinstance(vocab, str) and (padding := re.search(r"divisible-by (\d+)", vocab)):
         vocab = -(-50257 // int(padding[1])) * int(padding[1])  # Megatron's GPT-2 tokenizer, padded

@@ -37,6 +37,11 @@ NETWORK = (  # (what the column says, bytes/s out of a device)
     ("8x400Gb", 50e9),
 )
 
+FLAT_ADAMW = 4 + 2 * 4
+"""Bytes for each parameter that InternEvo updates at once, as one flat tensor in fp32 (solver/optimizer/hybrid_zero_optim.py and
+fsdp_optimizer.py): the gradient in fp32, and two temporary tensors of torch's AdamW (`_single_tensor_adamw`: the root of the second moment,
+and that over its correction)."""
+
 SOFTWARE = {  # source group -> the software its runs used
     "sc21": PLAIN_2021,
     "korthikanti22": PLAIN_2021,
@@ -44,7 +49,7 @@ SOFTWARE = {  # source group -> the software its runs used
     "vtrain-single": PLAIN_2021,
     "vtrain-multi": PLAIN_2021,
     "ds-azure": replace(PLAIN_2021, overlap_data=True, gradient_bytes=2, gathers="module"),
-    "internevo": replace(EAGER_2023, gradient_bytes=2, flash=1, gathers="rank"),
+    "internevo": replace(EAGER_2023, gradient_bytes=2, update_bytes=FLAT_ADAMW, flash=1, gathers="rank"),
     "mosaic": replace(EAGER_2023, loss="fused", flash=1),  # llm-foundry of 2023: flash-attn 1, its cross-entropy
     "nanotron": replace(EAGER_2023, loss="copied"),
     "vocab-pp": EAGER_2023,
