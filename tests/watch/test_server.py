@@ -222,7 +222,7 @@ def test_text_of_a_run_is_never_part_of_the_page(tmp_path: Path) -> None:
     for page in (_ask(one, _path(one))[2], out.read_text(encoding="utf-8")):
         assert page.count("<script") == 2 and page.count("</script>") == 2 and "<img" not in page
         given: Any = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-        assert given["names"] == [EVIL]
+        assert [name.startswith(EVIL) for name in given["names"]] == [True]
     one.close()
 
 
