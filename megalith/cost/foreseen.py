@@ -2,17 +2,17 @@
 bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch unless a part must be traced."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from megalith.cost import released
 from megalith.cost.constants import Calibration, calibration
+from megalith.cost.course import DOES, Part, moments
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import streamed
-from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
+from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
@@ -24,7 +24,7 @@ from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, Schedule, computations
 from megalith.schedule.action import parts as actions_of
-from megalith.schedule.lower import WEIGHT_GRADIENTS, Program
+from megalith.schedule.lower import Program
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
@@ -33,9 +33,6 @@ from megalith.spec.state import DISK_SLOTS
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Exchange of a profile -> the collective under which a dry run counts it. A ring is sends and receives."""
-
-DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
-"""Computation of a schedule -> phases of a profile."""
 
 WIDE = 4
 """Bytes of a number in fp32."""
@@ -93,11 +90,10 @@ class _Here:
 
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
+    parts: dict[int, tuple[Part, ...]]
     weights: dict[int, tuple[Numbers, ...]]
     gathered: dict[int, tuple[Numbers, ...]]
     """The bytes in which these travel when they are gathered"""
-    arriving: float
-    """The bytes in which the largest part is gathered"""
     kept: float
     """Bytes of messages that are kept until the end of the step, because weights are rounded once and gathered often"""
     segments: dict[int, tuple[tuple[int, ...], ...]]
@@ -166,9 +162,11 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     return _Here(
         actions=tuple(action for slot in row for action in actions_of(slot)),
         stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
+        parts={
+            stage: tuple(map(_part, numbers[where], profiles[where], weights[where], sent[where])) for stage, where in own.items()
+        },
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
         gathered={stage: tuple(chain(*sent[where])) for stage, where in own.items()},
-        arriving=max(map(sum, chain(*chain(*(each[where] for where in own.values()))))),
         kept=sum(
             kept(workload, traced.blocks[number], number)
             for where in own.values()
@@ -194,6 +192,12 @@ def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[at] - 1 for at in run) for run in cut)
 
 
+def _part(block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers]) -> Part:
+    """Return a part with the sums over its buckets of weights."""
+    whole, bytes = (Numbers(*map(sum, zip(*each, strict=True))) for each in (weights, sent))
+    return Part(block, profiles, whole, bytes)
+
+
 def _head(traced: Parts) -> tuple[Profile, ...]:
     """The head's profiles; with multi-token prediction, also a block and the output for each further token."""
     if traced.ahead is None:
@@ -203,28 +207,26 @@ def _head(traced: Parts) -> tuple[Profile, ...]:
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
     """Return the state as in `cost.memory`, by the categories of a dry run: the optimizer's own copy of the weights counts as
-    weights. Gradients and activations are those of the program at the moment when their sum is largest."""
+    weights. Everything else is that of the program's fullest moment."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
-    mine = updated(workload, numbers(workload, traced, shares(workload, traced).held[place]))
-    own = mine * workload.master_bytes
+    held = shares(workload, traced).held[place]
+    lasting = found.weights - whole_bytes(workload, traced, held)
+    own = updated(workload, numbers(workload, traced, held)) * workload.master_bytes
     if workload.width < WIDE:
         near = own * (1 - plan.state.away)
-        apart = plan.state.weights_away and plan.shards > 1  # one part is whole, and the next one in messages
-        whole = workload.width * _largest(here) if apart else found.weights
-        weights, optimizer = whole + near, found.optimizer - near
+        weights, optimizer = lasting + near, found.optimizer - near
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
-        weights, optimizer = found.weights + apart * own, found.optimizer
-    moments = _released_moments if plan.state.release else _moments
-    gradients, activations = max(moments(workload, traced, here), key=sum)
-    gradients += compared_bytes(workload, numbers(workload, traced, shares(workload, traced).held[place]))
+        weights, optimizer = lasting + apart * own, found.optimizer
+    fullest = max(moments(workload, traced, here.actions, here.parts, here.segments), key=sum)
+    gradients = fullest.gradients + compared_bytes(workload, numbers(workload, traced, held))
     return {
-        "weights": weights,
+        "weights": weights + fullest.weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": activations,
-        "buffers": _travelling(workload, here) + streamed(workload),
+        "activations": fullest.activations,
+        "buffers": fullest.buffers + here.kept + streamed(workload),
     }
 
 
@@ -236,111 +238,6 @@ def _elsewhere(workload: Workload, traced: Parts, place: int) -> dict[str, float
     here = shares(workload, traced).held[place]
     kept = updated(workload, numbers(workload, traced, here)) * workload.state_bytes + rest_bytes(workload, traced, here)
     return {state.optimizer: state.away * kept * (DISK_SLOTS if state.optimizer == "disk" else 1)}
-
-
-def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
-    """Yield bytes of gradients and of activations during each computation, and after the last.
-
-    A stage's gradients are added up from its first backward until they are reduced; then the rank keeps its share. From ZeRO 2 on they
-    leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
-    """
-    saved = {stage: _kept(traced, here, stage) for stage in here.stages}
-    sums = {stage: workload.gradient_bytes * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
-    largest = _largest(here)
-    passing = largest * workload.width if workload.width < workload.gradient_bytes else 0.0
-    kept, shares, adding = 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
-    for action in here.actions:
-        stage = action.stage
-        if action.kind in DOES:
-            kept += saved[stage] if action.kind == "F" else 0.0
-            if action.kind in WEIGHT_GRADIENTS:
-                adding[stage] = sums[stage] if workload.plan.zero < 2 else largest * workload.gradient_bytes
-            form = action.kind in WEIGHT_GRADIENTS
-            yield sum(shares.values()) + sum(adding.values()) + form * passing, kept + _temporary(traced, here, action)
-            kept -= saved[stage] if form else 0.0
-        elif action.kind == "REDUCE":
-            adding[stage], shares[stage] = 0.0, _share(workload, here.weights[stage])
-    yield sum(shares.values()) + sum(adding.values()), kept
-
-
-def _released_moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
-    """Yield bytes of gradients and of activations where gradients are released, during each computation. For a backward, also
-    during that of the head, whose logits are freed before the blocks' backwards begin."""
-    ends = [
-        any(profile is part for profiles in here.stages.values() for profile in profiles)
-        for part in (traced.embedding, traced.head)
-    ]
-    waits = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
-    kept, largest = 0.0, released.held(workload, _largest(here))
-    for action in here.actions:
-        if action.kind not in DOES:
-            continue
-        saved = _kept(traced, here, action.stage)
-        kept += saved if action.kind == "F" else 0.0
-        yield waits, kept + _temporary(traced, here, action)
-        if action.kind in WEIGHT_GRADIENTS:
-            yield waits + largest, kept + _working(traced, here, action.stage)
-            kept -= saved
-
-
-def _kept(traced: Parts, here: _Here, stage: int) -> float:
-    """Bytes that a microbatch's forward through a stage leaves for its backward. The head leaves nothing: its backward follows."""
-    within = [traced.blocks[number].saved for run in here.segments[stage] for number in run[1:]]
-    return sum(profile.saved for profile in here.stages[stage] if profile is not traced.head) - sum(within)
-
-
-def _largest(here: _Here) -> float:
-    """Numbers of the largest part; blocks that predict further tokens are parts for themselves here."""
-    return max(profile.weights + profile.expert_weights for profiles in here.stages.values() for profile in profiles)
-
-
-def _share(workload: Workload, parts: tuple[Numbers, ...]) -> float:
-    """Bytes of a rank's share of reduced gradients."""
-    mesh = Mesh.of(workload.plan)
-    shards, expert_shards = mesh.state[2], mesh.experts[2]
-    return workload.gradient_bytes * sum(part.dense / shards + part.expert / expert_shards for part in parts)
-
-
-def _temporary(traced: Parts, here: _Here, action: Action) -> float:
-    """The most that a computation holds besides what is kept for backward: the head's logits, or what a block's backward works with."""
-    profiles = here.stages[action.stage]
-    logits = traced.head.saved + traced.head.working if any(profile is traced.head for profile in profiles) else 0.0
-    if action.kind == "F":
-        return logits
-    return max(logits, _working(traced, here, action.stage))
-
-
-def _working(traced: Parts, here: _Here, stage: int) -> float:
-    """The most that a block's backward works with."""
-    working = (profile.working for profile in here.stages[stage] if profile is not traced.head)
-    return max(_inside(traced, here, stage), *working, 0.0)
-
-
-def _inside(traced: Parts, here: _Here, stage: int) -> float:
-    """The most that a segment holds besides its input while it runs again and its blocks' backwards follow."""
-    if traced.segments is None:
-        return 0.0
-    blocks = traced.segments.inside
-    return max(
-        (
-            sum(blocks[number].saved for number in run)
-            - traced.blocks[run[0]].saved
-            + max(blocks[number].working for number in run)
-            for run in here.segments[stage]
-        ),
-        default=0.0,
-    )
-
-
-def _travelling(workload: Workload, here: _Here) -> float:
-    """Bytes of the buffers that send weights and gradients of the largest part while a backward runs: none below ZeRO 2."""
-    plan = workload.plan
-    arriving = here.arriving if plan.zero == 3 and plan.shards > 1 else 0
-    if plan.state.release:
-        return released.travelling(workload, _largest(here)) + arriving + here.kept
-    if plan.zero < 2 or plan.shards == 1:
-        return 0.0
-    return _largest(here) * workload.gradient_bytes + arriving + here.kept
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:

@@ -185,12 +185,13 @@ def _rank(
     own, held = _own(parts, here), numbers(workload, parts, here)
     shards, expert_shards = workload.shards
     state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
-    whole = _whole(workload, parts, here, shards)
+    whole = whole_bytes(workload, parts, here)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     working = generation.working * own.working + rounding_bytes(workload, parts)
     saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
-    temporary = max(update.home_bytes(workload, here), workload.practice.update_bytes * updated(workload, held))
+    others = workload.practice.update_bytes * updated(workload, held)
+    temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)
     updating = temporary - saved  # activations are gone by then
     rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away
     on_disk = workload.plan.state.optimizer == "disk"
@@ -361,23 +362,24 @@ def non_torch(workload: Workload) -> float:
     return found + sum(GROUP if axis > 2 else PAIR for axis in axes if axis > 1)
 
 
-def _whole(workload: Workload, parts: Parts, here: Held, shards: int) -> float:
+def whole_bytes(workload: Workload, parts: Parts, here: Held) -> float:
     """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
     of a block where there are three matrices or more. Where no other weights are on the device, the embedding or the head may be one of
     the two."""
-    largest = _own(parts, here).largest
+    largest, (shards, _) = _own(parts, here).largest, workload.shards
     if workload.plan.zero == 3 and workload.plan.state.weights_away:
         return workload.width * (largest + max(largest, *_ends(parts, here)))
-    if workload.plan.zero != 3 or shards == 1:
+    gathered = 1.0 if shards > 1 else 1 - workload.lasting
+    if workload.plan.zero != 3 or not gathered:
         return 0.0
-    return workload.width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
+    return workload.width * largest * gathered * (2 if workload.practice.gathers == "block" else 1 / 3)
 
 
 def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
     """Bytes of weights, gradients and optimizer for this many parameters, as in ZeRO (Rajbhandari et al. 2019), of host memory,
     and of the host's disk."""
     zero, practice, state = workload.plan.zero, workload.practice, workload.plan.state
-    weights = 0.0 if state.weights_away else workload.width * numbers / (shards if zero == 3 else 1)
+    weights = workload.width * workload.lasting * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
         return weights, 0.0, 0.0, 0.0, 0.0
     gradients = workload.gradient_bytes * numbers / (shards if zero >= 2 else 1)

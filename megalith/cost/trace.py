@@ -175,10 +175,11 @@ def _run(
         given = 0 if isinstance(out, Loss) else bytes_of(result)
         saved = recorder.alive - given + (0 if inputs is None else bytes_of(x))
         spared = recorder.spared(layout) if layout.kept < layout.width else 0.0
-        grad = torch.empty_like(result)
+        grad, chunked = torch.empty_like(result), layout.loss == "chunked" and isinstance(out, Loss)
         del out
         recorder.phase = "I"
-        recorder.peak = recorder.alive
+        if not chunked:  # chunks of logits come and go in the forward
+            recorder.peak = recorder.alive
         with deferring(queue):
             torch.autograd.backward(result, grad)
         working = recorder.peak - saved

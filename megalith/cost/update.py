@@ -1,6 +1,7 @@
 """Cost of an update beyond one pass over the state: moments with another rule, whole matrices, and their messages. No torch."""
 
 from functools import lru_cache
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalith.cost import network
@@ -11,7 +12,7 @@ from megalith.spec.model import BlockSpec, Growth
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, block_parameters, part_parameters
-from megalith.spec.state import Moments, bytes_each
+from megalith.spec.state import GRADIENT, PIECES, Moments, bytes_each
 from megalith.spec.treatment import is_matrix, slots_of, treatment
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 WIDTH = 2
 """Bytes of a number of a matrix on its way and in the iteration: bf16, as by default."""
+WIDE_BYTES = 4
+"""Bytes of a number in fp32."""
+ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
+"""Bytes of the temporary tensors that round one number of a piece, at their fullest moment, by the format that it is kept in:
+moments (`kernels.moments`), and lower halves of master weights (`kernels.halves`)."""
+JOINING = 12
+"""Bytes of the fp32 number that two halves are joined to, and of the temporary tensors on the way."""
 ITERATIONS = 5
 """Steps of the iteration, as by default."""
 
@@ -80,10 +88,9 @@ def _beyond(parameter: Parameter, workload: Workload) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _optimizer(kind: str, moments: Moments) -> OptimizerSpec:
-    return OptimizerSpec.model_validate(
-        {"kind": kind, "moments": moments.number, "moment_block": moments.block, "moment_least": moments.least}
-    )
+def _optimizer(kind: str, moments: Moments, master: str = "fp32") -> OptimizerSpec:
+    small = {"moments": moments.number, "moment_block": moments.block, "moment_least": moments.least}
+    return OptimizerSpec.model_validate({"kind": kind, "master": master} | small)
 
 
 def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
@@ -108,6 +115,39 @@ def home_bytes(workload: Workload, here: "Held") -> float:
     share, (rows, columns) = found.numbers / _ranks(workload), found.largest
     home = max(share, rows * columns)
     return WIDTH * (2 * share + 2 * home + 2 * rows * columns + 2 * min(rows, columns) ** 2)
+
+
+def opened_bytes(workload: Workload) -> float:
+    """Return the most bytes that an update on the device takes to bring a piece of a parameter's state in few bits to fp32, and to
+    round it again."""
+    wide = workload.moments.number == "fp32" and not workload.halved and workload.gradient_bytes == bytes_each([GRADIENT])
+    if wide or workload.frozen or not workload.practice.ours or workload.plan.state.away == 1:
+        return 0.0
+    plan, mesh = workload.plan, Mesh.of(workload.plan)
+    dense = plan.tensor * (workload.shards[0] if plan.zero else 1)
+    experts = mesh.experts[3] * mesh.experts[4] * (workload.shards[1] if plan.zero else 1)
+    most = PIECES[workload.cluster.accelerator.kind] if OPTIMIZERS[workload.optimizer].unit == "element" else inf
+    how = workload.optimizer, workload.moments, workload.master, workload.gradient_bytes
+    parts = {part_parameters(workload.model, part) for part in workload.model.part_names}
+    opened = (each for part in parts for each in _opened(part, *how))
+    return max(each * min(most, one.numel / (experts if one.role == "experts" else dense)) for one, each in opened)
+
+
+@lru_cache(maxsize=1024)
+def _opened(
+    parameters: tuple[Parameter, ...], kind: str, moments: Moments, master: str, gradient_bytes: float
+) -> tuple[tuple[Parameter, float], ...]:
+    """Return each parameter, and the bytes that its update takes to bring a number's state to fp32, and to round it again."""
+    optimizer, found = _optimizer(kind, moments, master), []
+    gradient = 0 if gradient_bytes == WIDE_BYTES else WIDE_BYTES
+    for parameter in parameters:
+        slots = [slot for slot in treatment(parameter, optimizer, Growth()).slots if slot.number in ROUNDING]
+        near = WIDE_BYTES * sum(slot.category == "optimizer" for slot in slots)
+        opened, halved = gradient + WIDE_BYTES * len(slots), any(slot.category == "weights" for slot in slots)
+        rounds = max((ROUNDING[slot.number] for slot in slots), default=0)
+        following = near + (JOINING if halved else gradient)  # the next piece is opened while this one is still held
+        found.append((parameter, opened + max(rounds, following)))
+    return tuple(found)
 
 
 def seconds(workload: Workload, setting: Setting, here: "Held") -> float:

@@ -202,6 +202,14 @@ class Workload:
         return self.moment_bytes + (self.master_bytes if self.width < 4 else 0)
 
     @cached_property
+    def lasting(self) -> float:
+        """The part of the weights, or under ZeRO 3 of a rank's share, that lasts in the format that computes. Where it does not, a gather
+        makes it from the master weights."""
+        if self.plan.zero < 3 or not self.practice.ours or self.width == 4 or self.halved:
+            return 1.0
+        return 0.0 if self.plan.state.weights_away else self.plan.state.away
+
+    @cached_property
     def shards(self) -> tuple[int, int]:
         """The numbers of ranks over which ZeRO shares out the dense weights, and the experts; at least 1."""
         mesh = Mesh.of(self.plan)

@@ -16,6 +16,7 @@ from megalith.data.stream import Batch as Samples
 from megalith.machine.resident import most_resident_bytes
 from megalith.prove import fake
 from megalith.prove.meter import Memory, Meter, Traffic, Work
+from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import fragments
 from megalith.spec.state import MASTER
@@ -77,7 +78,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
         if unreal:
             stack.enter_context(fake.Fakes())
         stack.enter_context(meter)
-        trainer = assemble(spec, groups=groups, device=CPU)
+        trainer = assemble(spec, groups=groups, device=CPU, target=_target(spec))
         trainer.extremes.every = 0  # most steps have no look
         for moe in trainer.routers().values():
             moe.router.spec = moe.router.spec.model_copy(update={"balanced": True})
@@ -104,6 +105,11 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
         work=work,
         actions=[name for name, _, _ in done.spans if name not in ("WAIT", "UPDATE")],
     )
+
+
+def _target(spec: RunSpec) -> str:
+    """Return the kind of device that the run is for."""
+    return CPU.type if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.kind
 
 
 def _outer(trainer: Trainer) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
@@ -41,6 +41,11 @@ class Accelerator(Spec):
     def is_processor(self) -> bool:
         """True if ranks compute on the machine's processor, which torch calls "cpu"."""
         return "cpu" in self.device_names
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """The kind of device, by torch's name."""
+        return "cpu" if self.is_processor else "cuda"
 
     @property
     def half(self) -> Rate:

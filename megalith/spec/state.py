@@ -82,6 +82,9 @@ LOWER: Mapping[str, Slot] = {
 master weights in fp32."""
 UPPER = Slot("upper", number="bf16", category="weights", lasting=False)
 """A rank's share of the upper half, if the compute weights are gathered from it."""
+PIECES: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Approximate number of elements that an update of single elements has in fp32 at a time, by the kind of device, if the state is in few
+bits. On a CPU they stay in a processor's cache. On a GPU a kernel takes longer than its launch. The size changes no bit."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
 """The sums of gradients, from the first backward of a step to its update."""
 

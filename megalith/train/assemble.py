@@ -228,9 +228,11 @@ def assemble(
     load: bool = False,
     folder: Path | None = None,
     callbacks: Callbacks | None = None,
+    target: str | None = None,
 ) -> Trainer:
     """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn. `folder`: where
-    state on disk goes if the plan names no place; None: with temporary files. `callbacks`: the user's own.
+    state on disk goes if the plan names no place; None: with temporary files. `callbacks`: the user's own. `target`:
+    the kind of device that a dry run is for; None: `device`.
 
     Raises RuntimeError if the schedule's program has a fault (found before anything is sent), and StateFileError if a disk has no room.
     """
@@ -281,7 +283,7 @@ def assemble(
     executor = Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device))
     home = home_of(lots, plan.state, folder=folder, rank=groups.rank)
     state = State(parameters, buffers, slots, scale, home, usual, halved, gradient(spec.train.gradients))
-    rule = Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups))
+    rule = Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups), target=target)
     used = [[bucket for part in runner.buckets for bucket in part] for runner in runners.values()]
     within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock}
     return Trainer(

@@ -1,5 +1,6 @@
 """Predictions for a rank equal its dry run exactly, except for choices that are left to kernels, and padding of shares."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from megalith.cost.foreseen import Comparison, foresee, of_run
 from megalith.cost.gathered import packed_bytes
 from megalith.planner.beside import beside
+from megalith.prove.meter import CATEGORIES
+from megalith.spec import files
 from megalith.spec.run import RunSpec
 from tests.prove.dry import dry
 from tests.specs import TINY_EXPERTS, brief_run
@@ -94,6 +97,26 @@ def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
     assert wide.foreseen is not None and packed.foreseen is not None
     tokens = wide.foreseen / 4 / 2  # one of four messages, in half of the blocks
     assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0
+
+
+ROOT = Path(__file__).parents[2]
+CUT: dict[str, tuple[str, int, list[str]]] = {
+    "zero 3 in bf16": ("llama3.1-8b-h100", 0, ["model.layers=2", "train.global_batch=24"]),
+    "gpipe's last stage": ("cpu-gpipe", 3, ["train.precision=bf16"]),
+    "tensor ranks": ("cpu-small-state", 1, []),
+    "weights elsewhere": ("cpu-offload-weights", 1, []),
+    "weights elsewhere, one shard": ("cpu-offload-weights", 0, ["plan.data=1", "model.layers=4", "train.global_batch=4"]),
+    "experts": ("cpu-expert", 0, []),
+}
+
+
+@pytest.mark.parametrize("run", CUT.values(), ids=CUT)
+def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, int, list[str]]) -> None:
+    """The larger models have fewer layers here."""
+    name, rank, settings = run
+    spec = files.load(ROOT / "recipes" / f"{name}.toml", overrides=settings).spec
+    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=rank), dry(spec, rank))}
+    assert lines["memory.all"].gap == pytest.approx(0, abs=0.05), [lines[f"memory.{one}"] for one in CATEGORIES]
 
 
 GATHERED: dict[str, dict[str, Any]] = {

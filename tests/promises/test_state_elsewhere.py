@@ -299,11 +299,9 @@ def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any
 def test_weights_elsewhere_are_missing_on_the_device_as_predicted(place: dict[str, Any], shards: int) -> None:
     sizes = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
     spec = brief_run(plan={"data": shards, "zero": 3, "state": place}, model=sizes, train={"precision": "bf16"})
-    predicted, counted = foresee(of_run(spec), rank=shards - 1), dry(spec, shards - 1)
-    lines = {line.name: line for line in beside(predicted, counted)}
+    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=shards - 1), dry(spec, shards - 1))}
     assert lines[f"memory.{place['optimizer']}"].gap == pytest.approx(0, abs=0.03)
-    assert predicted.memory["weights"] == pytest.approx(counted.memory.most["weights"], rel=0.03)
-    assert lines["memory.all"].gap == pytest.approx(0, abs=0.15)  # activations and gradients depend on the moment of the peak
+    assert lines["memory.all"].gap == pytest.approx(0, abs=0.05)
 
 
 @pytest.mark.parametrize(("place", "share"), [("host", 1.0), ("host", 0.9), ("disk", 0.9)])

@@ -108,9 +108,10 @@ class Optimizer:
     """The rule of each parameter, which its row in `spec.optimizers` names. Ranks of one pipeline place hold shares of the same
     parameters, so they use the same rules."""
 
-    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole) -> None:
-        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage."""
-        self.treated, self.whole = treated, whole
+    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole, *, target: str | None = None) -> None:
+        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage.
+        `target`: the kind of device that a dry run is for; None: the tensors' own."""
+        self.treated, self.whole, self.target = treated, whole, target
         kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
         first = sorted(
             kinds, key=lambda kind: OPTIMIZERS[kind].unit != "matrix"
@@ -142,8 +143,9 @@ class Optimizer:
         small = None
         narrow = part.gradient.dtype != torch.float32
         if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":
-            alone = OPTIMIZERS[treatment.kind].unit == "element"
-            small = Small.of(part.name, treatment.slots, number, self.whole.cuts[part.name], alone=alone, narrow=narrow)
+            alone, cut = OPTIMIZERS[treatment.kind].unit == "element", self.whole.cuts[part.name]
+            target = self.target if part.home is None else None  # state elsewhere is updated there
+            small = Small.of(part.name, treatment.slots, number, cut, alone=alone, narrow=narrow, target=target)
         return part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps, small=small)
 
 

@@ -12,14 +12,12 @@ from torch import Tensor
 from megalith.kernels import moments
 from megalith.kernels.halves import join, split
 from megalith.spec.numbers import NUMBERS
-from megalith.spec.state import LOWER, Slot
+from megalith.spec.state import LOWER, PIECES, Slot
 from megalith.train.optimizers.whole import Cut
 
 if TYPE_CHECKING:
     from megalith.train.optimizers.rule import Part
 
-PIECE = 1 << 18
-"""Approximate number of elements in fp32 at a time, if each element is updated separately; they stay in a processor's cache."""
 WORD = 16
 """Bits that bf16 leaves of an fp32 number."""
 LANES = 64
@@ -40,13 +38,25 @@ class Small(NamedTuple):
     cut: Cut
     alone: bool
     """True if each element is updated separately, so that a part may come in pieces."""
+    target: str | None
+    """The kind of device that determines the size of pieces; None: that of the tensors."""
 
     @classmethod
-    def of(cls, name: str, slots: Sequence[Slot], number: int, cut: Cut, *, alone: bool, narrow: bool = False) -> "Small | None":
+    def of(
+        cls,
+        name: str,
+        slots: Sequence[Slot],
+        number: int,
+        cut: Cut,
+        *,
+        alone: bool,
+        narrow: bool = False,
+        target: str | None = None,
+    ) -> "Small | None":
         """None if all slots are wide, and the master weights too. `narrow`: the gradient is not in fp32."""
         moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
         lower = next((slot for slot in slots if slot in LOWER.values()), None)
-        found = cls(name, moments, lower, number, cut, alone)
+        found = cls(name, moments, lower, number, cut, alone, target)
         return found if narrow or found.few else None
 
     @property
@@ -58,6 +68,10 @@ class Small(NamedTuple):
     def masters(self) -> bool:
         """True if the master weights are in two halves."""
         return self.lower is not None
+
+    def _piece(self, device: torch.device) -> int:
+        """Return the number of elements in fp32 at a time, if each element is updated separately."""
+        return PIECES[self.target or device.type]
 
     def opened(self, part: "Part", *, weights_alone: bool = False) -> "Iterator[Part]":
         """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are stored at the next
@@ -81,7 +95,7 @@ class Small(NamedTuple):
         kept = {slot: part.slots[slot.name].view(len(weight), -1) for slot in slots}
         lower = None if self.lower is None else part.slots[self.lower.name].view(-1, columns)
         grain = LANES // gcd(columns, LANES)  # rows of whole vectors
-        step = max(grain, PIECE // columns // grain * grain) if self.alone else len(weight)
+        step = max(grain, self._piece(weight.device) // columns // grain * grain) if self.alone else len(weight)
         for start in range(0, len(weight), step):
             here = slice(start, start + step)
             near = {slot: wide(slot, tensor[here], columns) for slot, tensor in kept.items()}
@@ -107,8 +121,9 @@ class Small(NamedTuple):
             return
         weight, gradient = part.weight.view(-1), part.gradient.reshape(-1)
         moments = {slot.name: part.slots[slot.name].view(-1) for slot in self.slots}
-        for start in range(0, len(weight), PIECE):
-            here = slice(start, start + PIECE)
+        piece = self._piece(weight.device)
+        for start in range(0, len(weight), piece):
+            here = slice(start, start + piece)
             near = {name: moment[here] for name, moment in moments.items()}
             slots, first = {**part.slots, **near}, part.first + start
             yield part._replace(weight=weight[here], gradient=gradient[here].float(), slots=slots, first=first, small=None)

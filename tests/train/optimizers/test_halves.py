@@ -23,9 +23,10 @@ from megalith.prove.dryrun import count, single_documents
 from megalith.prove.parity import _together, shrink
 from megalith.prove.prove import prove
 from megalith.spec.run import RunSpec
+from megalith.spec.state import PIECES
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
-from megalith.train.optimizers.small import PIECE, Small
+from megalith.train.optimizers.small import Small
 from megalith.train.received import receive
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry
@@ -115,7 +116,7 @@ def test_eight_bits_are_the_same_wherever_they_are() -> None:
 
 
 WIDE = {"layers": 1, "dim": 128, "heads": 34, "kv_heads": 34, "head_dim": 64, "ffn": 64}
-"""A model whose query weights have more than `small.PIECE` numbers."""
+"""A model whose query weights have more than `PIECES["cpu"]` numbers."""
 NEAR = 0.9997
 """A factor that leaves most bf16 weights unchanged."""
 
@@ -141,7 +142,7 @@ def test_heads_are_scaled_in_all_bits_of_the_master_weights(optimizer: dict[str,
     others = [_with(spec, qk_clip=0.0), *(_with(spec, state=place, master="split8") for place in ({}, DISK))]
     name = "weights.blocks.0.attention.q.weight"
     ((exact, *found, unscaled, eight, on_disk),) = run_ranks(_clipped, 1, [spec, *halves, *others])
-    assert exact[name].numel() > PIECE and not torch.equal(exact[name], unscaled[name])
+    assert exact[name].numel() > PIECES["cpu"] and not torch.equal(exact[name], unscaled[name])
     assert all(torch.equal(held[key], exact[key]) for held in found for key in exact)
     assert torch.allclose(eight[name], exact[name], rtol=2**-13, atol=2**-19), "24 bits of each, rounded twice"
     assert not torch.equal(eight[name], exact[name]) and torch.equal(eight[name], on_disk[name])

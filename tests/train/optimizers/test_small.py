@@ -5,14 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.cost.update import _opened
+from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
+from megalith.prove.meter import Meter
 from megalith.prove.parity import _together
-from megalith.spec.run import RunSpec
-from megalith.spec.treatment import Treatment, treatments
+from megalith.spec.model import Growth
+from megalith.spec.run import OptimizerSpec, RunSpec
+from megalith.spec.sizes import Parameter
+from megalith.spec.state import PIECES
+from megalith.spec.treatment import Treatment, treatment, treatments
 from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.optimizers.rule import Optimizer, Part
+from megalith.train.optimizers.whole import Whole
 from megalith.train.received import receive
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks
@@ -46,6 +54,64 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor], spec: RunSp
     assert small
     keys = [key for key in expected if any(key.endswith(f".{name}") for name in small)]
     return [key for key in keys if not torch.equal(found[key], expected[key])]
+
+
+PIECED: dict[str, dict[str, Any]] = {
+    "fp8, halves": {"kind": "adamw", "moments": "fp8", "master": "split8"} | SMALL,
+    "bf16, halves": {"kind": "lion", "moments": "bf16", "master": "split16"} | SMALL,
+    "wide, gradients in bf16": {"kind": "adamw"},
+}
+
+
+@pytest.mark.parametrize("optimizer", PIECED.values(), ids=PIECED)
+def test_the_size_of_a_piece_changes_no_bit(optimizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes larger pieces than a CPU."""
+    spec = spec_of({"dim": 48, "head_dim": 12, "ffn": 72}, {}, **optimizer)  # no whole number of rows is a piece
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "bf16"})})
+    found = []
+    for size in (64, 1 << 10, PIECES["cuda"]):
+        monkeypatch.setitem(PIECES, "cpu", size)
+        found.append(run_ranks(_in_bf16, 1, spec)[0])
+    first, *others = found
+    assert all(torch.equal(other[key], first[key]) for other in others for key in first)
+
+
+def _in_bf16(rank: int, spec: RunSpec) -> dict[str, Tensor]:
+    """Return the state after three updates from gradients in bf16."""
+    trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+    for step in range(3):
+        set_gradients(trainer, step)
+        parts = [part._replace(gradient=part.gradient.bfloat16()) for part in trainer.state.parts()]
+        with torch.no_grad():
+            trainer.rule.update(parts, number=step, lr=trainer.lr)
+        trainer.state.settle()
+        trainer.state.drop_gradients()
+    return _together(trainer.state.laid(), trainer)
+
+
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("master", ["fp32", "split16", "split8"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+def test_a_piece_takes_the_bytes_foreseen(
+    moments: str, master: str, gradients: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is the most that an update holds besides what it changes, for each number of a piece."""
+    monkeypatch.setitem(PIECES, "cpu", 1 << 14)
+    optimizer = OptimizerSpec.model_validate({"kind": "adamw", "moments": moments, "master": master})
+    shape = (64, 1024)
+    described = Parameter("w", shape, "matrix")
+    treated = treatment(described, optimizer, Growth())
+    rule = Optimizer(optimizer, {"w": treated}, Whole.alone({"w": nn.Parameter(torch.zeros(shape))}, {"w": described}))
+    slots = {slot.name: torch.zeros(slot.shape_of(shape), dtype=DTYPE[slot.number]) for slot in treated.slots}
+    weight = torch.zeros(shape, dtype=torch.float32 if master == "fp32" else torch.bfloat16)
+    part = Part("w", weight, torch.zeros(shape, dtype=gradients), slots)
+    with Meter() as meter, torch.no_grad():
+        for tensor in (part.weight, part.gradient, *slots.values()):
+            meter.label(tensor, "weights")
+        meter.begin_step()
+        rule.update([part], number=0, lr=1e-3)
+    ((_, each),) = _opened((described,), "adamw", optimizer.small, master, gradients.itemsize)
+    assert meter.memory().peak["activations"] / PIECES["cpu"] == pytest.approx(each, rel=0.01, abs=0.01)
 
 
 # --- resumed runs ---

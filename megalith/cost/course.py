@@ -1,0 +1,191 @@
+"""Memory of one rank's program, moment by moment: everything beyond the state that lasts. No torch."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from megalith.cost import released
+from megalith.cost.parts import Numbers, Parts
+from megalith.cost.profile import Phase, Profile
+from megalith.cost.update import opened_bytes
+from megalith.cost.workload import Workload
+from megalith.mesh import Mesh
+from megalith.schedule.action import Action
+from megalith.schedule.lower import WEIGHT_GRADIENTS
+
+DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
+"""Computation of a schedule -> phases of a profile."""
+
+
+class Part(NamedTuple):
+    """One part of a stage."""
+
+    block: int | None
+    """Its number among the model's blocks; None: the embedding or the head."""
+    profiles: tuple[Profile, ...]
+    weights: Numbers
+    gathered: Numbers
+    """The bytes in which its weights travel when they are gathered."""
+
+
+class Moment(NamedTuple):
+    """Bytes by the categories of a dry run: weights that are gathered for a while, gradients, activations, and buffers of
+    messages."""
+
+    weights: float
+    gradients: float
+    activations: float
+    buffers: float
+
+
+def moments(
+    workload: Workload,
+    traced: Parts,
+    actions: tuple[Action, ...],
+    stages: Mapping[int, tuple[Part, ...]],
+    segments: Mapping[int, tuple[tuple[int, ...], ...]],
+) -> Iterator[Moment]:
+    """Yield what a rank holds while its program computes and reduces each part, and during the update. `segments`: the blocks of
+    each segment, by stage."""
+    course = _Course(workload, traced, stages, segments)
+    for action, then in zip_longest(actions, actions[1:]):
+        if action.kind == "F":
+            yield course.forward(course.stages[action.stage])
+        elif action.kind in DOES:
+            reduces = then is not None and (then.kind, then.stage) == ("REDUCE", action.stage)
+            yield from course.backward(course.stages[action.stage], forms=action.kind in WEIGHT_GRADIENTS, reduces=reduces)
+        elif action.kind == "REDUCE":
+            yield from course.reduce(course.stages[action.stage])
+    course.joined = 0.0
+    course.arrived.clear()
+    yield course.moment(activations=opened_bytes(workload))
+
+
+@dataclass
+class _Stage:
+    """A stage, and the gradients that the rank holds for it."""
+
+    parts: tuple[Part, ...]
+    saved: tuple[float, ...]
+    """Bytes that a microbatch's forward leaves in each part."""
+    inside: tuple[float, ...]
+    """The most that the backward of each part holds besides what forward left."""
+    shares: list[float]
+    """Bytes of this rank's share of each part's reduced gradients."""
+    sums: list[float]
+    """Bytes of each part's gradients that are added up until they are reduced."""
+
+
+class _Course:
+    """The running totals of a rank."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        traced: Parts,
+        stages: Mapping[int, tuple[Part, ...]],
+        segments: Mapping[int, tuple[tuple[int, ...], ...]],
+    ) -> None:
+        plan, self.workload, self.traced, self.kept = workload.plan, workload, traced, 0.0
+        self.stages = {number: self._stage(parts, segments[number]) for number, parts in stages.items()}
+        mesh = Mesh.of(plan)
+        copies, shards = (mesh.state[1], mesh.experts[1]), workload.shards
+        once = workload.width * (1 - workload.lasting)
+        self.gathers = Numbers(*(0.0 if plan.zero < 3 else workload.width if count > 1 else once for count in shards))
+        """Bytes of a weight that are there only while its part computes: of one that all tokens use, and of an expert's."""
+        self.sends = Numbers(*(float(plan.zero == 3 and count > 1) for count in shards))
+        """1 if a gather sends messages. If not, the whole weights of the next part are made at once."""
+        self.joins = Numbers(*(workload.gradient_bytes * (one * count > 1) for one, count in zip(copies, shards, strict=True)))
+        """Bytes of a gradient in the buffer that is reduced."""
+        self.shares = Numbers(*(workload.gradient_bytes / count for count in shards))
+        """Bytes of a reduced gradient on this rank."""
+        ends = [
+            any(part.profiles[0] is end for each in stages.values() for part in each) for end in (traced.embedding, traced.head)
+        ]
+        tied = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
+        self.waits = tied if plan.state.release else 0.0
+        """Bytes of a tied embedding's gradient that waits for its other part, where the others are released."""
+        self.arrived, self.joined = deque[float](maxlen=released.SHARES), 0.0
+        """Bytes of reduced shares that are not yet added up, and of the last part's gradients in the buffer that is reduced."""
+
+    def _stage(self, parts: tuple[Part, ...], segments: tuple[tuple[int, ...], ...]) -> _Stage:
+        head, again = self.traced.head, self.traced.segments
+        saved, inside = [], []
+        before = {number: run[: at + 1] for run in segments for at, number in enumerate(run)}
+        for part in parts:
+            saved.append(sum(one.saved for one in part.profiles))
+            inside.append(max(0.0 if one is head else one.working for one in part.profiles))
+            if again is not None and part.block is not None:
+                run = before[part.block]
+                graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
+                saved[-1] *= len(run) == 1  # one input for all blocks of the segment
+                inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
+        return _Stage(parts, tuple(saved), tuple(inside), [0.0] * len(parts), [0.0] * len(parts))
+
+    def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> Moment:
+        """Return what the rank holds with these bytes besides."""
+        held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
+        arrived, release = sum(self.arrived), self.workload.plan.state.release
+        gradients += held + arrived * release
+        return Moment(weights, gradients, self.kept + activations, self.joined + arrived * (not release))
+
+    def forward(self, stage: _Stage) -> Moment:
+        """Count a forward. It holds the most in the last part: if it is the head, logits, and gradients that are made of them."""
+        self.kept += sum(stage.saved)
+        last, head = stage.parts[-1], self.traced.head
+        logits = head.working if any(one is head for one in last.profiles) else 0.0
+        return self.moment(weights=_times(last.weights, self.gathers), activations=logits)
+
+    def backward(self, stage: _Stage, *, forms: bool, reduces: bool) -> Iterator[Moment]:
+        """Count a backward, or a half of one. `forms`: it forms gradients of weights, and frees what forward left. `reduces`: each
+        part's gradients are reduced when it is done."""
+        narrow = self.workload.width < self.workload.gradient_bytes
+        for number, part in reversed([*enumerate(stage.parts)]):
+            weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
+            new = self.workload.gradient_bytes * sum(part.weights)
+            made = self.workload.width * sum(part.weights) if narrow else 0.0 if stage.sums[number] else new
+            held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number])
+            yield held._replace(buffers=messages + held.buffers)
+            if forms:
+                self.kept -= stage.saved[number]
+                stage.sums[number] = new
+            if forms and reduces:
+                held = self.reduced(stage, number)
+                yield held._replace(buffers=messages + held.buffers, gradients=self.waits + held.gradients)
+
+    def reduce(self, stage: _Stage) -> Iterator[Moment]:
+        """Count the reduction of a stage's sums, part by part, if its last backward did not reduce them."""
+        for number, size in enumerate(stage.sums):
+            if size:
+                yield self.reduced(stage, number)
+
+    def reduced(self, stage: _Stage, number: int) -> Moment:
+        """Count the reduction of a part's gradients. Return the moment at which all buffers exist."""
+        part = stage.parts[number]
+        joined, mine = _times(part.weights, self.joins), _times(part.weights, self.shares)
+        first, release = not stage.shares[number], self.workload.plan.state.release
+        if release:
+            self.arrived.append(mine if joined else 0.0)
+        elif joined:
+            self.arrived.append(0.0 if first else mine)
+            stage.shares[number] = mine
+        held = self.moment()
+        held = held._replace(buffers=held.buffers + joined)
+        stage.sums[number], stage.shares[number], self.joined = 0.0, 0.0 if release else mine, joined
+        return held
+
+    def _gathered(self, part: Part, before: Part | None) -> tuple[float, float]:
+        """Return the bytes of gathered weights while a part computes, and those of the messages for the part before it."""
+        weights, messages = _times(part.weights, self.gathers), 0.0
+        if before is not None:
+            alone = Numbers(*(size * (1 - sends) for size, sends in zip(self.gathers, self.sends, strict=True)))
+            weights += _times(before.weights, alone)
+            messages += _times(before.gathered, self.sends)
+        return weights, messages
+
+
+def _times(numbers: Numbers, each: Numbers) -> float:
+    """Return the sum over both kinds of weights."""
+    return numbers.dense * each.dense + numbers.expert * each.expert
