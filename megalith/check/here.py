@@ -5,7 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
-from megalith.check.memory import state_bytes, total_state_bytes
+from megalith.check.memory import ROOM, rank_bytes, state_bytes, total_state_bytes
+from megalith.check.remedies import cheapest
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
 from megalith.spec.cluster import CALIBRATE
@@ -94,17 +95,30 @@ def memory_holds_the_state(here: Here) -> Found:
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     if here.on_gpus:
-        held, limit, where = float(state_bytes(case, case.plan)), machine.gpu_memory, "each GPU of this machine"
+        plan, ranks = case.plan, 1
+        held, limit, where = float(state_bytes(case, plan)), machine.gpu_memory, "each GPU of this machine"
         whose = "a rank"
     elif here.on_gpus is False:
         plan = case.plan if case.plan.state.optimizer == "disk" else case.plan.model_copy(update={"state": StateSpec()})
+        ranks = here.ranks
         held, limit, where = total_state_bytes(case, plan) * here.ranks / plan.ranks, machine.memory, machine.memory_of
         whose = f"for {_counted(here.ranks, 'rank')} on this machine"
     else:
         return
     if held > limit:
         reason = f"keeps at least {format_bytes(held)} of weights, gradients and moments {whose}, and {where} has {format_bytes(limit)}"
-        yield error("model.name", case.spec.model.name, reason, "Use a smaller model, or more machines with torchrun or srun.")
+
+        def fits(changed: RunSpec) -> bool:
+            return ranks * rank_bytes(replace(case, spec=changed)) <= ROOM * limit
+
+        way_out = cheapest(case.spec.model_copy(update={"plan": plan}), fits, host=here.on_gpus is not False)
+        other = "Or use" if way_out else "Use"
+        yield error(
+            "model.name",
+            case.spec.model.name,
+            reason,
+            f"{way_out}{other} a smaller model, or more machines with torchrun or srun.",
+        )
 
 
 def processors_run_the_ranks(here: Here) -> Found:

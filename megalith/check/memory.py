@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
+from megalith.check.remedies import cheapest
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
+from megalith.spec.plan import AUTO, Plan, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
@@ -20,6 +21,9 @@ from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PAIR = 2
 """Files of a rank with state on disk that updates alternate between."""
+
+ROOM = 0.9
+"""The part of a device's memory that a change must fit in to be named; the rest is for temporary tensors, context and fragments."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -76,20 +80,13 @@ def state_fits(case: Case) -> Found:
         return
     held = state_bytes(case, case.plan)
     if held > memory:
-        sharded = state_bytes(case, case.plan.model_copy(update={"zero": 3, "replicate": 1}))
         name = case.cluster.accelerator.name if case.cluster else ""
         reason = (
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, and {name} has {format_bytes(memory)}"
         )
-        way_out = f"plan.zero = 3 would keep {format_bytes(sharded)}. " if sharded < held else ""
-        moved = state_bytes(case, case.plan.model_copy(update={"state": StateSpec(optimizer="host")}))
-        if moved < held:
-            way_out += f'plan.state.optimizer = "host" or "disk" would keep {format_bytes(moved)} on it. '
-        fewer = case.spec.optimizer.model_copy(update={"moments": "fp8"})
-        rounded = state_bytes(replace(case, spec=case.spec.model_copy(update={"optimizer": fewer})), case.plan)
-        if rounded < held:
-            way_out += f'optimizer.moments = "fp8" would keep {format_bytes(rounded)}, and rounds moments. '
-        yield error("plan.zero", case.plan.zero, reason, f"{way_out}Use more of tensor, pipeline or data, or a smaller model.")
+        way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
+        other = "Or use more" if way_out else "No change on as many ranks is enough. Use more"
+        yield error("plan.zero", case.plan.zero, reason, f"{way_out}{other} of tensor, pipeline or data, or a smaller model.")
 
 
 def optimizer_is_sharded(case: Case) -> Found:
@@ -249,6 +246,32 @@ def state_bytes(case: Case, plan: Plan) -> int:
     return int(_held(case, plan, case.parameters, places))
 
 
+def rank_bytes(case: Case) -> float:
+    """About how many bytes the fullest rank keeps: state, activations, and the gradients of a part that are reduced."""
+    assert case.model is not None
+    plan, blocks = case.plan, case.parameters
+    whole = count_model(case.model)
+    ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
+    places = max(1, plan.pipeline // plan.sides)
+    state = state_bytes(case, plan) + _held(case, plan, ends, places=1) / min(places, 2)  # embedding and head are on two ranks
+    each = bytes_each([gradient(case.spec.train.gradients)])
+    part = max(ends.total / 2, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
+    return state + activation_bytes(case) + 2 * part * (each * (plan.holders > 1) + each)
+
+
+def activation_bytes(case: Case) -> float:
+    """About how many bytes of activations a rank keeps for backward. With recomputation these are each block's input, and one block."""
+    assert case.model is not None
+    plan, model = case.plan, case.model
+    saved = sum(_saved_numbers(block, model.dim) for block in model.blocks)
+    inputs = model.dim * len(model.blocks) + saved / len(model.blocks) * plan.pipeline
+    nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
+    numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)
+    in_flight = kind(plan.schedule).in_flight(plan.pipeline, max(1, case.spec.microbatches))
+    tokens = case.spec.train.seq_len * plan.microbatch * in_flight
+    return numbers * tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
+
+
 def _elsewhere(case: Case) -> list[Slot]:
     """The slots that may live elsewhere: those of the optimizer, and the master weights if products compute with other numbers."""
     narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
@@ -291,7 +314,8 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
             - sum(bytes_of(_elsewhere(case), numbers, **cut).values()) * plan.state.away
         )
         apart = shards > 1 or compute.name != MASTER.number
-        whole = numbers * compute.width if plan.zero < 3 and apart else 0
+        lasting_share = plan.state.away / shards if not plan.state.weights_away and compute.name != MASTER.number else 0
+        whole = numbers * compute.width * ((1 if apart else 0) if plan.zero < 3 else lasting_share)
         gradients = bytes_of([gradient(case.spec.train.gradients)], numbers, **cut)[
             "gradients"
         ]  # whole until the end of a step, below ZeRO-2

@@ -1,5 +1,6 @@
 """Resources that a run needs and this machine lacks."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_a_state_that_memory_cannot_hold_is_named(machine: Machine, settings: li
     assert [problem.key for problem in problems] == ["model.name"]
     where = "each GPU of this machine" if machine.gpus else machine.memory_of
     assert f"and {where} has" in problems[0].reason
+
+
+def test_the_cheapest_change_with_which_a_model_fits_this_machine_is_named_and_fits():
+    """Host memory is this machine's own, so state on the host saves nothing."""
+    laptop, settings = Machine(2, 16 * GIB), ["model.preset=llama-1b", "train.precision=bf16", "train.global_batch=1"]
+    (problem,) = (one for one in short(laptop, *settings) if one.key == "model.name")
+    first = problem.way_out.partition("The cheapest change that fits: ")[2].partition(". Or use")[0].partition(" (")[0]
+    changed = [word.replace(" = ", "=") for word in re.split(", | and ", first)]
+    assert changed and "host" not in first
+    assert [one for one in short(laptop, *settings, *changed) if one.key == "model.name"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""The cheapest change with which a run needs less memory. Arithmetic only: `megalith dryrun` counts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.problem import Problem
+from megalith.spec.run import RunSpec
+from megalith.spec.state import MASTER
+
+ROUNDS = frozenset(("train.gradients", "optimizer.moments", 'optimizer.master = "split8"'))
+"""Changes that round, so that results change."""
+
+
+class Change(NamedTuple):
+    """Values of a run file that save memory together."""
+
+    values: dict[str, Any]
+    cost: int
+    """Changes with a lower sum are preferred: those that cost nothing, then time, then accuracy, then the speed of a link or disk."""
+
+
+NONE = Change({}, 0)
+
+
+def changes(spec: RunSpec) -> Iterator[list[Change]]:
+    """Yield alternatives for each kind of change; the first one is to leave the run as it is."""
+    plan, narrow = spec.plan, PRECISIONS[spec.train.precision].compute.name != MASTER.number
+    more = range(plan.zero + 1, 4) if plan.holders > 1 else ()
+    yield [NONE, *(Change({"plan.zero": zero}, zero) for zero in more)]
+    light = ("full", "sqrt")
+    left = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
+    yield [NONE, *(Change({"plan.recompute": policy}, {"full": 5, "sqrt": 12}[policy]) for policy in left)]
+    if plan.microbatch > 1:
+        yield [NONE, Change({"plan.microbatch": 1}, 4)]
+    if narrow and spec.optimizer.master == "fp32":
+        yield [NONE, Change({"optimizer.master": "split16"}, 2), Change({"optimizer.master": "split8"}, 9)]
+    if narrow and spec.train.gradients == "fp32":
+        yield [NONE, Change({"train.gradients": "bf16"}, 8)]
+    if spec.optimizer.moments != "fp8":
+        yield [NONE, Change({"optimizer.moments": "fp8"}, 7)]
+    if plan.state.optimizer == "device":
+        yield [NONE, *_elsewhere()]
+
+
+def _elsewhere() -> Iterator[Change]:
+    """Yield the places of the state outside of the device."""
+    weights = {"plan.zero": 3, "plan.state.weights": "disk"}
+    for cost, place, others in (
+        (30, "host", {}),
+        (35, "disk", {}),
+        (38, "disk", {"plan.state.release": True}),
+        (40, "host", weights | {"plan.state.weights": "host"}),
+        (45, "disk", weights),
+        (48, "disk", weights | {"plan.state.release": True}),
+    ):
+        yield Change({"plan.state.optimizer": place, **others}, cost)
+
+
+def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
+    """Return the cheapest change with which the run fits and passes `megalith check`, as a sentence; empty if none does. `host`:
+    False where the memory of the host is what is too small."""
+    from megalith.check.rules import check  # whose rules ask for this
+
+    for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
+        values = {key: value for one in some for key, value in one.values.items()}
+        if not values or (not host and values.get("plan.state.optimizer") == "host"):
+            continue
+        changed = changed_by(spec, values)
+        if fits(changed) and not any(_concerns(problem) for problem in check(changed, files=False)):
+            return _sentence(values)
+    return ""
+
+
+def _concerns(problem: Problem) -> bool:
+    """True for an error that a change here may have caused."""
+    return problem.severity == "error" and problem.key.startswith(("plan.", "optimizer.", "train."))
+
+
+def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
+    """Return the run with other values, by their keys in a run file."""
+    found = spec
+    for key, value in values.items():
+        table, *names = key.split(".")
+        part = getattr(found, table)
+        if len(names) == 2:
+            value = getattr(part, names[0]).model_copy(update={names[1]: value})
+        found = found.model_copy(update={table: part.model_copy(update={names[0]: value})})
+    return found
+
+
+def _sentence(values: dict[str, Any]) -> str:
+    words = [f"{key} = {_written(value)}" for key, value in values.items()]
+    rounding = [word.partition(" ")[0] for word in words if word in ROUNDS or word.partition(" ")[0] in ROUNDS]
+    note = f" ({_listed(rounding)} round{'s' * (len(rounding) == 1)}, so results change)" if rounding else ""
+    return f"The cheapest change that fits: {_listed(words)}{note}. "
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _written(value: Any) -> str:
+    """Return a value as a run file has it."""
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
