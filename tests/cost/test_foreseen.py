@@ -102,6 +102,7 @@ def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
 ROOT = Path(__file__).parents[2]
 CUT: dict[str, tuple[str, int, list[str]]] = {
     "zero 3 in bf16": ("llama3.1-8b-h100", 0, ["model.layers=2", "train.global_batch=24"]),
+    "one gpu, small state": ("llama3.1-8b-one-gpu", 0, ["model.layers=2", "train.global_batch=2"]),
     "gpipe's last stage": ("cpu-gpipe", 3, ["train.precision=bf16"]),
     "tensor ranks": ("cpu-small-state", 1, []),
     "weights elsewhere": ("cpu-offload-weights", 1, []),
