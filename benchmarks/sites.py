@@ -6,9 +6,9 @@
 
 The loss is that of the merged weights on held-out text, after the last merge. Gaps are relative to data parallelism, or to the same method
 with 32 bits, for each seed. Bytes are those that a site sends for each token it trains. For merges they are counted, with scales and
-headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Two cases
-have a planted fault, which must show: differences with the wrong sign, and no error feedback. The file keeps finished
-cases, as benchmarks/cases.py says.
+headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Three cases
+have a planted fault, which must show: differences with the wrong sign, no error feedback, and eager steps of which only half is corrected.
+The file keeps finished cases, as benchmarks/cases.py says.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from megalith.train.validate import Validator
 
 MUON = {"kind": "muon", "iteration": "fp32"}
 STREAMING = {"fragments": 3, "overlap": 5}
+SPARSE = {"top_k": 64, "bits": 2, "lr": 1.0, "momentum": 0.0, "feedback_decay": 0.95}
 
 
 class Case(NamedTuple):
@@ -60,11 +61,16 @@ CASES = {
     "DiLoCo": Case({}),
     "streaming": Case(STREAMING),
     "streaming, 4 bits": Case(STREAMING | {"bits": 4}, beside="streaming"),
+    "eager": Case(STREAMING | {"eager": True}, beside="streaming"),
+    "eager, 4 bits": Case(STREAMING | {"bits": 4, "eager": True}, beside="eager"),
+    "top-k, 2 bits": Case(SPARSE, beside="DiLoCo"),
+    "top-k, 2 bits, streaming": Case(SPARSE | STREAMING, beside="top-k, 2 bits"),
     "data parallelism, Muon": Case(None, MUON),
     "Muon": Case({}, MUON, "data parallelism, Muon"),
     "Muon, 2 bits": Case({"bits": 2}, MUON, "Muon"),
     "fault: Muon, 2 bits, no feedback": Case({"bits": 2, "error_feedback": False}, MUON, "Muon"),
     "fault: DiLoCo, wrong sign": Case({}, fault="sign"),
+    "fault: eager, half a correction": Case(STREAMING | {"eager": True}, beside="eager", fault="half"),
 }
 SIZES = {"0.1M": (64, 2), "1.5M": (192, 4), "6.5M": (320, 6), "25M": (512, 8)}
 """Approximate number of parameters -> width and number of blocks."""
@@ -78,15 +84,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--inner-steps", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", choices=CASES, action="append", help="a case, with those it is compared with; default: all")
     parser.add_argument("--out", type=Path, default=None, help="where finished cases are kept; default: nowhere")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    names = _with_references(given.only) if given.only else [*CASES]
     like = (given.size, given.steps, given.inner_steps)
-    wanted = [(name, *like, seed) for seed in range(given.seeds) for name in CASES]
+    wanted = [(name, *like, seed) for seed in range(given.seeds) for name in names]
     measure = partial(measured, given.data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
-    _show({(row["case"][0], row["case"][4]): row for row in rows if row["case"][1:4] == [*like]}, given.seeds)
+    _show(names, {(row["case"][0], row["case"][4]): row for row in rows if row["case"][1:4] == [*like]}, given.seeds)
+
+
+def _with_references(names: Sequence[str]) -> list[str]:
+    """Return cases and all those that they are compared with, in the order of CASES."""
+    found = {*names, "data parallelism"}
+    while more := {CASES[name].beside for name in found} - found:
+        found |= more
+    return [name for name in CASES if name in found]
 
 
 def measured(data: str, device: str, at: tuple[str, str, int, int, int]) -> dict[str, float]:
@@ -146,6 +162,8 @@ def _train_site(trainer: Trainer, folder: Path, fault: str) -> int:
     if fault == "sign":
         found = outer.difference
         outer.difference = lambda anchor, weight, feedback: found(weight, anchor, feedback)  # type: ignore[assignment]
+    if fault == "half":
+        outer.correct = lambda weight, anchor, early: weight.add_((anchor - early) / 2)
     folder.mkdir(exist_ok=True)
     stream, sites = open_stream(trainer.run, "train"), build(trainer, folder, beat=lambda: None)
     sites.state.begin()
@@ -162,11 +180,12 @@ def _train_site(trainer: Trainer, folder: Path, fault: str) -> int:
     return sent
 
 
-def _show(rows: dict[tuple[str, int], dict[str, Any]], seeds: int) -> None:
+def _show(names: Sequence[str], rows: dict[tuple[str, int], dict[str, Any]], seeds: int) -> None:
     """Print for each case the loss, the gap to its reference with its standard error, and how many times fewer bytes a token takes than
     under data parallelism with gradients in fp32 and in bf16."""
     print(f"{'case':34s} loss    gap                   bytes a token  fewer than fp32  than bf16")
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         mine = [rows[name, seed] for seed in range(seeds)]
         gaps = [100 * (row["loss"] / rows[case.beside, seed]["loss"] - 1) for seed, row in enumerate(mine)]
         error = f" +- {statistics.stdev(gaps) / seeds**0.5:.2f}" if seeds > 1 else ""

@@ -18,8 +18,16 @@ HEADROOM = 0.8
 """Share of a link's rate that a chosen method counts on: lost packets and other traffic take some."""
 CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
 """Keys of `[sites]` that are chosen where a run file leaves them out."""
+SPARSE: dict[str, Any] = {"top_k": 64, "bits": 2, "lr": 1.0, "momentum": 0.0, "feedback_decay": 0.95}
+"""Keys of the method that sends few elements (SparseLoCo, arXiv:2508.15706), which is chosen only as a whole."""
+LEAST_ROUNDS = 640
+"""Rounds that a run has at least if few elements are sent: ten times as many as it takes to send as many elements as there are."""
+MOST_INTERVAL = 100
+"""Steps between merges up to which all elements are sent rather than few."""
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values that are tried. Weights that arrive more than ten steps late are not."""
+EAGER_OVERLAPS = (15, 20, 30, 50, 75, 100)
+"""Values that are tried where sites are eager: they keep all that they train meanwhile."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
 """Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP first sends before it waits for an
@@ -41,6 +49,8 @@ class Across:
     fragments: int
     overlap: int
     bits: int
+    top_k: int | None
+    eager: bool
     bytes: int
     instead: int
     waited: float
@@ -56,7 +66,9 @@ class Across:
         if self.gradients:
             return "data parallelism"
         if self.fragments > 1 or self.overlap:
-            return "Streaming DiLoCo"
+            return "Streaming DiLoCo" if self.top_k is None else "Streaming SparseLoCo"
+        if self.top_k is not None:
+            return "SparseLoCo"
         return "DiLoCo" if self.inner_steps > 1 else "a merge after each step"
 
     @property
@@ -84,7 +96,7 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     shortest = next((one.inner_steps for one in candidates if _use(cut, one, step) >= GOOD), None)
     use = _use(cut, sites, step, steps if steps is not None and steps <= LONG * sites.inner_steps else None, packet)
     return Across(
-        sites.count, sites.inner_steps, sites.fragments, sites.overlap, sites.bits,
+        sites.count, sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k, sites.eager,
         bytes=sum(_bytes(one, sites) for one in cut),
         instead=(sites.count - 1) * sites.inner_steps * sum(4 * piece.numel for one in cut for piece in one.pieces),
         waited=sites.inner_steps * step * (1 / use - 1), use=use, shortest=shortest,
@@ -95,19 +107,19 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
 def choose(
     shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool, longest: int = 10**9
 ) -> SitesSpec:
-    """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds.
+    """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds. SPARSE and `eager`
+    are free with the interval, where the run file leaves them out.
 
     The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
-    the least overlap, then the fewest fragments. If no interval has that use, the one with the most use is taken. `rounds_well`:
-    2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: steps of the run, which no
-    interval
-    exceeds.
+    the least overlap, then the fewest fragments. If that is more than MOST_INTERVAL, few elements are sent instead, in LEAST_ROUNDS at
+    least. Where no interval has that use, because a round trip takes many steps, sites are eager. If none has it then, the one with the
+    most use is taken. `rounds_well`: 2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`:
+    steps of the run, which no interval exceeds.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
     best: tuple[float, SitesSpec] | None = None
-    for interval in (n for n in INTERVALS if n <= longest) if "inner_steps" in free else (sites.inner_steps,):
-        tried = sites.model_copy(update={"inner_steps": interval})
+    for tried in _intervals(sites, free, longest):
         variants = _variants(shapes, tried, free, rounds_well)
         found = [(_use(fragments(shapes, one), one.model_copy(update={"link": counted_on}), step), one) for one in variants]
         good = next((one for use, one in found if use >= GOOD), None)
@@ -119,11 +131,28 @@ def choose(
     return sites if best is None else best[1]
 
 
+def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterator[SitesSpec]:
+    """Yield the intervals that may be chosen, the best first: for all elements, then for few, then longer ones for all, then for eager
+    sites. An interval that the run file gives is for the method of the file."""
+    if "inner_steps" not in free:
+        yield sites
+        return
+    dense = [sites.model_copy(update={"inner_steps": n}) for n in INTERVALS if n <= longest]
+    yield from (one for one in dense if one.inner_steps <= MOST_INTERVAL)
+    if not {*SPARSE, "error_feedback"} & sites.model_fields_set:
+        yield from (one.model_copy(update=SPARSE) for one in dense if LEAST_ROUNDS * one.inner_steps <= longest)
+    yield from (one for one in dense if one.inner_steps > MOST_INTERVAL)
+    if "overlap" in free and not {"eager", "mixing"} & sites.model_fields_set:
+        yield from (one.model_copy(update={"eager": True}) for one in dense)
+
+
 def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_well: bool) -> Iterator[SitesSpec]:
     """Yield the methods with one interval that may be chosen, those first that change the least."""
     parts = len({part_of(name) for name in shapes})
-    for bits in (FULL, 8, 4, 2)[: 4 if rounds_well else 3] if "bits" in free else (sites.bits,):
-        for overlap in OVERLAPS if "overlap" in free else (sites.overlap,):
+    overlaps = (*OVERLAPS[1:], *EAGER_OVERLAPS) if sites.eager else OVERLAPS
+    open_ = "bits" in free and "bits" not in sites.model_fields_set  # SPARSE has its own
+    for bits in (FULL, 8, 4, 2)[: 4 if rounds_well else 3] if open_ else (sites.bits,):
+        for overlap in overlaps if "overlap" in free else (sites.overlap,):
             for count in FRAGMENTS if "fragments" in free else (sites.fragments,):
                 if overlap < sites.inner_steps and count <= min(sites.inner_steps, parts):
                     yield sites.model_copy(update={"bits": bits, "overlap": overlap, "fragments": count})

@@ -284,8 +284,10 @@ def _waits(one: Across) -> str:
     if one.gradients:
         sent = f"{one.bytes / 1e6:,.3g} MB in a step, waits {seconds(one.waited)} in it"
         return f"{one.method}. Each sends {sent}, and computes {one.use:.1%} of the time."
+    more = (f", top_k = {one.top_k}" if one.top_k is not None else "") + (", eager" if one.eager else "")
+    keys = f"inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}{more}"
     return (
-        f"{one.method} (inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}). Each "
+        f"{one.method} ({keys}). Each "
         f"sends {one.bytes / 1e6:,.3g} MB in a round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
         f"{seconds(one.waited)} in it, and computes {one.use:.1%} of the time."
     )

@@ -12,9 +12,12 @@ from megalith.cost.across import (
     HEADERS,
     HEADROOM,
     INTERVALS,
+    LEAST_ROUNDS,
+    MOST_INTERVAL,
     OVERLAPS,
     PACKET,
     ROUNDS,
+    SPARSE,
     Across,
     across,
     choose,
@@ -138,6 +141,40 @@ def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(
     assert least == found or _use_of(least, share=HEADROOM) < GOOD, "no more is changed than the link asks for"
 
 
+SLOWEST = (0.05, 100)
+
+
+def test_few_elements_are_sent_where_all_would_need_a_long_interval() -> None:
+    found = _chosen(SLOWEST)
+    assert SPARSE.items() <= found.model_dump().items() and _use_of(found, share=HEADROOM) >= GOOD
+    assert found.inner_steps <= MOST_INTERVAL
+    sites, least = SitesSpec.model_validate({"link": found.link}), LEAST_ROUNDS * found.inner_steps
+    ends = (LEAST_ROUNDS - 1, least)
+    short, long = (choose(QUICKSTART, sites, STEP, free=CHOSEN, rounds_well=False, longest=n) for n in ends)
+    assert short.top_k is None and long == found, "a short run would end before most elements were sent"
+    for key, value in (("momentum", 0.9), ("error_feedback", True), ("top_k", None)):
+        all_of_them = _chosen(SLOWEST, **{key: value})
+        assert all_of_them.top_k is None and all_of_them.inner_steps > MOST_INTERVAL, f"the run file sets {key}"
+    assert _chosen(LINKS["slower"]).top_k is None
+
+
+def test_sites_are_eager_where_a_round_trip_takes_many_steps() -> None:
+    """Each of the two keys keeps sites from that. Waits are those of any method with this overlap."""
+    far: dict[str, Any] = {"link": {"megabits": 1000, "milliseconds": 900}, "lr": 0.7}
+
+    def found(**given: Any) -> SitesSpec:
+        return choose(QUICKSTART, SitesSpec.model_validate(far | given), 0.1, free=CHOSEN, rounds_well=False)
+
+    eager = found()
+    assert eager.eager and eager.overlap > max(OVERLAPS) and not _chosen(LINKS["slow"]).eager
+    for given in ({"mixing": 0.5}, {"eager": False}):
+        without = found(**given)
+        assert not without.eager and without.overlap <= max(OVERLAPS)
+        assert across(QUICKSTART, without, 0.1).use < GOOD < across(QUICKSTART, eager, 0.1).use  # type: ignore[union-attr]
+    same = eager.model_copy(update={"eager": False})
+    assert across(QUICKSTART, same, 0.1).use == across(QUICKSTART, eager, 0.1).use  # type: ignore[union-attr]
+
+
 def test_what_a_run_file_says_is_kept() -> None:
     kept = {"inner_steps": 7, "bits": 8, "lr": 0.5}
     found = _chosen(LINKS["slow"], free=("fragments", "overlap"), **kept)
@@ -153,7 +190,7 @@ def test_two_bits_are_for_differences_that_bear_them() -> None:
 
 def test_a_link_that_is_too_slow_for_all_gets_the_method_with_the_most_use() -> None:
     found = _chosen((0.01, 100))
-    assert _use_of(found) < GOOD and found.inner_steps == INTERVALS[-1] and found.bits == 4
+    assert _use_of(found) < GOOD and found.inner_steps == INTERVALS[-1] and SPARSE.items() <= found.model_dump().items()
 
 
 def test_the_end_of_a_run_merges_all_of_the_model() -> None:
