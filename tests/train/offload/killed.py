@@ -1,6 +1,7 @@
 """A run with state on disk in which a rank is killed repeatedly in the middle of an update."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from itertools import count as count_up
@@ -36,11 +37,16 @@ def two_ranks(data: Path, place: dict[str, Any], *, zero: int = 1, **parts: dict
 
 def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
     """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not
-    complete, before that when half of a random chunk is written."""
+    complete, before that when half of a random chunk is written. Every third time the run begins anew, as each start may save one
+    checkpoint more and the last one comes at the run's end."""
     random = Random(seed)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
-    number = run_ranks(chunks, 2, spec)[1]
+    number, begun = run_ranks(chunks, 2, spec)[1], folder.with_name(f"{folder.name}-begun")
+    shutil.copytree(folder, begun)
     for time in range(times):
+        if time % 3 == 0:
+            shutil.rmtree(folder)
+            shutil.copytree(begun, folder)
         with pytest.MonkeyPatch.context() as patch:
             if time == times - 1:
                 patch.setattr(SlotFile, "link", _dying_once_linked(1))
