@@ -213,11 +213,6 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
     if choices.granularity != "tile":
         reason = f'with precision.granularity = "{choices.granularity}": a scale would lie across several shards'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
-    if choices.scale != "up":
-        reason = (
-            f'with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers that products do not round again'
-        )
-        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or scale = "up".')
     if choices.input_gradient == "wide":
         reason = 'with precision.input_gradient = "wide": these products need the weights as they are'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')

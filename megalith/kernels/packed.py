@@ -71,7 +71,7 @@ def pack_tiles(x: Tensor, codes: Tensor, scales: Tensor, scaling: Scaling) -> No
 
 
 def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -> None:
-    """Write the numbers of packed tiles to `out`, exact in bf16 where scales are powers of two."""
+    """Write the numbers of packed tiles to `out`, in bf16 exactly where scales are powers of two, else rounded."""
     if out.dim() > 2:
         for each in zip(codes, scales, out, strict=True):
             unpack_tiles(*each, scaling)

@@ -98,6 +98,7 @@ AXES: Axes = {
     | {"fp8, inputs kept in fp8": {"precision": "fp8", "kept": "fp8"}}
     | {"fp8, weights gathered in fp8": {"precision": "fp8", "gather": "fp8"}}
     | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
+    | {"fp8, weights gathered with scales in fp32": {"precision": "fp8", "gather": "fp8", "scale": "fp32"}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
     | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},

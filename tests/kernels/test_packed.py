@@ -8,7 +8,7 @@ import torch
 from megalith.kernels.elements import E4M3, E5M2
 from megalith.kernels.narrow import in_slabs
 from megalith.kernels.packed import pack, pack_tiles, scales_of, unpack, unpack_tiles, width_of
-from megalith.kernels.quantise import ALL, Scaling
+from megalith.kernels.quantise import ALL, Scale, Scaling
 
 TILES = Scaling(E4M3, (1, 128))
 
@@ -57,15 +57,20 @@ def tiles_of(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("shape", [(512, 300), (5, 128), (3, 64, 48), (0, 64), (2, 0, 8)], ids=str)
 @pytest.mark.parametrize("tile", [16, 128])
-def test_tiles_of_a_weight_are_the_numbers_that_a_product_rounds_it_to(shape: tuple[int, ...], tile: int) -> None:
-    """Rounding them again changes nothing, and a shard of whole tiles has the codes and scales of the whole weight."""
-    scaling = Scaling(E4M3, (tile, tile))
+@pytest.mark.parametrize("scale", ["up", "down", "fp32"])
+def test_tiles_of_a_weight_are_the_numbers_that_a_product_rounds_it_to(shape: tuple[int, ...], tile: int, scale: Scale) -> None:
+    """Rounding them again changes nothing, and a shard of whole tiles has the codes and scales of the whole weight. With scales in fp32
+    they are rounded to bf16 on arrival, and products round these to the same codes and scales: a tile's largest number is one of bf16's."""
+    scaling = Scaling(E4M3, (tile, tile), scale)
     x = rows(shape[0], prod(shape[1:])).view(shape)
     codes, scales = tiles_of(x, scaling)
     found = torch.empty_like(x)
     unpack_tiles(codes, scales, found, scaling)
     expected = in_slabs(x, scaling)
-    assert torch.equal(found, expected) and torch.equal(in_slabs(found, scaling), expected)
+    assert torch.equal(found, expected.bfloat16()) and torch.equal(in_slabs(found, scaling), expected)
+    again = tiles_of(found, scaling)  # products of codes have the same factors, too
+    assert torch.equal(again[1], scales) or scale == "up"  # the smallest power of two may be smaller for rounded numbers
+    assert torch.equal(again[0], codes) or scale == "up"
     for first in range(0, shape[-2], tile):
         part = tiles_of(x[..., first : first + tile, :], scaling)
         assert torch.equal(part[0], codes[..., first : first + tile, :])

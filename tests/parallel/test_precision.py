@@ -201,11 +201,14 @@ def gathers(gather: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
     return tiny_run(model=model, plan=plan, precision={"tile": 4, "gather": gather} | precision, train=train)
 
 
-@pytest.mark.parametrize("plan", GATHERS.values(), ids=GATHERS)
-def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(plan: dict[str, Any]) -> None:
+SCALES = [("up", name) for name in GATHERS] + [("ocp", "zero 2, shares of tensor ranks"), ("fp32", "zero 1")]
+
+
+@pytest.mark.parametrize(("scale", "plan"), SCALES)
+def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(scale: str, plan: str) -> None:
     """Losses, gradients and weights are bitwise equal, since a product rounds a gathered weight to the numbers it already has."""
-    ranks = gathers("fp8", plan).plan.ranks
-    wide, found = (run_ranks(recorded, ranks, gathers(gather, plan))[0] for gather in ("wide", "fp8"))
+    made = [gathers(gather, GATHERS[plan], scale=scale) for gather in ("wide", "fp8")]
+    wide, found = (run_ranks(recorded, spec.plan.ranks, spec)[0] for spec in made)
     assert found.losses == wide.losses
     for step, expected in enumerate(wide.gradients):
         assert all(torch.equal(found.gradients[step][name], grad) for name, grad in expected.items())
