@@ -184,6 +184,30 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
         yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
 
 
+def gradients_of_results_are_sent(case: Case) -> Found:
+    """Gradients of experts' results are sent in 8 bits, rounded to nearest, before they are weighted."""
+    choices, precision, key = case.spec.precision, case.spec.train.precision, "precision.combine_gradients"
+    if choices.combine_gradients == "wide" or not is_narrow(precision):
+        return
+    wide = 'combine_gradients = "wide"'
+    if precision != "fp8":
+        reason = f'with train.precision = "{precision}", whose gradients are rounded to another format'
+        yield error(key, choices.combine_gradients, reason, f'Use {wide}, or train.precision = "fp8".')
+        return
+    if choices.scale != "up":
+        reason = f'with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers and saturates none'
+        yield error(key, choices.combine_gradients, reason, f'Use {wide}, or scale = "up".')
+    if choices.rounding == "stochastic":
+        reason = 'with precision.rounding = "stochastic": gradients that are sent are rounded to nearest, which is biased'
+        yield error(key, choices.combine_gradients, reason, f'Use {wide}, or rounding = "nearest".')
+    if case.plan.compile and case.plan.expert * case.plan.expert_tensor > 1:
+        reason = "with plan.compile: compiled blocks weight these gradients before they send them, and send them wide"
+        yield error(key, choices.combine_gradients, reason, f"Use {wide}, or compile = false.")
+    if case.model is not None and not _narrow_experts(case):
+        reason = "changes nothing: no experts multiply in fp8"
+        yield advice(key, choices.combine_gradients, reason, "Leave it out.")
+
+
 def kept_are_the_forwards_numbers(case: Case) -> Found:
     """Inputs are kept for backward as forward rounds them, which must be numbers of 8 bits with scales that are powers of two."""
     choices, precision = case.spec.precision, case.spec.train.precision

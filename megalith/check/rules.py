@@ -225,6 +225,7 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.histories_follow_tensors),
     Rule("narrow", narrow.blocks_become_wide),
     Rule("narrow", narrow.dispatch_has_the_experts_numbers),
+    Rule("narrow", narrow.gradients_of_results_are_sent),
     Rule("narrow", narrow.kept_are_the_forwards_numbers),
     Rule("narrow", narrow.gathers_have_the_products_numbers),
     Rule("narrow", narrow.rotations_fit),

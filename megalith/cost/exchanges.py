@@ -101,19 +101,24 @@ class _Copied(torch.autograd.Function):
 
 
 class _Dispatched(torch.autograd.Function):
-    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. A row takes
-    `size` bytes (None: the bytes of its numbers); its gradient takes the bytes of its numbers."""
+    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. `tile` and `back`: how
+    many numbers share a scale where a row, and its gradient, are sent in 8 bits; 0: they are sent as they are."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, recorder: Recorder, size: int | None) -> Tensor:
-        ctx.recorder = recorder
-        recorder.exchange("expert", "all_to_all", bytes_of(x) if size is None else len(x) * size)
+    def forward(ctx, x: Tensor, recorder: Recorder, tile: int, back: int) -> Tensor:
+        ctx.recorder, ctx.back = recorder, back
+        recorder.exchange("expert", "all_to_all", _sent(x, tile))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.recorder.exchange("expert", "all_to_all", bytes_of(grad))
-        return grad, None, None
+        ctx.recorder.exchange("expert", "all_to_all", _sent(grad, ctx.back))
+        return grad, None, None, None
+
+
+def _sent(rows: Tensor, tile: int) -> int:
+    """Return the bytes of rows on their way; `tile`: how many numbers share a scale in 8 bits, or 0."""
+    return rows.numel() + len(rows) * SCALE_BYTES * -(-rows.shape[1] // tile) if tile else bytes_of(rows)
 
 
 class _Shared(torch.autograd.Function):
@@ -170,7 +175,7 @@ class Away(Here):
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
         self.recorder, self.ranks, self.parts = recorder, layout.expert, layout.expert_tensor
         self.shares = 1 if layout.sequence else layout.tensor
-        self.tile = layout.dispatched
+        self.tile, self.back = layout.dispatched, layout.returned
 
     def enter(self, x: Tensor) -> Tensor:
         return x if self.shares == 1 else _take(x, self)
@@ -186,11 +191,10 @@ class Away(Here):
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(held)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        size = rows.shape[1] + SCALE_BYTES * -(-rows.shape[1] // self.tile) if self.tile else None
-        return self._travel(Border.apply(rows, self.recorder, "router", "experts"), size)  # pyright: ignore[reportArgumentType]
+        return self._travel(Border.apply(rows, self.recorder, "router", "experts"), there=self.tile)  # pyright: ignore[reportArgumentType]
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return Border.apply(self._travel(rows), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
+        return Border.apply(self._travel(rows, back=self.back), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         if self.parts == 1:
@@ -199,8 +203,8 @@ class Away(Here):
         out = super().run(experts, seen, traffic)
         return _Shared.apply(out, -self.parts, self.recorder)  # pyright: ignore[reportReturnType]
 
-    def _travel(self, rows: Tensor, size: int | None = None) -> Tensor:
-        return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder, size)  # pyright: ignore[reportReturnType]
+    def _travel(self, rows: Tensor, *, there: int = 0, back: int = 0) -> Tensor:
+        return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder, there, back)  # pyright: ignore[reportReturnType]
 
 
 def _share(x: Tensor, away: Away) -> Tensor:

@@ -170,21 +170,21 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
     again = [True] * blocks if size else alone
     ahead = model.head.ahead
-    known: dict[tuple[int, bool, bool, tuple[str, ...]], Key] = {}
-    sent = [_sends(workload, layers) for layers in workload.narrow_layers]
+    known: dict[tuple[int, bool, tuple[int, int], tuple[str, ...]], Key] = {}
+    sent = [_sent_in_tiles(workload, layers) for layers in workload.narrow_layers]
     keeping = [layers if _keeps(workload) else () for layers in workload.narrow_layers]
     tile = workload.narrow.tile if workload.narrow is not None else 0
 
-    def key(block: BlockSpec, full: bool, narrow: bool = False, keeps: tuple[str, ...] = ()) -> Key:
+    def key(block: BlockSpec, full: bool, sends: tuple[int, int] = (0, 0), keeps: tuple[str, ...] = ()) -> Key:
         of = (
             id(block),
             full,
-            narrow,
+            sends,
             keeps,
         )  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
         if of not in known:
             layout = whole if full else plain
-            layout = replace(layout, dispatched=tile or model.dim) if narrow else layout
+            layout = replace(layout, dispatched=sends[0], returned=sends[1])
             layout = replace(layout, packed=keeps, packed_tile=tile) if keeps else layout
             known[of] = Key("block", bare, block, _seen(block, layout), folder)
         return known[of]
@@ -200,9 +200,14 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     )
 
 
-def _sends(workload: Workload, layers: tuple[str, ...]) -> bool:
-    """Return True if a block with these narrow layers sends tokens to its experts in 8 bits."""
-    return workload.narrow is not None and workload.narrow.choices.dispatch != "wide" and EXPERTS in layers
+def _sent_in_tiles(workload: Workload, layers: tuple[str, ...]) -> tuple[int, int]:
+    """Return how many numbers share a scale where a block with these narrow layers sends tokens to its experts in 8 bits, and gradients of
+    their results; 0: it sends them as they are."""
+    narrow = workload.narrow
+    if narrow is None or EXPERTS not in layers:
+        return 0, 0
+    tile = narrow.tile or workload.model.dim
+    return tile * (narrow.choices.dispatch != "wide"), tile * (narrow.choices.combine_gradients != "wide")
 
 
 def _keeps(workload: Workload) -> bool:
@@ -227,7 +232,7 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     layouts."""
     unseen: dict[str, Any] = {}
     if block is None or not isinstance(block.mlp, MoeSpec):
-        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0}
+        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0, "returned": 0}
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "attention": "fused", "rotary": True}
     if block is None:

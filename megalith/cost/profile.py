@@ -232,6 +232,8 @@ class Layout:
     """Bytes of a number that a product keeps for its weight's gradient: fewer if it computes in a narrow format."""
     dispatched: int = 0
     """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
+    returned: int = 0
+    """The same where gradients of experts' results are sent to experts."""
     packed: tuple[str, ...] = ()
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0

@@ -48,6 +48,11 @@ class Multiply(nn.Module):
         return None
 
     @property
+    def gradients_travel_as(self) -> Scaling | None:
+        """The format in which gradients of results travel to experts that multiply by this recipe now; None: their own."""
+        return None
+
+    @property
     def gathered_as(self) -> Scaling | None:
         """The format of shards of weights on their way to ranks that multiply by this recipe now; None: their own."""
         return None

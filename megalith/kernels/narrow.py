@@ -268,6 +268,12 @@ class Narrow(Multiply, ABC):
         return replace(self.along, block=(1, self.along.block[1]))  # tokens of experts share no scale
 
     @property
+    def gradients_travel_as(self) -> Scaling | None:
+        if self.choices.combine_gradients == "wide" or self._wide:
+            return None
+        return replace(self.gradient_along, block=(1, self.gradient_along.block[1]))  # as tokens: none share a scale
+
+    @property
     def gathered_as(self) -> Scaling | None:
         return None if self.choices.gather == "wide" or self._wide else self.weight_along
 

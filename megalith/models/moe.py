@@ -176,6 +176,19 @@ class _Packed(torch.autograd.Function):
         return ctx.exchange.start_combine(grad, ctx.traffic).wait(), None, None, None
 
 
+class _RoundedGradient(torch.autograd.Function):
+    """The sums of tokens' results, whose gradients are rounded as if they were sent in 8 bits."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, scaling: Scaling) -> Tensor:
+        ctx.scaling = scaling
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return unpack(pack(grad, ctx.scaling), grad.shape[1], ctx.scaling, grad.dtype), None
+
+
 @dataclass(frozen=True)
 class Deal:
     """One microbatch's tokens in flight: their order, the weights of the results, and the counts for each rank."""
@@ -191,7 +204,7 @@ class Moe(nn.Module):
 
     The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
     `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
-    `common` whenever there is time. The backward of a dispatch is a combine of gradients, and vice versa.
+    `common` whenever there is time; in backward, `start_return`. The backward of a dispatch is a combine of gradients, and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:
@@ -271,9 +284,20 @@ class Moe(nn.Module):
         """Apply the experts to the received rows."""
         return self.exchange.run(self.experts, rows, deal.traffic)
 
+    def start_return(self, grads: Tensor, traffic: Traffic) -> Pending:
+        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format. Without
+        autograd."""
+        scaling = self.experts.multiply.gradients_travel_as
+        return (
+            self.exchange.start_dispatch(grads, traffic) if scaling is None else _packed(grads, scaling, self.exchange, traffic)
+        )
+
     def collect(self, rows: Tensor, deal: Deal) -> Tensor:
-        """Each token's weighted sum [batch, seq, dim] of the rows that came back."""
-        return self.leave(self.unpermute(rows, deal.weights, deal.order), deal)
+        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as `start_return` sends them:
+        all copies of a token have the same."""
+        tokens, scaling = self.unpermute(rows, deal.weights, deal.order), self.experts.multiply.gradients_travel_as
+        tokens = tokens if scaling is None else _RoundedGradient.apply(tokens, scaling)
+        return self.leave(tokens, deal)  # pyright: ignore[reportArgumentType]
 
     def leave(self, tokens: Tensor, deal: Deal) -> Tensor:
         """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""

@@ -147,7 +147,7 @@ class Journey:
         of_residual, of_tokens, *of_common = self.join.gradients([grad], queue)
         assert of_tokens is not None
         factors = exchange.start_dispatch(factors_of(deal.weights, deal.order).unsqueeze(-1), deal.traffic)
-        moving = exchange.start_dispatch(rows_of(of_tokens, deal.order), deal.traffic)
+        moving = self.lines.moe.start_return(rows_of(of_tokens, deal.order), deal.traffic)
         if self.again.attend:
             self.normal = self.attend.rerun()[1]
         coming = self._send_again() if self.again.rows else None

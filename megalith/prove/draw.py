@@ -95,10 +95,11 @@ AXES: Axes = {
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
     | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
+    | {"fp8, also gradients of results": {"precision": "fp8", "dispatch": "fp8", "combine_gradients": "fp8"}}
     | {"fp8, inputs kept in fp8": {"precision": "fp8", "kept": "fp8"}}
     | {"fp8, weights gathered in fp8": {"precision": "fp8", "gather": "fp8"}}
-    | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
     | {"fp8, weights gathered with scales in fp32": {"precision": "fp8", "gather": "fp8", "scale": "fp32"}}
+    | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
     | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},
@@ -244,7 +245,11 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
-    narrow = {key: asked.pop(key) for key in ("granularity", "scale", "history", "dispatch", "gather", "kept") if key in asked}
+    narrow = {
+        key: asked.pop(key)
+        for key in ("granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
+        if key in asked
+    }
     summed = asked.pop("gradients", "fp32")
     master = asked.pop("master", "fp32")
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}

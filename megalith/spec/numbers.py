@@ -320,7 +320,10 @@ class PrecisionSpec(Spec):
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which tokens are sent to narrow experts in fp8; results and gradients are sent wide",
+        description="format in which tokens are sent to narrow experts in fp8; results, and gradients of tokens, are sent wide",
+    )
+    combine_gradients: Literal["wide", "fp8"] = Field(
+        default="wide", description="format in which gradients of experts' results are sent back to narrow experts in fp8"
     )
     kept: Literal["wide", "fp8"] = Field(
         default="wide", description="format in which the inputs of narrow products in 8 bits are kept for backward"

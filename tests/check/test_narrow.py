@@ -171,6 +171,19 @@ def test_tokens_are_sent_as_experts_round_them() -> None:
     assert "precision.dispatch" in advice(*FP8, "precision.dispatch=fp8")
 
 
+def test_gradients_of_results_are_sent_in_8_bits_where_they_are_rounded_to_nearest() -> None:
+    key, model = (
+        "precision.combine_gradients",
+        ("model.preset=deepseek-tiny", "train.seq_len=128", "precision.combine_gradients=fp8"),
+    )
+    fp8 = (*model, "train.precision=fp8")
+    assert not errors(*fp8) and key not in advice(*fp8)
+    assert 'or train.precision = "fp8"' in reasons(*model, "train.precision=mxfp8")[key]
+    every = (*fp8, "precision.scale=fp32", "precision.rounding=stochastic", "plan.compile=true", "plan.data=2", "plan.expert=2")
+    assert len([problem for problem in errors(*every) if problem.key == key]) == 3
+    assert key in advice(*FP8, f"{key}=fp8") and key in advice(*fp8, 'precision.wide=["*.experts"]')
+
+
 def test_weights_are_gathered_as_products_round_them() -> None:
     asked = (*FP8, "plan.data=2", "plan.zero=3", "precision.gather=fp8")
     assert not errors(*asked) and "precision.gather" not in advice(*asked)

@@ -99,6 +99,20 @@ def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
     assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0
 
 
+def test_gradients_of_results_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
+    """Two of four blocks send them in 8 bits; every block sends tokens, results and gradients of tokens in bf16."""
+    model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
+    train = {"precision": "fp8", "seq_len": 128}
+    runs = (
+        brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={"combine_gradients": combine})
+        for combine in ("wide", "fp8")
+    )
+    found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
+    wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
+    assert wide.foreseen is not None and packed.foreseen is not None
+    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == wide.foreseen / 4 / 2 * (1 - 132 / 256) > 0
+
+
 ROOT = Path(__file__).parents[2]
 CUT: dict[str, tuple[str, int, list[str]]] = {
     "zero 3 in bf16": ("llama3.1-8b-h100", 0, ["model.layers=2", "train.global_batch=24"]),

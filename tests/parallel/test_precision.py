@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from megalith.kernels import narrow
+from megalith.kernels import narrow, packed
 from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import Narrow
+from megalith.models import moe as moes
 from megalith.models.head import Output
 from megalith.models.linear import Linear
 from megalith.models.moe import Experts
@@ -182,6 +183,64 @@ def test_experts_compute_the_same_whether_tokens_are_sent_wide_or_in_8_bits() ->
     assert found.losses == wide.losses
     moved = {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
     assert moved == {f"blocks.{block}.mlp.experts.{name}" for block in (1, 2) for name in ("gate", "up")}
+
+
+def returned(rank: int, spec: RunSpec) -> None:
+    """Compare gradients that are sent to experts in 8 bits with gradients that are rounded once they have arrived."""
+    trainer = trainer_of(spec)
+    (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
+    scaling, exchange = moe.experts.multiply.gradients_travel_as, moe.exchange
+    assert scaling is not None and scaling.block == (1, 4)
+    counts = torch.arange(len(moe.router.weight)) + rank
+    traffic = exchange.plan(counts, None, None)
+    grads = torch.randn(int(counts.sum()), 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    arrived, wide = moe.start_return(grads, traffic).wait(), exchange.start_dispatch(grads, traffic).wait()
+    assert torch.equal(arrived, narrow.in_slabs(wide, scaling)) and not torch.equal(arrived, wide)
+    with working_on(Tokens(torch.arange(1), torch.arange(8), wide=True)):
+        assert torch.equal(moe.start_return(grads, traffic).wait(), wide)
+
+
+def returns(combine: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
+    train = {"global_batch": 4, "precision": "fp8", "steps": 1}
+    choices = {"tile": 4, "combine_gradients": combine} | precision
+    return tiny_run(model=TINY_EXPERTS, plan=plan, precision=choices, train=train)
+
+
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+def test_gradients_of_results_sent_in_8_bits_are_those_that_are_rounded_on_arrival(gradients: str) -> None:
+    run_ranks(returned, 2, returns("fp8", {"data": 2, "expert": 2}, gradients=gradients))
+
+
+def test_gradients_of_results_in_8_bits_move_gradients_alone() -> None:
+    """The last narrow block's own head and norm see no experts' gradient, so they keep their bits."""
+    wide, found = (run_ranks(recorded, 2, returns(combine, {"data": 2, "expert": 2}))[0] for combine in ("wide", "fp8"))
+    assert found.losses == wide.losses
+    moved = {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
+    assert {f"blocks.2.mlp.{name}" for name in ("experts.down", "experts.up", "router.weight")} <= moved
+    assert not moved & {"head.output.weight", "head.norm.weight", "blocks.3.mlp.experts.down", "blocks.3.attention.q.weight"}
+
+
+@pytest.mark.parametrize("plan", [{"pipeline": 2, "schedule": "1f1b"}, {"data": 2, "expert": 2}, {"data": 2}], ids=str)
+def test_gradients_of_results_are_rounded_alike_on_one_process_and_on_experts_ranks(plan: dict[str, Any]) -> None:
+    """The rows that experts receive in backward have the same numbers, whether they were sent or not."""
+    spec = returns("fp8", plan)
+    alone = spec.model_copy(update={"plan": spec.plan.model_copy(update=dict.fromkeys(plan, 1) | {"schedule": "1f1b"})})
+    found, (expected,) = run_ranks(rounded_gradients, spec.plan.ranks, spec), run_ranks(rounded_gradients, 1, alone)
+    assert len(expected) > 50 and set().union(*found) == expected
+
+
+def rounded_gradients(rank: int, spec: RunSpec) -> set[tuple[float, ...]]:
+    """Return the gradients that the experts of the narrow blocks receive, before they are weighted, as packed rows of tokens."""
+    trainer, rows = trainer_of(spec), set[tuple[float, ...]]()
+
+    def noted(x: torch.Tensor, scaling: Any) -> torch.Tensor:
+        made = packed.pack(x, scaling)
+        rows.update(tuple(row) for row in packed.unpack(made, x.shape[1], scaling, x.dtype).float().tolist())
+        return made
+
+    with mock.patch.object(moes, "pack", noted):
+        accumulate(trainer, microbatches(trainer))
+    return rows
 
 
 GATHERS: dict[str, dict[str, Any]] = {

@@ -46,7 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "plan": {"data": 4, "expert": 4, "zero": 2},
         "model": MIXTRAL | {"layers": 3},
         "train": {"precision": "fp8"},
-        "precision": {"tile": 4, "dispatch": "fp8"},
+        "precision": {"tile": 4, "dispatch": "fp8", "combine_gradients": "fp8"},
     },
     "inputs kept in 8 bits": {
         "plan": {"data": 2, "expert": 2, "zero": 1},
