@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from megalith.checkpoint.digests import FileDigest
+from megalith.events import RunStarted, of_kind, read
 from megalith.spec.run import RunSpec
 from megalith.train.offload.home import Disk
 from megalith.train.offload.slot_file import PAGE, SlotFile
@@ -35,16 +36,17 @@ def two_ranks(data: Path, place: dict[str, Any], *, zero: int = 1, **parts: dict
     )
 
 
-def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
+def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> int:
     """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not
     complete, before that when half of a random chunk is written. Every third time the run begins anew, as each start may save one
-    checkpoint more and the last one comes at the run's end."""
+    checkpoint more and the last one comes at the run's end. Return how often ranks started to train."""
     random = Random(seed)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
-    number, begun = run_ranks(chunks, 2, spec)[1], folder.with_name(f"{folder.name}-begun")
+    number, begun, starts = run_ranks(chunks, 2, spec)[1], folder.with_name(f"{folder.name}-begun"), 0
     shutil.copytree(folder, begun)
     for time in range(times):
         if time % 3 == 0:
+            starts += _starts(folder) - 1
             shutil.rmtree(folder)
             shutil.copytree(begun, folder)
         with pytest.MonkeyPatch.context() as patch:
@@ -55,6 +57,11 @@ def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> None:
             codes = finish(start(spec, folder))
         assert codes[1] == -signal.SIGKILL
     train(spec, folder)
+    return starts + _starts(folder)
+
+
+def _starts(folder: Path) -> int:
+    return len([*of_kind(read(folder), RunStarted)])
 
 
 def chunks(rank: int, spec: RunSpec) -> int:
