@@ -146,7 +146,8 @@ class Council(Correspondence):
     def _leave(self, stand: Stand, gone: PeerGone) -> None:
         """Leave the line, and tell the others at which merge this site waits."""
         self._gone, self._since = (self.line, gone), time.monotonic()
-        self._meeting.forget(self.decider)  # its messages from here on show that it is there
+        if self._roll.takes_part(self.decider):  # else it was started again or has left too, and said how it stands
+            self._meeting.forget(self.decider)  # its messages from here on show that it is there
         self.line, self.decider, self._stand, self._start = "", self.site, stand, None
         self._post(Hello(stand=stand))
 

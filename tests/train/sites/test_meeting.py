@@ -80,6 +80,17 @@ def test_a_site_that_decided_and_comes_back_takes_the_weights_of_the_other() -> 
     assert verdict is not None and verdict.joined == (0,)
 
 
+def test_the_first_words_of_a_decider_that_comes_back_are_kept() -> None:
+    """They come together with its connection, by which the other site learns that it was started again."""
+    hub = Hub()
+    councils = _all(hub, count=2, patience=20.0)
+    councils[1].post(_difference(4))
+    again = _council(hub, 0, start="again", count=2, patience=20.0)
+    again.listen()
+    assert councils[1].decide(0, 0, 4, 4, members=TWO, seconds=0.05) is None and councils[1].decides
+    assert again.begin([], 5.0) == Beginning(None, anew=True)
+
+
 def test_a_site_that_decides_and_has_no_quorum_stands_until_there_is_one() -> None:
     hub = Hub()
     councils = _all(hub, count=2, patience=0.2)
