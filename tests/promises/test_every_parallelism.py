@@ -15,7 +15,7 @@ from megalith.spec.numbers import FAST, PRECISIONS
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
-DRAWS = draw(300, seed=1) if FULL else draw(117, seed=0, precisions=FAST)
+DRAWS = draw(400, seed=1) if FULL else draw(117, seed=0, precisions=FAST)
 
 RELEASED = "bf16, gradients released"
 STREAMED = {f"state {name}" for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
