@@ -59,7 +59,7 @@ class Answer:
     apart: Apart | None = None
     """Result for each site; None where sites have no clusters of their own."""
     gains: Gains | None = None
-    """What products in 8 bits gain each layer under the best plan, where the trainer multiplies so."""
+    """Gain of products in 8 bits for each layer under the best plan, where the trainer multiplies so."""
 
     @cached_property
     def sure(self) -> Sure:

@@ -252,7 +252,7 @@ def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: s
 
 
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
-    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=65536))
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
     found = answer(ask(Question(path=tmp_path / "deep.toml")), top=1)
     best = found.found.best
     assert best is not None and best.plan.recompute.startswith("segments:")

@@ -43,7 +43,7 @@ def test_the_page_needs_nothing_from_outside_and_shows_every_square(found: Atlas
     words = page(found)
     parser = HTMLParser()
     parser.feed(words)
-    assert "http" not in words
+    assert "http:" not in words and "https:" not in words
     assert words.count("<svg") == 3
     assert words.count("does not fit") == 3 * 2
     for square in found.squares:
