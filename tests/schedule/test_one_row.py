@@ -56,7 +56,7 @@ def test_check_knows_it_and_its_traits(toy: str):
     ({"needs_post_validation": True, "instead": "1f1b"}, "plan.schedule", 'or "1f1b"'),
     ({"chunks": Chunks(1, 4, None)}, "plan.chunks", "Use chunks = 4 or more."),
     ({"bidirectional": True, "instead": "zb-v"}, "plan.schedule", "Use schedule = 'zb-v' and chunks = 2"),
-    ({"splits_backward": False, "idle": lambda *sizes: 96.0}, "plan.pipeline", "idle for 50.0%"),
+    ({"splits_backward": False, "idle": lambda *sizes: 96.0}, "plan.pipeline", "idle for 33.3% of a step"),
 ])  # fmt: skip
 def test_check_reads_every_trait_from_its_row(toy: str, traits: dict, key: str, said: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SCHEDULES, toy, replace(SCHEDULES[toy], **traits))
