@@ -449,7 +449,7 @@ def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: st
         (Kind(title="", rule="here", slots=()), "is not a module:Class"),
         (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "a name that is taken"),
         (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two of its slots"),
-        (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is not an optimizer"),
+        (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is not the name of an optimizer"),
     ],
 )
 def test_a_row_with_a_fault_is_refused(row: Kind, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
