@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import link, optimizers, spikes
+from benchmarks import cases, link, optimizers, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
 from megalith.machine import wire
 from megalith.machine.wire import Conditions
@@ -65,6 +65,24 @@ def test_clean_runs_that_are_watched_change_batch_and_length(tmp_path: Path) -> 
         (30, 16, 64),
         (60, 16, 32),
     ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_finished_cases_are_kept_and_not_run_again(workers: int, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    cases.finish(file, [("a", 1)], _length, workers=workers)
+    assert [row["length"] for row in cases.finish(file, [("a", 1), ("bc", 2)], _length, workers=workers)] == [1, 2]
+    rows = cases.finish(file, [("bc", 2), ("a", 1)], _refused, workers=workers)
+    assert [row["case"] for row in rows] == [["a", 1], ["bc", 2]] == [row["case"] for row in cases.kept(file)]
+    assert all(row["commit"] == cases.commit() and "torch" in row["machine"] for row in rows)
+
+
+def _length(case: tuple[str, int]) -> dict[str, int]:
+    return {"length": len(case[0])}
+
+
+def _refused(case: tuple[str, int]) -> dict[str, int]:
+    raise AssertionError(f"{case} was run again")
 
 
 @FULL

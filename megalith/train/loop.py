@@ -191,7 +191,6 @@ class Loop:
         try:
             stopping = sites.progress.midway is None and self._one_step(stop)
         except StopAsked:  # in the exchange of gradients, so there is no update
-            sites.undo_step()
             return True
         return self._merge(sites, stopping)
 

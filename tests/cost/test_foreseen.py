@@ -84,33 +84,20 @@ def test_a_gap_is_a_share_of_what_was_counted() -> None:
     assert Comparison("traffic.pipeline.send.bytes", 5.0, 0).gap is None
 
 
-def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
-    """Two of four blocks send tokens in 8 bits. All send results, and the gradients of both messages, in bf16."""
+@pytest.mark.parametrize("message", ["dispatch", "combine_gradients"])
+def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str) -> None:
+    """Two of four blocks send tokens, or the gradients of results, in 8 bits. All other messages, of four in a block, are in bf16."""
     model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
     train = {"precision": "fp8", "seq_len": 128}
     runs = (
-        brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={"dispatch": dispatch})
-        for dispatch in ("wide", "fp8")
+        brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={message: how})
+        for how in ("wide", "fp8")
     )
     found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
     wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
     assert wide.foreseen is not None and packed.foreseen is not None
-    tokens = wide.foreseen / 4 / 2  # one of four messages, in half of the blocks
-    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0
-
-
-def test_gradients_of_results_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
-    """Two of four blocks send them in 8 bits; every block sends tokens, results and gradients of tokens in bf16."""
-    model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
-    train = {"precision": "fp8", "seq_len": 128}
-    runs = (
-        brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={"combine_gradients": combine})
-        for combine in ("wide", "fp8")
-    )
-    found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
-    wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
-    assert wide.foreseen is not None and packed.foreseen is not None
-    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == wide.foreseen / 4 / 2 * (1 - 132 / 256) > 0
+    rows = wide.foreseen / 4 / 2  # one of four messages, in half of the blocks
+    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == rows * (1 - 132 / 256) > 0
 
 
 ROOT = Path(__file__).parents[2]

@@ -209,10 +209,6 @@ class Sites:
         with suppress(StopAsked):
             self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
 
-    def undo_step(self) -> None:
-        """Take back how a step was dealt out whose update a stop has prevented."""
-        raise NotImplementedError("merges are made between steps")
-
     def _arriving(self, step: int) -> list[int]:
         """The fragments that are merged after `step` steps, among those that were sent before."""
         return [

@@ -22,7 +22,7 @@ from megalith.train.sites.merge import Sites
 from megalith.train.sites.messages import Cut, Start, Verdict
 from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
-from megalith.train.sites.progress import Made, Round, Turn
+from megalith.train.sites.progress import Made, Round, StopAsked, Turn
 from megalith.train.sites.state import NOT_SENT
 from megalith.train.watchers import Watcher
 
@@ -40,22 +40,23 @@ class Together(Sites):
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
         """Replace this rank's gradients of the step that `step` steps were done before, in place, by their mean over all sites. `loss`:
-        this rank's part of the site's loss, which the others learn with the gradients."""
+        this rank's part of the site's loss, which the others learn with the gradients. Raises StopAsked, after which the step's samples are
+        not dealt out."""
         self.note(sum(self._party.gather_all(loss)))
         self._gradients = gradients
-        self._send(0, step + 1)
-        self._made.append(self._merge(0, step + 1))
+        try:
+            self._send(0, step + 1)
+            self._made.append(self._merge(0, step + 1))
+        except StopAsked:
+            self.progress.deal = Deal.of(self._before)
+            self.state.sent.fill_(NOT_SENT)
+            raise
         self._gradients = {}
 
     def deal(self, step: int) -> Turn:
-        """Deal out the samples of a step as `Sites.deal` does, so that `undo_step` can take it back."""
+        """Deal out the samples of a step as `Sites.deal` does, so that `exchange` can take it back."""
         self._before = self.progress.deal.record()
         return super().deal(step)
-
-    def undo_step(self) -> None:
-        """Take back how the step was dealt out whose gradients a stop has kept from being exchanged."""
-        self.progress.deal = Deal.of(self._before)
-        self.state.sent.fill_(NOT_SENT)
 
     def due(self, step: int) -> bool:
         """False: what is exchanged is so within the step."""

@@ -10,7 +10,7 @@ from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Cut, Held, Told, Verdict
 from tests.train.sites.test_council import MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
-from tests.train.sites.test_meeting import TWO, _together, _verdict
+from tests.train.sites.test_meeting import TWO, _answers, _together, _verdict
 from tests.train.sites.test_together import _all as _exchanging
 from tests.train.sites.test_together import _one
 
@@ -20,19 +20,8 @@ Ending = bool | PeerGone | None
 def _ends(councils: Sequence[Council], verdict: Verdict, *, members: Mapping[int, int], seconds: float = 20.0) -> list[Ending]:
     """Return how each site ends after the last merge: it may (True), it is asked for its weights (False), its line is lost, or it still
     waits after so many seconds (None)."""
-    found = dict[int, Ending]()
-    end = time.monotonic() + seconds
-    while len(found) < len(councils) and time.monotonic() < end:
-        for one in councils:
-            if one.site in found:
-                one.listen()
-                continue
-            try:
-                ends = one.end(verdict.number + 1, verdict.step, verdict.mark(""), members, seconds=0.01)
-            except PeerGone as gone:
-                ends = gone
-            found |= {} if ends is None else {one.site: ends}
-    return [found.get(one.site) for one in councils]
+    known = verdict.number + 1, verdict.step, verdict.mark(""), members
+    return _answers(councils, lambda one: one.end(*known, seconds=0.01), seconds=seconds)
 
 
 def test_sites_that_have_saved_the_last_merge_end() -> None:

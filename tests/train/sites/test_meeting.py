@@ -2,8 +2,9 @@
 train."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import pytest
 
@@ -14,24 +15,33 @@ from megalith.train.sites.messages import Hello, Stand, Verdict
 from tests.train.sites.test_council import FULL, MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
 
 TWO = {0: 0, 1: 0}
+T = TypeVar("T")
 
 
 def _together(councils: Sequence[Council], *merge: int, members: dict[int, int], mark: str = "") -> list[Verdict | PeerGone]:
     """Return the verdict that each site gets about a merge, or the reason why it gets none."""
-    found: dict[int, Verdict | PeerGone] = {}
-    end = time.monotonic() + 20
+    found = _answers(councils, lambda one: one.decide(*merge, members=members, mark=mark, seconds=0.01))
+    assert None not in found
+    return [each for each in found if each is not None]
+
+
+def _answers(
+    councils: Sequence[Council], ask: Callable[[Council], T | None], *, seconds: float = 20.0
+) -> list[T | PeerGone | None]:
+    """Ask sites in turn until each has an answer or has lost its line; None for one that still has neither after so many seconds."""
+    found = dict[int, T | PeerGone]()
+    end = time.monotonic() + seconds
     while len(found) < len(councils) and time.monotonic() < end:
         for one in councils:
             if one.site in found:
                 one.listen()
                 continue
             try:
-                verdict = one.decide(*merge, members=members, mark=mark, seconds=0.01)
+                answer = ask(one)
             except PeerGone as gone:
-                found[one.site] = gone
-            else:
-                found |= {} if verdict is None else {one.site: verdict}
-    return [found[one.site] for one in councils]
+                answer = gone
+            found |= {} if answer is None else {one.site: answer}
+    return [found.get(one.site) for one in councils]
 
 
 def _verdict(found: Sequence[Verdict | PeerGone]) -> Verdict:
