@@ -40,7 +40,7 @@ def _send(number: int) -> Callable[[Injection, Seat], None]:
 def _never_return(one: Injection, seat: Seat) -> None:
     """Hang like a kernel that never ends: the process lives and its other threads reply, but it joins no collective."""
     while True:
-        time.sleep(3600)  # a handled signal cuts a sleep short for its handler alone
+        time.sleep(1)  # Python handles a signal that arrives just before a sleep only after that sleep
 
 
 def _segfault(one: Injection, seat: Seat) -> None:
