@@ -1,6 +1,5 @@
 """Long benchmarks: their cases, and a small version of the whole in tests that may take minutes."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,10 @@ from megalith.machine import wire
 from megalith.machine.wire import Conditions
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases
+from tests.full import only_full
 from tests.runs import prepare_text
 
 ROOT = Path(__file__).parents[1]
-FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
 
 
 def search(part: str) -> Search:
@@ -85,7 +84,7 @@ def _refused(case: tuple[str, int]) -> dict[str, int]:
     raise AssertionError(f"{case} was run again")
 
 
-@FULL
+@only_full
 @pytest.mark.parametrize("benchmark", ["optimizers", "spikes"])
 def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     """The second time all runs are already in the file."""

@@ -16,6 +16,7 @@ from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import MismatchError, load
 from megalith.checkpoint.read import read_full
 from tests.checkpoint.states import Layout, State, differing, laid_out, local, values, zeros
+from tests.full import sampled
 from tests.ranks import run_ranks
 
 SAVED: list[Layout] = [{}, {"copies": 2}, {"shards": 4}, {"shards": 3, "tensor": 2}, {"pipeline": 2, "shards": 2}]
@@ -51,6 +52,7 @@ def saved(tmp_path_factory) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LOADED, ids=str)
+@sampled(2)
 def test_a_layout_loads_what_every_layout_saved_bit_for_bit(saved, layout):
     for rank in run_ranks(_load_each, prod(layout.values()), saved, layout):
         assert rank == [(7, {"samples": 42}, [])] * len(saved)

@@ -11,6 +11,7 @@ from megalith.planner.beside import beside
 from megalith.prove.meter import CATEGORIES
 from megalith.spec import files
 from megalith.spec.run import RunSpec
+from tests.full import sampled
 from tests.prove.dry import dry
 from tests.specs import TINY_EXPERTS, brief_run
 
@@ -43,11 +44,13 @@ def lines(request: pytest.FixtureRequest) -> dict[str, Comparison]:
     return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
 
 
+@sampled(4)
 def test_products_and_attention_are_the_same_flops(lines: dict[str, Comparison]) -> None:
     assert lines["work.products"].gap == 0
     assert lines["work.attention"].gap == pytest.approx(0)
 
 
+@sampled(4)
 def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Comparison]) -> None:
     """Bytes on the tensor axis are equal, except for a few numbers per token in the loss."""
     found = {name: line for name, line in lines.items() if name.endswith(".bytes") and line.counted > 4096}
@@ -56,11 +59,13 @@ def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Comp
         assert line.gap == pytest.approx(0, abs=0.005), (name, line)
 
 
+@sampled(4)
 def test_state_is_near_what_is_counted(lines: dict[str, Comparison]) -> None:
     assert lines["memory.optimizer"].gap == pytest.approx(0, abs=0.02)
     assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # the moment of the peak determines which parts are gathered
 
 
+@sampled(4)
 def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str, Comparison]) -> None:
     """Equal to within a block, because the peak may come at any point of a block's backward."""
     line = lines["memory.gradients"]
@@ -85,6 +90,7 @@ def test_a_gap_is_a_share_of_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize("message", ["dispatch", "combine_gradients"])
+@sampled(1)
 def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str) -> None:
     """Two of four blocks send tokens, or the gradients of results, in 8 bits. All other messages, of four in a block, are in bf16."""
     model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
@@ -113,6 +119,7 @@ CUT: dict[str, tuple[str, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("run", CUT.values(), ids=CUT)
+@sampled(3)
 def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, int, list[str]]) -> None:
     """The larger models have fewer layers here."""
     name, rank, settings = run
@@ -129,6 +136,7 @@ GATHERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("run", GATHERED.values(), ids=GATHERED)
+@sampled(1)
 def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[str, Any]) -> None:
     """The difference is the predicted one, to the byte. The messages that ZeRO 3 keeps until the end of the step count as
     buffers."""

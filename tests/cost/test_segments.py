@@ -4,6 +4,7 @@ import pytest
 
 from megalith.cost.foreseen import of_run
 from megalith.spec.run import RunSpec
+from tests.full import sampled
 from tests.prove.dry import dry
 from tests.specs import brief_run, tiny_run
 
@@ -24,6 +25,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
+@sampled(1)
 def test_the_size_that_is_decided_holds_the_least(name: str) -> None:
     spec = RUNS[name]
     longest = 12 // spec.plan.pipeline

@@ -21,6 +21,7 @@ from megalith.models.core import CausalCore
 from megalith.parallel import context as module
 from megalith.parallel.context import ContextCore, ContextGroups, Line, parts, split_context, take, together
 from megalith.spec.plan import Plan
+from tests.full import sampled
 from tests.parallel.traffic import Traffic
 from tests.processor import rest
 from tests.ranks import run_ranks
@@ -120,6 +121,7 @@ def long_cases(ranks: int) -> tuple[Case, ...]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
 @pytest.mark.parametrize("ranks", [2, 4, 8])
+@sampled(15)
 def test_any_method_equals_one_process_on_long_sequences(ranks, pieces, method):
     cases = long_cases(ranks)
     (case,) = (case for case in cases if case.pieces == pieces)

@@ -20,6 +20,7 @@ from megalith.parallel.expert import Travel, spans_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.spec.model import MoeSpec, RouterSpec
 from megalith.spec.plan import Plan
+from tests.full import sampled
 from tests.models.routed import mixture
 from tests.parallel.traffic import Traffic
 from tests.ranks import run_ranks
@@ -165,6 +166,7 @@ def compare(spec: MoeSpec, plan: Plan, groups: Groups, share: Share, name: str) 
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda plan: ",".join(f"{k}={v}" for k, v in plan.model_dump(exclude_defaults=True).items())
 )
+@sampled(6)
 def test_any_layout_of_experts_equals_one_process(plan: Plan) -> None:
     run_ranks(equals_one_process, plan.ranks, plan)
 

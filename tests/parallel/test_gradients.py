@@ -12,6 +12,7 @@ from megalith.parallel.gradients import LARGE, ROW, NotFinite, counted, local, s
 from megalith.train.assemble import Trainer
 from megalith.train.stability.refusal import refusal
 from megalith.train.step import compute, train_step
+from tests.full import sampled
 from tests.models.plain import stage
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -42,6 +43,7 @@ def _counted(rank: int, plans: list[dict[str, Any]], tied: bool) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
+@sampled(1)
 def test_every_element_of_the_model_is_counted_by_exactly_one_rank(ranks, tied):
     spec = tiny_run(model={"layers": 2, "tied": tied})
     plans = [plan for plan in PLANS if tiny_run(plan=plan).plan.ranks == ranks]

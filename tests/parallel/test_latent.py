@@ -8,6 +8,7 @@ import pytest
 from megalith.prove.compare import Recording, compare
 from megalith.prove.parity import OPTIMIZER, record, reference
 from megalith.spec.run import RunSpec
+from tests.full import sampled
 from tests.parallel.running import CPU, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -39,6 +40,7 @@ def _train(rank: int, spec: RunSpec) -> tuple[Recording, list[set[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@sampled(2)
 def test_one_table_is_used_in_four_places_and_learns_like_one_process(plan: dict[str, Any], tied: bool) -> None:
     spec = _spec(plan, tied=tied)
     ranks = run_ranks(_train, spec.plan.ranks, spec)

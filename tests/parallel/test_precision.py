@@ -23,6 +23,7 @@ from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
 from megalith.train.step import accumulate
+from tests.full import sampled
 from tests.models.deepseek import deepseek
 from tests.models.plain import stage
 from tests.parallel.running import CPU, microbatches, trainer_of
@@ -264,6 +265,7 @@ SCALES = [("up", name) for name in GATHERS] + [("ocp", "zero 2, shares of tensor
 
 
 @pytest.mark.parametrize(("scale", "plan"), SCALES)
+@sampled(2)
 def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(scale: str, plan: str) -> None:
     """Losses, gradients and weights are bitwise equal, since a product rounds a gathered weight to the numbers it already has."""
     made = [gathers(gather, GATHERS[plan], scale=scale) for gather in ("wide", "fp8")]

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalith.prove.dryrun import dryrun
 from megalith.spec.plan import recomputed, segment_size, segments
 from megalith.train.step import train_step
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run, tiny_run
@@ -37,6 +38,7 @@ def _trained(rank: int, plan: dict[str, Any], model: dict[str, Any], policies: t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
+@sampled(2)
 def test_segments_change_no_bit(name: str) -> None:
     ranks, plan, model = PLANS[name]
     for plain, *others in run_ranks(_trained, ranks, plan, model, ("none", "segments:2", "segments:3", "sqrt")):

@@ -8,11 +8,13 @@ from megalith.cost.calibrate import fit, measured
 from megalith.cost.constants import calibration, parse
 from megalith.planner.published.fit import SWEEPS, as_changes, left_out, observations
 from megalith.planner.published.rows import read
+from tests.full import only_full
 
 ROWS = read()
 
 
 @pytest.mark.slow  # every fitted row is traced, and predicted a few thousand times
+@only_full
 def test_the_documented_fit_finds_the_bundled_figures_again(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGALITH_CACHE", str(tmp_path))
     start = parse(files("megalith.cost").joinpath("starts.toml").read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from megalith.prove.parity import OPTIMIZER, record, reference, shrink
 from megalith.spec.numbers import Reordered
 from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.train.assemble import assemble, mesh_groups
+from tests.full import sampled
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
@@ -62,6 +63,7 @@ def _check(plan: dict[str, Any], **parts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=_name)
+@sampled(20)
 def test_any_plan_trains_like_one_process(plan: dict[str, Any]) -> None:
     _check(plan)
 
@@ -105,6 +107,7 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
     [{"data": 2, "zero": 3}, {"tensor": 2, "recompute": "full"}, {"pipeline": 2, "data": 2, "zero": 1}, {"context": 2}],
     ids=_name,
 )
+@sampled(1)
 def test_compiled_blocks_train_like_one_process(plan: dict[str, Any]) -> None:
     if {"tensor", "context"} & plan.keys() and torch.__version__ < "2.15":
         # torch 2.11's compiler loses these sums, and our check refuses such runs there, so nothing can be compared

@@ -16,6 +16,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.step import compute, update
+from tests.full import sampled
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits
 from tests.specs import tiny_run
@@ -109,12 +110,14 @@ def experts_saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("second", range(len(PLANS)))
+@sampled(2)
 def test_what_is_loaded_is_what_was_saved(second: int, saved: list[Path], tmp_path: Path) -> None:
     for state in _loaded(PLANS[second], [source for source in saved if source != saved[second]], tmp_path):
         assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("second", range(len(EXPERTS)))
+@sampled(2)
 def test_experts_and_their_routers_too(second: int, experts_saved: list[Path], tmp_path: Path) -> None:
     """Each plan loads from the three before it, so it saves for three others and loads from three."""
     for state in _loaded(EXPERTS[second], [experts_saved[second - before] for before in (1, 2, 3)], tmp_path):
@@ -132,6 +135,7 @@ def _loaded(plan: dict[str, Any], sources: list[Path], out: Path) -> list[dict[s
 
 
 @pytest.mark.parametrize(("first", "second"), [pair for pair in permutations(range(4), 2) if 0 in pair])
+@sampled(2)
 def test_training_goes_on_under_another_plan(first: int, second: int, tmp_path: Path) -> None:
     run_ranks(_train_and_save, _ranks(PLANS[first]), PLANS[first], tmp_path / "run", 0, False)
     alone = run_ranks(_train_and_save, 1, {}, tmp_path / "alone", 0, False)[0]

@@ -16,6 +16,7 @@ import torch
 from megalith.models.stage import Stage
 from megalith.spec.run import RunSpec
 from megalith.train.step import train_step
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.parallel.traffic import Traffic, bytes_by_axis
 from tests.ranks import run_ranks
@@ -143,6 +144,7 @@ def zero_bytes(zero: int, m: int, phi: Fraction | int, *, n: int, axis: str, wid
 
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sampled(3)
 def test_zero_gathers_and_reduces_the_model_as_often_as_its_stage_says(zero, m):
     """ZeRO 0 to 3 have 0, 1, 1 and 2 m gathers, and 1 (of twice the bytes), 1, m and m reductions."""
     spec = RUNS[f"zero {zero}, {m}"]
@@ -208,6 +210,7 @@ def test_sequence_parallelism_sends_the_same_as_gathers_and_scatters():
 
 
 @pytest.mark.parametrize("method", CONTEXTS)
+@sampled(2)
 def test_context_ranks_pass_on_keys_or_exchange_heads(method):
     """Keys and values go around the ring once in forward and once in backward, there with their gradients in fp32. Ulysses
     exchanges queries, keys, values and outputs, except each rank's own part, in forward and in backward."""
@@ -267,6 +270,7 @@ def test_ranks_that_split_an_expert_exchange_all_rows_that_arrived():
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)
+@sampled(3)
 def test_each_border_between_ranks_is_crossed_twice_by_each_microbatch(schedule):
     """Activations and their gradients cross each border once. The turn of a V is no border."""
     _, borders = PIPELINES[schedule]

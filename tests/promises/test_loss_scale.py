@@ -39,6 +39,7 @@ from megalith.train.stability.loss_scale import Scale
 from megalith.train.step import Stepped, accumulate, seed_step
 from megalith.train.stream import open_stream
 from megalith.train.watchers import Watcher, tell
+from tests.full import FULL
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks
@@ -145,7 +146,6 @@ PLANS: list[dict[str, Any]] = [
 ]
 SHOWN = (0, 1, 4, 7)
 """Plans in every test run; `make test-full` has all."""
-FULL = os.environ.get("MEGALITH_FULL") == "1"
 MOVING = {"growth_interval": 2, "hysteresis": 1}
 """A scale that changes after a few steps."""
 BAD = (1, 4)

@@ -1,7 +1,6 @@
 """Mixture, sequence length and batch follow the samples consumed, so the run is the same under any plan, after any restart
 or kill."""
 
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from megalith.checkpoint.folder import read_manifest
 from megalith.events import PhaseBegan, Step, of_kind, read
 from megalith.spec.run import RunSpec
 from tests import runs
+from tests.full import FULL
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
 
@@ -26,7 +26,6 @@ RAMP = [{"begin": 8, "global_batch": 8}]
 SHAPES = [(4, 32), (4, 32), (8, 32), (8, 32), (8, 16), (8, 16), (8, 16), (8, 16), (8, 16), (4, 48), (4, 48)]
 """Batch size and sequence length of each step."""
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
 PLANS: list[dict[str, Any]] = [
     {"pipeline": 2, "schedule": "zb-h2", "post_validation": True},

@@ -1,7 +1,6 @@
 """Sites that train separately and merge: equal to a run without sites where they must be, resumed exactly, under any plan and
 number of sites."""
 
-import os
 import shutil
 import signal
 import time
@@ -22,6 +21,7 @@ from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
 from megalith.train.sites.record import recorded
+from tests.full import only_full
 from tests.keys import GIVEN
 from tests.runs import (
     assert_same_bits,
@@ -38,7 +38,6 @@ from tests.runs import (
 from tests.specs import tiny_run
 
 STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
-FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
 PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "nesterov": False, "clip": 0.0, "weight_decay": 0.0, "lr": 0.1}
 
 
@@ -100,7 +99,7 @@ def _steps(folder: Path) -> list[tuple[int, float]]:
     return [(one.step, one.grad_norm) for one in of_kind(read(folder), Step)]
 
 
-@pytest.mark.parametrize("plan", [{}, pytest.param({"data": 2, "zero": 1}, marks=FULL)])
+@pytest.mark.parametrize("plan", [{}, pytest.param({"data": 2, "zero": 1}, marks=only_full)])
 def test_gradients_that_are_exchanged_make_one_world(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
     """The run uses AdamW, and clips by the norm of the whole gradient. All sites hold the same bits."""
     spec = _spec(data, TOGETHER, plan=plan, optimizer={"clip": 0.5}, train={"steps": 8})
@@ -126,7 +125,7 @@ def test_gradients_that_are_exchanged_make_one_world(plan: dict[str, Any], data:
     )
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=only_full)])
 def test_sites_that_exchange_gradients_go_on_with_the_same_bits(victim: int, data: Path, tmp_path: Path) -> None:
     spec = _spec(data, TOGETHER)
     whole = _train(spec, tmp_path / "whole")
@@ -136,7 +135,7 @@ def test_sites_that_exchange_gradients_go_on_with_the_same_bits(victim: int, dat
     assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
 
 
-@FULL
+@only_full
 def test_a_fault_in_the_first_save_costs_the_steps_before_it(data: Path, tmp_path: Path) -> None:
     """One site has the checkpoint and the other has none. Both start over, and produce the same bits."""
     spec = _spec(data, TOGETHER)
@@ -183,7 +182,7 @@ def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: 
     _replayed(spec, tmp_path / "killed", tmp_path / "again")
 
 
-@FULL
+@only_full
 def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Path) -> None:
     """The large site never comes back. The steps of the other site stay as small as before."""
     folder = tmp_path / "run"
@@ -197,7 +196,7 @@ def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Pat
     assert _ledger(spec, small) == list(range(12 * 12))
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=only_full), 1])
 def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Path, tmp_path: Path) -> None:
     """Fragments are in flight at that time. Those that were sent but not merged are sent again."""
     spec = _spec(data, STREAMING)
@@ -218,7 +217,7 @@ def test_sites_stop_together_and_go_on_with_the_same_bits(data: Path, whole: Pat
     assert_same_bits(_train(spec, tmp_path / "stopped"), final_state(whole))
 
 
-@FULL
+@only_full
 def test_the_same_run_under_another_plan(data: Path, tmp_path: Path) -> None:
     """A checkpoint of two sites of one rank is loaded by two sites of two."""
     sites = STREAMING | {"bits": 32}
@@ -259,7 +258,7 @@ def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
     assert _ledger(_spec(data, sites, train={"steps": 24}), folder) == list(range(24 * 12))
 
 
-@FULL
+@only_full
 def test_one_of_two_sites_may_lose_its_run_folder(data: Path, tmp_path: Path) -> None:
     """The other site has the only checkpoint, and is no quorum alone."""
     folder, spec = tmp_path / "run", _spec(data, {"inner_steps": 4, "grace": 60.0}, train={"steps": 20})

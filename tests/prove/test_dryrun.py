@@ -1,6 +1,5 @@
 """The parts of a dry run: the meter, the stand-ins for a world and its data, and runs that do not fit."""
 
-import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megalith.prove.fits import GIB, does_not_fit
 from megalith.prove.meter import Memory, Meter, attention_flops
 from megalith.spec import cluster, files
 from megalith.spec.problem import SpecErrors
+from tests.full import FULL
 from tests.prove.dry import dry, in_a_child
 from tests.specs import brief_run, tiny_run
 
@@ -276,7 +276,6 @@ class Shown:
 
 ROOT = Path(__file__).parents[2]
 TABLE = [Shown.of(line) for line in re.findall(r"^\| `recipes/.*", (ROOT / "docs/guide/dryrun.md").read_text(), re.MULTILINE)]
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
 
 def test_all_large_recipes_are_shown_by_their_first_and_their_last_rank() -> None:

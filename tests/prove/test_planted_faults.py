@@ -22,6 +22,7 @@ from megalith.spec.numbers import TRAINED, is_narrow
 from megalith.spec.run import RunSpec
 from megalith.train import step
 from megalith.train.assemble import Trainer
+from tests.full import sampled
 from tests.parallel.running import CPU, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -156,6 +157,7 @@ def gaps(verdict: Verdict) -> str:
 @pytest.mark.parametrize("precision", TRAINED)
 @pytest.mark.parametrize("plan", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["tiny", "mixtral-8x7b"])
+@sampled(10)
 def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) -> None:
     """The embedding is tied, so that pipeline ranks have a gradient to sum."""
     run = tiny_run(plan=plan, model={"preset": preset, "tied": True}, train={"global_batch": 8, "precision": precision})
@@ -214,6 +216,7 @@ def test_a_history_that_is_not_shared_is_found() -> None:
 
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"context": 2}], ids=str)
 @pytest.mark.parametrize(("precision", "granularity"), [("fp8", "row"), ("fp8", "tensor"), ("nvfp4", "tile")])
+@sampled(2)
 def test_a_maximum_that_is_not_shared_is_found(precision: str, granularity: str, plan: dict[str, Any]) -> None:
     run = tiny_run(
         plan=plan,

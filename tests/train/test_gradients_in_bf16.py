@@ -1,7 +1,6 @@
 """Gradients added up in bf16 have the fp32 run's bits if nothing is added, do not depend on the state's place, and take half of
 the bytes."""
 
-import os
 from functools import reduce
 from typing import Any
 
@@ -23,12 +22,12 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
 from megalith.train.loop import stepper_of
 from megalith.train.step import accumulate
+from tests.full import FULL
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
 from tests.specs import brief_run, tiny_run
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"
 NARROW = {"precision": "bf16", "gradients": "bf16"}
 DISK, HALF = {"optimizer": "disk"}, {"optimizer": "host", "share": 0.5}
 Trained = tuple[list[float], dict[str, Tensor]]

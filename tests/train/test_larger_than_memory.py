@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.step import train_step
+from tests.full import only_full
 
 MIB = 1 << 20
 MODEL = {"layers": 14, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 8192, "context": 32}
@@ -79,9 +79,7 @@ def test_a_state_that_memory_has_no_room_for_trains_from_disk(tmp_path: Path) ->
     assert run_ranks(_trained, 1, streamed, state // 4) == [(losses, state)]
 
 
-@pytest.mark.skipif(
-    os.environ.get("MEGALITH_FULL") != "1", reason="MEGALITH_FULL=1 trains 90M and 254M parameters in groups of 900 MiB"
-)
+@only_full  # it trains 90M and 254M parameters in groups of 900 MiB
 def test_all_of_a_process_fits_a_group_with_less_memory_than_its_state(tmp_path: Path) -> None:
     """The limit includes Python, torch and building the model. Losses equal those of a process without the limit, and a process
     with its state in memory is killed."""

@@ -1,7 +1,6 @@
 """Random configurations, as transformers writes them, give the same logits and greedy text; an export has the same bits in
 every tensor."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from megalith.checkpoint.huggingface import export, read_model, read_weights
 from megalith.models.generate import generate
 from megalith.models.stage import Stage
+from tests.full import FULL
 from tests.models.plain import logits
 
-FULL = bool(os.environ.get("MEGALITH_FULL"))
 COUNT = 500 if FULL else 50
 SEQ = 40
 PROMPT, WRITTEN = 20, 6

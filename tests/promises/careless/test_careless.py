@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.full import FULL
 from tests.patience import PATIENCE
 from tests.promises.careless.kinds import KINDS
 from tests.promises.careless.play import Act, Hurt, Reference, draw, play, shares, shrink
 from tests.runs import prepare_text
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 SECONDS = 3000.0 if FULL else 0.0
 """Seconds after which no further run is begun."""
 

@@ -10,6 +10,7 @@ from megalith.spec.noise import parts
 from megalith.spec.run import RunSpec
 from megalith.train.batches import indices
 from megalith.train.step import train_step
+from tests.full import sampled
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -40,6 +41,7 @@ def _measured(rank: int, spec: RunSpec) -> tuple[float, float, frozenset[str]]:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@sampled(3)
 def test_it_is_that_of_the_gradients_of_single_sequences(plan: dict[str, Any]):
     spec = run(plan)
     alone = reference(run({}), device=torch.device("cpu")).microbatches

@@ -11,6 +11,7 @@ from megalith.cost.foreseen import foresee, of_run
 from megalith.events import PrecisionWatched, of_kind, read
 from megalith.spec.run import RunSpec
 from megalith.train.measure.precision import PrecisionWatch, worst
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -50,6 +51,7 @@ def errors(plan: dict[str, Any], **rest: Any) -> dict[str, float | None]:
     ],
     ids=str,
 )
+@sampled(2)
 def test_every_rank_knows_the_errors_of_one_process(plan: dict[str, Any], model: dict[str, Any]) -> None:
     """One process computes the microbatches of all ranks as one, while ranks round each microbatch's gradient to bf16."""
     both = 4 if plan.get("schedule") == "dualpipe" else 1  # this schedule needs that many microbatches

@@ -1,7 +1,6 @@
 """Gradients released inside the backward give the bits of a run that holds them all, whether a step is clipped, skipped or repeated, with
 less memory."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megalith.train.offload.release import MOST, WINDOW, Pace
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import Stepped
+from tests.full import FULL
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -30,7 +30,6 @@ from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import tiny_run
 from tests.train.offload.killed import chunks, train_killed, two_ranks
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"
 DISK = {"optimizer": "disk"}
 RELEASED = DISK | {"release": True}
 Trained = tuple[list[Stepped], dict[str, Tensor]]

@@ -28,6 +28,7 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
 from megalith.train.optimizers.small import Small
 from megalith.train.received import receive
+from tests.full import FULL
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -35,7 +36,6 @@ from tests.runs import assert_same_bits, final_state, finish, prepare_text, star
 from tests.specs import brief_run, tiny_run
 from tests.train.optimizers.test_plans import DENSE, EXPERTS, set_gradients, spec_of
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"
 Held = dict[str, Tensor]
 BF16 = {"precision": "bf16"}
 HALF, DISK = {"optimizer": "host", "share": 0.5}, {"optimizer": "disk"}

@@ -22,6 +22,7 @@ from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.optimizers.rule import Optimizer, Part
 from megalith.train.optimizers.whole import Whole
 from megalith.train.received import receive
+from tests.full import sampled
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks
 from tests.train.optimizers.test_plans import DENSE, EXPERTS, _all_kinds, alone, set_gradients, spec_of
@@ -39,6 +40,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
+@sampled(1)
 def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dict[str, Any]) -> None:
     expected = alone(model, VARIANTS)
     specs = {name: spec_of(model, plan, **optimizer) for name, optimizer in VARIANTS.items()}

@@ -2,7 +2,6 @@
 train."""
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -23,9 +22,9 @@ from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
 from megalith.train.sites.together import All
+from tests.full import only_full
 
 LINE = "ab" * 8
-FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
 
 
 class Hub:
@@ -235,7 +234,7 @@ HALVES = [half for size in range(1, 5) for half in combinations(range(5), size)]
 QUICK = {(0,), (4,), (0, 1), (0, 3, 4)}
 
 
-@pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=FULL) for half in HALVES])
+@pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=only_full) for half in HALVES])
 def test_of_two_halves_that_are_cut_apart_at_most_one_goes_on(half: tuple[int, ...]) -> None:
     """Sites that end are started again, as by their supervisors, and connect to the sites that they can reach."""
     hub = Hub()

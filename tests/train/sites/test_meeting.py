@@ -12,7 +12,8 @@ from megalith.fleet.secure.peers import PeerGone
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning, caller
 from megalith.train.sites.messages import Hello, Stand, Verdict
-from tests.train.sites.test_council import FULL, MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
+from tests.full import only_full
+from tests.train.sites.test_council import MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
 
 TWO = {0: 0, 1: 0}
 T = TypeVar("T")
@@ -171,7 +172,7 @@ HALVES = [half for size in range(1, 5) for half in combinations(range(5), size)]
 QUICK = {(0,), (0, 1), (0, 3, 4)}
 
 
-@pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=FULL) for half in HALVES])
+@pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=only_full) for half in HALVES])
 def test_of_two_halves_that_stand_at_most_one_goes_on(half: tuple[int, ...]) -> None:
     hub = Hub()
     councils = _all(hub, count=5, patience=1.0)

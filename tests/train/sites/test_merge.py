@@ -21,6 +21,7 @@ from megalith.train.sites.meet import build
 from megalith.train.sites.merge import Sites
 from megalith.train.sites.messages import LENGTH_BYTES
 from tests import certificates
+from tests.full import only_full
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
@@ -203,14 +204,13 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
     return found
 
 
-FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
 """Mark slow cases, and cases that others also cover."""
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        name if name in ("streaming", "streaming, 2 bits", "sparse", "eager") else pytest.param(name, marks=FULL)
+        name if name in ("streaming", "streaming, 2 bits", "sparse", "eager") else pytest.param(name, marks=only_full)
         for name in METHODS
     ],
 )
@@ -224,10 +224,10 @@ def test_a_merge_is_the_references(method: str) -> None:
         ("zero 3 in 3", "streaming, 2 bits"),
         ("pipeline, tied", "streaming"),
         ("each its own", "eager, sparse"),
-        pytest.param("experts", "eager, sparse", marks=FULL),
-        pytest.param("each its own", "streaming, 2 bits", marks=FULL),
-        pytest.param("tensor, tied", "streaming, 2 bits", marks=FULL),
-        pytest.param("experts", "streaming", marks=FULL),
+        pytest.param("experts", "eager, sparse", marks=only_full),
+        pytest.param("each its own", "streaming, 2 bits", marks=only_full),
+        pytest.param("tensor, tied", "streaming, 2 bits", marks=only_full),
+        pytest.param("experts", "streaming", marks=only_full),
     ],
 )
 def test_it_does_not_depend_on_the_plan(plan: str, method: str) -> None:
@@ -240,7 +240,7 @@ def test_encryption_changes_no_bit(tmp_path: Path) -> None:
     assert _different(tiny_run(sites=sites, train={"steps": STEPS})) == []
 
 
-@FULL
+@only_full
 def test_three_sites_and_one() -> None:
     assert _different(_run("alone", "streaming, 2 bits", 3)) == []
     assert _different(_run("alone", "streaming", 1)) == []
@@ -282,6 +282,6 @@ def test_an_eager_step_that_is_not_corrected_is_found() -> None:
 FAULTS = {"sign": 2, "late": 2, "left out": 2, "no feedback": 2, "order": 3, "rounding": 2}
 
 
-@pytest.mark.parametrize("fault", [name if name in ("sign", "order") else pytest.param(name, marks=FULL) for name in FAULTS])
+@pytest.mark.parametrize("fault", [name if name in ("sign", "order") else pytest.param(name, marks=only_full) for name in FAULTS])
 def test_a_planted_fault_is_found(fault: str) -> None:
     assert _different(_run("alone", "streaming", FAULTS[fault]), fault)
