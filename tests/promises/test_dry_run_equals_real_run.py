@@ -9,6 +9,7 @@ from megalith.prove.dryrun import Counted
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.spec.run import RunSpec
+from tests.full import sampled
 from tests.prove.dry import dry, real
 from tests.specs import TINY_EXPERTS, brief_run
 
@@ -78,12 +79,14 @@ def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, C
 Both = tuple[RunSpec, list[tuple[Counted, Counted]]]
 
 
+@sampled(6)
 def test_messages_are_the_same_calls_and_bytes(both: Both) -> None:
     for run, alone in both[1]:
         assert alone.traffic == run.traffic
         assert sum(row.bytes for row in alone.traffic) > 0
 
 
+@sampled(6)
 def test_state_is_the_same_bytes(both: Both) -> None:
     spec, pairs = both
     totals = 6 * 8 * (1 + spec.plan.ranks)  # gathered weights of the step: gloo's thread may release them shortly after it
@@ -97,6 +100,7 @@ def test_state_is_the_same_bytes(both: Both) -> None:
         assert alone.memory.building == run.memory.building
 
 
+@sampled(6)
 def test_activations_differ_at_most_by_messages_under_way(both: Both) -> None:
     """A message is held until it is sent, which takes no time in a dry run."""
     spec, pairs = both
@@ -107,12 +111,14 @@ def test_activations_differ_at_most_by_messages_under_way(both: Both) -> None:
             assert ours == theirs
 
 
+@sampled(6)
 def test_products_and_attention_are_the_same_flops(both: Both) -> None:
     for run, alone in both[1]:
         assert alone.work.products == run.work.products > 0
         assert alone.work.attention == run.work.attention > 0
 
 
+@sampled(6)
 def test_actions_run_in_the_order_of_the_program(both: Both) -> None:
     spec, pairs = both
     plan = spec.plan

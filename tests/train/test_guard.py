@@ -20,6 +20,7 @@ from megalith.train.batches import indices
 from megalith.train.guard import Guard
 from megalith.train.loop import stepper_of
 from megalith.train.watchers import Watcher, tell
+from tests.full import sampled
 from tests.keys import KEY
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
@@ -240,6 +241,7 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verify", "run"), VERIFIED, ids=str)
+@sampled(1)
 def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run: dict[str, Any], tmp_path: Path) -> None:
     clean = train(run | {"fleet": {"digest": False}})
     found = train(run | {"fleet": {"verify_every": 2, "verify": verify}}, root=tmp_path)

@@ -78,6 +78,7 @@ def test_an_overflow_is_infinite_and_its_block_the_worst() -> None:
     ],
     ids=str,
 )
+@sampled(1)
 def test_a_comparison_leaves_a_run_as_it_is(
     tmp_path: Path, plan: dict[str, Any], model: dict[str, Any], precision: dict[str, Any]
 ) -> None:

@@ -22,7 +22,7 @@ from megalith.train.offload.release import MOST, WINDOW, Pace
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import Stepped
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -101,6 +101,7 @@ def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
 
 
 @pytest.mark.parametrize(("plan", "model", "train"), PLANS, ids=str)
+@sampled(2)
 def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> None:
     """A clipped step takes two passes, any other step one."""
     spec = _run(plan, model, **train)
@@ -213,6 +214,7 @@ SIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("plan", "model"), SIZED, ids=str)
+@sampled(1)
 def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any]) -> None:
     held, released = (
         _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1}) for place in (DISK, RELEASED)
