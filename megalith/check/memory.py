@@ -201,11 +201,9 @@ def disk_takes_the_state(case: Case) -> Found:
         yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
     if not case.files or case.model is None or case.plan.data % case.plan.replicate:
         return
-    folder = Path(state.folder or ".").absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    there = _existing(Path(state.folder or "."))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "is not a folder" if not there.is_dir() else "may not be written to"
-        yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
+        yield error("plan.state.folder", state.folder, _unusable(there), "Give a folder on each node's own disk.")
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
@@ -218,6 +216,44 @@ def disk_takes_the_state(case: Case) -> Found:
     elif (PAIR + saved) * slot > free:
         reason = f"needs at least {format_bytes((PAIR + saved) * slot)} while it saves, in files that checkpoints hold too, {has}"
         yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
+
+
+def kept_tensors_can_leave(case: Case) -> Found:
+    """Tensors that blocks keep for backward can wait outside the device, and some do."""
+    retain, plan, key = case.plan.retain, case.plan, "plan.retain.blocks"
+    if retain.blocks == "device":
+        for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
+            if value != unused:
+                yield advice(f"plan.retain.{name}", value, 'has no effect with plan.retain.blocks = "device"', "Leave it out.")
+        return
+    if plan.compile:
+        reason = "moves what autograd saves in each block, and with plan.compile = true compiled code decides what that is"
+        yield error(key, retain.blocks, reason, 'Use plan.compile = false, or blocks = "device".')
+    segmented = plan.recompute == "sqrt" or plan.recompute.startswith("segments:")
+    if retain.share < 1 and segmented:
+        reason = f"counts blocks, and with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
+        yield error("plan.retain.share", retain.share, reason, "Use share = 1: these inputs are small.")
+    elif case.model is not None and not plan.retained(len(case.model.blocks)):
+        blocks = len(case.model.blocks)
+        reason = f"is less than one of {blocks} blocks, so nothing leaves the device"
+        yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
+    if retain.blocks != "disk" and retain.folder:
+        yield advice("plan.retain.folder", retain.folder, f'has no effect with blocks = "{retain.blocks}"', "Leave it out.")
+    if retain.blocks == "disk" and case.files and retain.folder:
+        there = _existing(Path(retain.folder))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            yield error("plan.retain.folder", retain.folder, _unusable(there), "Give a folder on each node's own disk.")
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the first one above it that exists."""
+    folder = folder.absolute()
+    return next(one for one in (folder, *folder.parents) if one.exists())
+
+
+def _unusable(there: Path) -> str:
+    """Say why nothing can be written to a path."""
+    return f"{there} {'is not a folder' if not there.is_dir() else 'may not be written to'}"
 
 
 def long_sequences_recompute(case: Case) -> Found:

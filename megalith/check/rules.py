@@ -212,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.released_gradients_can_be_taken_back),
     Rule("memory", memory.released_gradients_are_updated_by_parts),
     Rule("memory", memory.segments_lie_in_a_stage),
+    Rule("memory", memory.kept_tensors_can_leave),
     Rule("memory", memory.long_sequences_recompute),
     Rule("device", device.cluster_is_known),
     Rule("device", device.tensor_stays_on_fast_links),

@@ -1,9 +1,10 @@
-"""Memory of one rank's program, moment by moment: everything beyond the state that lasts. No torch."""
+"""Memory of one rank's program, moment by moment: everything beyond the state that lasts, and activations that wait elsewhere
+(`plan.retain`). No torch."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from megalith.cost import released
@@ -13,7 +14,7 @@ from megalith.cost.update import opened_bytes
 from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
 from megalith.schedule.action import Action
-from megalith.schedule.lower import WEIGHT_GRADIENTS
+from megalith.schedule.lower import BACKWARDS, WEIGHT_GRADIENTS
 
 DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
 """Computation of a schedule -> phases of a profile."""
@@ -28,16 +29,24 @@ class Part(NamedTuple):
     weights: Numbers
     gathered: Numbers
     """The bytes in which its weights travel when they are gathered."""
+    away: float
+    """Bytes of what its forward leaves that wait outside the device until its backward."""
 
 
 class Moment(NamedTuple):
     """Bytes by the categories of a dry run: weights that are gathered for a while, gradients, activations, and buffers of
-    messages."""
+    messages. `elsewhere`: activations that wait outside the device."""
 
     weights: float
     gradients: float
     activations: float
     buffers: float
+    elsewhere: float
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return self.weights + self.gradients + self.activations + self.buffers
 
 
 def moments(
@@ -52,10 +61,13 @@ def moments(
     course = _Course(workload, traced, stages, segments)
     for action, then in zip_longest(actions, actions[1:]):
         if action.kind == "F":
-            yield course.forward(course.stages[action.stage])
+            yield from course.forward(course.stages[action.stage])
+        elif action.kind == "FETCH":
+            course.move(-course.stages[action.stage].last)
         elif action.kind in DOES:
             reduces = then is not None and (then.kind, then.stage) == ("REDUCE", action.stage)
-            yield from course.backward(course.stages[action.stage], forms=action.kind in WEIGHT_GRADIENTS, reduces=reduces)
+            begins, forms = action.kind in BACKWARDS, action.kind in WEIGHT_GRADIENTS
+            yield from course.backward(course.stages[action.stage], begins=begins, forms=forms, reduces=reduces)
         elif action.kind == "REDUCE":
             yield from course.reduce(course.stages[action.stage])
     course.joined = 0.0
@@ -72,6 +84,10 @@ class _Stage:
     """Bytes that a microbatch's forward leaves in each part."""
     inside: tuple[float, ...]
     """The most that the backward of each part holds besides what forward left."""
+    coming: tuple[float, ...]
+    """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
+    last: float
+    """Bytes of the last part that left, which come back before the stage's backward."""
     shares: list[float]
     """Bytes of this rank's share of each part's reduced gradients."""
     sums: list[float]
@@ -88,7 +104,7 @@ class _Course:
         stages: Mapping[int, tuple[Part, ...]],
         segments: Mapping[int, tuple[tuple[int, ...], ...]],
     ) -> None:
-        plan, self.workload, self.traced, self.kept = workload.plan, workload, traced, 0.0
+        plan, self.workload, self.traced, self.kept, self.elsewhere = workload.plan, workload, traced, 0.0, 0.0
         self.stages = {number: self._stage(parts, segments[number]) for number, parts in stages.items()}
         mesh = Mesh.of(plan)
         copies, shards = (mesh.state[1], mesh.experts[1]), workload.shards
@@ -122,30 +138,47 @@ class _Course:
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
-        return _Stage(parts, tuple(saved), tuple(inside), [0.0] * len(parts), [0.0] * len(parts))
+        coming, left = [0.0] * len(parts), [number for number, part in enumerate(parts) if part.away]
+        further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
+        for number, then in pairwise(left):  # a segment's backward begins with its last block
+            coming[then + further.get(parts[then].block, 0)] = parts[number].away
+        last = parts[left[-1]].away if left else 0.0
+        return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> Moment:
         """Return what the rank holds with these bytes besides."""
         held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
-        return Moment(weights, gradients, self.kept + activations, self.joined + arrived * (not release))
+        buffers = self.joined + arrived * (not release)
+        return Moment(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
-    def forward(self, stage: _Stage) -> Moment:
-        """Count a forward. It holds the most in the last part: if it is the head, logits, and gradients that are made of them."""
-        self.kept += sum(stage.saved)
-        last, head = stage.parts[-1], self.traced.head
-        logits = head.working if any(one is head for one in last.profiles) else 0.0
-        return self.moment(weights=_times(last.weights, self.gathers), activations=logits)
+    def move(self, size: float) -> None:
+        """Count activations that leave the device; below 0: that come back."""
+        self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
 
-    def backward(self, stage: _Stage, *, forms: bool, reduces: bool) -> Iterator[Moment]:
-        """Count a backward, or a half of one. `forms`: it forms gradients of weights, and frees what forward left. `reduces`: each
-        part's gradients are reduced when it is done."""
+    def forward(self, stage: _Stage) -> Iterator[Moment]:
+        """Count a forward. Activations of a part leave when its forward ends, so until then it may hold the most. Otherwise the last part
+        does: if it is the head, logits, and gradients that are made of them."""
+        head = self.traced.head
+        for number, part in enumerate(stage.parts):
+            self.kept += stage.saved[number]
+            if part.away or part is stage.parts[-1]:
+                logits = head.working if any(one is head for one in part.profiles) else 0.0
+                yield self.moment(weights=_times(part.weights, self.gathers), activations=logits)
+            self.move(part.away)
+        if stage.last:
+            yield self.moment()  # now the most is elsewhere
+
+    def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[Moment]:
+        """Count a backward, or a half of one. `begins`: it is the first half or the whole, which brings activations back. `forms`: it
+        forms gradients of weights, and frees what forward left. `reduces`: each part's gradients are reduced when it is done."""
         narrow = self.workload.width < self.workload.gradient_bytes
         for number, part in reversed([*enumerate(stage.parts)]):
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
             new = self.workload.gradient_bytes * sum(part.weights)
             made = self.workload.width * sum(part.weights) if narrow else 0.0 if stage.sums[number] else new
+            self.move(-stage.coming[number] * begins)
             held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number])
             yield held._replace(buffers=messages + held.buffers)
             if forms:

@@ -38,7 +38,7 @@ class Time:
     pipeline: float
     """Messages between stages that no computation hides."""
     data: float
-    """Gathers and reductions of weights and gradients that nothing hides."""
+    """Gathers and reductions of weights and gradients, and movements of activations to their host and back, that nothing hides."""
     bubble: float
     optimizer: float
     other: float
@@ -186,6 +186,7 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
     messages = 2 * sent * m * plan.chunks * generation.message_exposed if plan.pipeline > 1 else 0.0
     some = {0, slowest, len(ranks) - 1}
     data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
+    data += max(_retained_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank]) for rank in some)
     subtotal = busy.total + bubble + messages + data + optimizer
     straggling = subtotal * generation.straggle * log2(max(1, workload.cluster.nodes))
@@ -287,6 +288,18 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     if practice.gathers == "rank":
         return _beside(reductions, backward, setting) + gather(width.dense * dense, shards, wires, calls=shards.size)
     return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
+
+
+def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
+    """Return the seconds that a step of one rank is longer because activations leave the device and come back."""
+    away = workload.plan.retain.away
+    if not away:
+        return 0.0
+    size = away * sum(traced.blocks[kind].leaves * times for kind, times in here.blocks)
+    size /= traced.segments.size if traced.segments else 1
+    moving = host.move_seconds(workload, size / workload.plan.sides)
+    both = (_beside(moving, computing.total, setting) for computing in (stage.forward, stage.backward))
+    return workload.microbatches * sum(both)
 
 
 def _buckets(numbers: float, ranks: int) -> float:

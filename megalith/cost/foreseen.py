@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.course import DOES, Part, moments
+from megalith.cost.course import DOES, Moment, Part, moments
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
@@ -58,8 +58,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One rank's step. `memory`: bytes by category at the fullest moment. `elsewhere`: bytes of state by tier, where not all is on the
-    device."""
+    """One rank's step. `memory`: bytes by category at the fullest moment. `elsewhere`: bytes by tier of state and activations that are
+    not on the device."""
 
     memory: dict[str, float]
     traffic: tuple[Traffic, ...]
@@ -109,14 +109,15 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
         memory=_memory(workload, traced, here, place, figures or calibration()),
         traffic=tuple(sorted(_traffic(workload, traced, here), key=lambda one: (one.axis, one.kind))),
         work=_work(here),
-        elsewhere=_elsewhere(workload, traced, place),
+        elsewhere=_elsewhere(workload, traced, here, place),
     )
 
 
 def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     """Return the memory of the fullest rank as the trainer's own program takes it, moment by moment, with what torch does not report.
 
-    A dry run counts the same categories. The program has the fewest microbatches that represent all of them.
+    A dry run counts the same categories. The program has the fewest microbatches that represent all of them. `host` and `disk` have the
+    activations that wait there, and no state.
     """
     figures, plan = figures or calibration(), workload.plan
     few = replace(workload, global_batch=workload.enough * plan.data * plan.microbatch)
@@ -125,10 +126,12 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     rounding = rounding_bytes(workload, traced)  # a dry run is on a processor, which has no such copies
 
     def of(place: int) -> Memory:
-        found = _memory(few, traced, _here(few, traced, place), place, figures)
+        here = _here(few, traced, place)
+        found, waiting = _memory(few, traced, here, place, figures), _waiting(few, traced, here)
         return Memory(
             weights=found["weights"], gradients=found["gradients"], optimizer=found["optimizer"], activations=found["activations"],
             working=found["buffers"] + rounding, logits=0.0, reserve=0.0, non_torch=outside, rank=place,
+            host=waiting.get("host", 0.0), disk=waiting.get("disk", 0.0),
         )  # fmt: skip
 
     return max(map(of, shares(few, traced).fullest), key=lambda memory: memory.total)
@@ -147,7 +150,8 @@ def of_run(spec: RunSpec) -> Workload:
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     plan, model = workload.plan, workload.model
-    schedule, program = _program(plan.schedule, plan.pipeline, workload.microbatches, plan.chunks, plan.zero)
+    retained = plan.retained(len(model.blocks))
+    schedule, program = _program(plan.schedule, plan.pipeline, workload.microbatches, plan.chunks, plan.zero, retained)
     row = program.rows[place]
     parts = (traced.embedding, *traced.blocks)
     profiles = *((part,) for part in parts), _head(traced)
@@ -159,11 +163,14 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     ends = (tuple(wide(workload, one) for one in weights[end]) for end in (0, -1))
     sent = next(ends), *each[1:-1], next(ends)
     own = {stage: slice(*plan.bounds(len(model.blocks))[stage]) for stage in schedule.stages_of(place)}
+    cut = {stage: _segments(traced, where) for stage, where in own.items()}
+    away = {stage: _away(workload, traced, numbers[where], cut[stage]) for stage, where in own.items()}
     return _Here(
         actions=tuple(action for slot in row for action in actions_of(slot)),
         stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
         parts={
-            stage: tuple(map(_part, numbers[where], profiles[where], weights[where], sent[where])) for stage, where in own.items()
+            stage: tuple(map(_part, numbers[where], profiles[where], weights[where], sent[where], away[stage]))
+            for stage, where in own.items()
         },
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
         gathered={stage: tuple(chain(*sent[where])) for stage, where in own.items()},
@@ -173,15 +180,28 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
             for number in numbers[where]
             if number is not None
         ),
-        segments={stage: _segments(traced, where) for stage, where in own.items()},
+        segments=cut,
+    )
+
+
+def _away(
+    workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
+) -> tuple[float, ...]:
+    """Bytes that leave the device in each part of a stage: only blocks leave, and of a segment only its first block's input."""
+    retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
+    return tuple(
+        0.0 if number is None or number in inside or not retain.leaves(number) else traced.blocks[number].leaves
+        for number in numbers
     )
 
 
 @lru_cache(maxsize=64)
-def _program(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int) -> tuple[Schedule, Program]:
+def _program(
+    schedule: str, ranks: int, microbatches: int, chunks: int, zero: int, retained: frozenset[int]
+) -> tuple[Schedule, Program]:
     """Return a schedule and its program, cached: a search asks for few of them, and for each of them often."""
     built = build(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return built, lower(built, zero)
+    return built, lower(built, zero, retained=retained)
 
 
 def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
@@ -192,10 +212,12 @@ def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[at] - 1 for at in run) for run in cut)
 
 
-def _part(block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers]) -> Part:
+def _part(
+    block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers], away: float
+) -> Part:
     """Return a part with the sums over its buckets of weights."""
     whole, bytes = (Numbers(*map(sum, zip(*each, strict=True))) for each in (weights, sent))
-    return Part(block, profiles, whole, bytes)
+    return Part(block, profiles, whole, bytes, away)
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:
@@ -219,7 +241,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = lasting + apart * own, found.optimizer
-    fullest = max(moments(workload, traced, here.actions, here.parts, here.segments), key=sum)
+    fullest = max(_moments(workload, traced, here), key=lambda moment: moment.total)
     gradients = fullest.gradients + compared_bytes(workload, numbers(workload, traced, held))
     return {
         "weights": weights + fullest.weights,
@@ -230,14 +252,25 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     }
 
 
-def _elsewhere(workload: Workload, traced: Parts, place: int) -> dict[str, float]:
-    """Bytes of state in the host's memory or on its disk."""
-    state = workload.plan.state
-    if not state.away:
-        return {}
-    here = shares(workload, traced).held[place]
-    kept = updated(workload, numbers(workload, traced, here)) * workload.state_bytes + rest_bytes(workload, traced, here)
-    return {state.optimizer: state.away * kept * (DISK_SLOTS if state.optimizer == "disk" else 1)}
+def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[Moment]:
+    return moments(workload, traced, here.actions, here.parts, here.segments)
+
+
+def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> dict[str, float]:
+    """Bytes in the host's memory or on its disk: of state, and of activations at most."""
+    state, found = workload.plan.state, _waiting(workload, traced, here)
+    if state.away:
+        held = shares(workload, traced).held[place]
+        kept = updated(workload, numbers(workload, traced, held)) * workload.state_bytes + rest_bytes(workload, traced, held)
+        kept *= state.away * (DISK_SLOTS if state.optimizer == "disk" else 1)
+        found[state.optimizer] = found.get(state.optimizer, 0.0) + kept
+    return found
+
+
+def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
+    """The most bytes of activations that wait outside the device, by the tier (`plan.retain`)."""
+    retain = workload.plan.retain
+    return {retain.blocks: max(moment.elsewhere for moment in _moments(workload, traced, here))} if retain.away else {}
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:

@@ -82,6 +82,15 @@ def read_seconds(workload: Workload, numbers: float) -> float:
     return numbers * workload.plan.state.weights_away * bytes_each([MASTER]) / rate
 
 
+def move_seconds(workload: Workload, size: float) -> float:
+    """Return the seconds to move this many bytes of activations to where they wait (`plan.retain`), or back."""
+    host = workload.cluster.host
+    link = size / (host.link or LINK)
+    if workload.plan.retain.blocks != "disk":
+        return link
+    return max(link, size / (DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)))
+
+
 def seconds(workload: Workload, numbers: float) -> float:
     """Seconds to update this many parameters there: gradients cross the link, are written and read; the state is read and
     written; weights are

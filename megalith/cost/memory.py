@@ -188,8 +188,11 @@ def _rank(
     whole = whole_bytes(workload, parts, here)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
-    working = generation.working * own.working + rounding_bytes(workload, parts)
-    saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
+    retain = workload.plan.retain
+    waiting = retain.away * sum(map(mul, flying, own.leaves))
+    coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
+    working = generation.working * own.working + coming * own.largest_leaves + rounding_bytes(workload, parts)
+    saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
     others = workload.practice.update_bytes * updated(workload, held)
     temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)
     updating = temporary - saved  # activations are gone by then
@@ -212,8 +215,10 @@ def _rank(
         reserve=generation.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
-        host=sum(s[3] for s in state) + (host.streamed(workload) if on_disk else rest * away),
-        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0),
+        host=sum(s[3] for s in state)
+        + (host.streamed(workload) if on_disk else rest * away)
+        + waiting * (retain.blocks == "host"),
+        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0) + waiting * (retain.blocks == "disk"),
     )
 
 
@@ -263,6 +268,10 @@ class _Own(NamedTuple):
     """Bytes that a microbatch leaves for backward, in each chunk."""
     working: float
     """Largest temporary bytes of a block."""
+    leaves: tuple[float, ...]
+    """Bytes of `saved` that can wait outside the device."""
+    largest_leaves: float
+    """The bytes of one block that can wait there, at most."""
 
 
 def numbers(workload: Workload, parts: Parts, here: Held) -> Numbers:
@@ -291,11 +300,16 @@ def _own(parts: Parts, here: Held) -> _Own:
     largest = max((block.weights + block.expert_weights for block, _ in blocks), default=0)
     if parts.segments is not None:
         found = [_segmented(parts, parts.segments, chunk) for chunk in here.chunks]
-        return _Own(largest, tuple(saved for saved, _ in found), max((working for _, working in found), default=0.0))
+        saved = tuple(saved for saved, _ in found)
+        # a segment keeps its input only, all of which can leave
+        x = max((block.leaves for block, _ in blocks), default=0.0)
+        return _Own(largest, saved, max((working for _, working in found), default=0.0), saved, x)
     return _Own(
         largest=largest,
         saved=tuple(sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks),
         working=max((block.working for block, _ in blocks), default=0.0),
+        leaves=tuple(sum(parts.blocks[kind].leaves * times for kind, times in chunk) for chunk in here.chunks),
+        largest_leaves=max((block.leaves for block, _ in blocks), default=0.0),
     )
 
 

@@ -127,6 +127,8 @@ class Profile:
     """The part's output."""
     multiplied: tuple[Multiplied, ...] = ()
     """The weights held that are factors of products"""
+    leaves: float = 0.0
+    """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
 
     def flops(self, phase: Phase | None = None) -> float:
         """Floating-point operations, attention in full."""

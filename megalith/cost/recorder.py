@@ -189,6 +189,11 @@ class Recorder(TorchDispatchMode):
         self._packed[tensor.untyped_storage()._cdata] += 1
         return tensor
 
+    def packed_bytes(self, x: Tensor) -> int:
+        """Return the bytes that autograd keeps for backward, with those of the input `x`, which are not counted among the living."""
+        counted = sum(self._held.get(key, 0) for key in self._packed)
+        return counted + (bytes_of(x) if x.untyped_storage()._cdata in self._packed else 0)
+
     def spared(self, layout: Layout) -> float:
         """Bytes saved by keeping the inputs of products in a narrow format: the wide tensor stays only if another operation keeps
         it too."""

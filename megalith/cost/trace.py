@@ -175,6 +175,7 @@ def _run(
         given = 0 if isinstance(out, Loss) else bytes_of(result)
         saved = recorder.alive - given + (0 if inputs is None else bytes_of(x))
         spared = recorder.spared(layout) if layout.kept < layout.width else 0.0
+        held = recorder.packed_bytes(x) - spared
         grad, chunked = torch.empty_like(result), layout.loss == "chunked" and isinstance(out, Loss)
         del out
         recorder.phase = "I"
@@ -185,7 +186,8 @@ def _run(
         working = recorder.peak - saved
         recorder.phase = "W"
         queue.drain()
-    return _profile(module, recorder, layout, saved - spared, working, given, block)
+    profile = _profile(module, recorder, layout, saved - spared, working, given, block)
+    return replace(profile, leaves=float(max(0, held)))
 
 
 def _profile(

@@ -26,6 +26,7 @@ from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.reduction import Reducer
+from megalith.parallel.retain import Retention, Tier
 from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
 from megalith.parallel.travel import forward, travels
@@ -50,15 +51,16 @@ class Builder:
         choices: PrecisionSpec | None = None,
         gradients: str = "fp32",
         aside: Put | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
         which they are added up. `aside`: takes master weights where they wait until it is known which stay, so that building never
-        holds all of them."""
+        holds all of them. `tier`: takes what blocks keep for backward, if `plan.retain` says so."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
-        self.tied, self.aside = tied_names(spec), aside
+        self.tied, self.aside, self.tier = tied_names(spec), aside, tier
         self.reducer = Reducer()
         self.by_name: dict[str, Weight] = {}  # everything this rank holds, under its name in the whole model
         self.context = ContextGroups.build(plan, groups)
@@ -91,7 +93,16 @@ class Builder:
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
         travelling = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if travels(part)}
-        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut, travelling=travelling)
+        how = {"segments": cut, "travelling": travelling, "retention": self._retention(stage)}
+        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, **how)
+
+    def _retention(self, stage: Stage) -> Retention | None:
+        """Return the blocks of a stage whose saved tensors leave the device; None if all stay."""
+        if self.tier is None:
+            return None
+        blocks = ((at, name.removeprefix("blocks."), part) for at, (name, part) in enumerate(stage.parts()))
+        away = {at: part for at, number, part in blocks if number.isdecimal() and self.plan.retain.leaves(int(number))}
+        return Retention(away, self.tier, self.device)
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
         """The blocks of a part and their numbers; blocks that predict further tokens have the numbers after the model's last

@@ -123,6 +123,8 @@ class Executor:
             "RECV_B": self._receive,
             "GATHER": self._gather,
             "REDUCE": self._reduce,
+            "OFFLOAD": self._offload,
+            "FETCH": self._fetch,
         }
         kinds = {action.kind for slot in program.rows[self.rank] for action in parts(slot)}
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
@@ -271,6 +273,16 @@ class Executor:
         complete."""
         if self.program.schedule.mirrored is not None:
             self.stages[action.stage].reduce()
+
+    # --- saved tensors ---
+
+    def _offload(self, action: Action, flight: _Flight) -> None:
+        """No-op: each block's saved tensors left at the end of its forward, inside the computation before this action."""
+
+    def _fetch(self, action: Action, flight: _Flight) -> None:
+        """Begin to bring back the saved tensors of the stage's last block. Each block's backward begins to bring back those of the block
+        before it."""
+        self.stages[action.stage].fetch(flight.graphs[_key(action)])
 
     # --- messages ---
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from megalith.models.moe import Pending
 from megalith.models.stage import Stage
 from megalith.parallel.data import Bucket, Weight
 from megalith.parallel.reduction import Reducer
+from megalith.parallel.retain import STAYS, Retention, Saved, Shelf, taken
 
 # --- graphs ---
 
@@ -113,19 +114,22 @@ class Piece:
         return found[0] if found else None
 
 
-def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Piece]:
-    """Run the function `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph."""
+def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, shelf: Shelf = STAYS) -> tuple[tuple[Tensor, ...], Piece]:
+    """Run the function `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph, whose
+    tensors `shelf` keeps."""
     inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
-    outs = lines(*(x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True)))
-    entered = tuple(inlet for inlet in inlets if inlet is not None)
-    return tuple(out.detach() for out in outs), Piece(entered, tuple(get_gradient_edge(out) for out in outs))
+    entered = (x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True))
+    with shelf.saving():
+        outs = lines(*entered)
+    through = tuple(inlet for inlet in inlets if inlet is not None)
+    return tuple(out.detach() for out in outs), Piece(through, tuple(get_gradient_edge(out) for out in outs))
 
 
 # --- stages ---
 
 
-Forward: TypeAlias = Callable[[Tensor, Batch], Steps[tuple[Tensor, Graph]]]
-"""The forward of a part in steps: its detached output, and its graph."""
+Forward: TypeAlias = Callable[[Tensor, Batch, Shelf], Steps[tuple[Tensor, Graph]]]
+"""The forward of a part in steps: its detached output, and its graph, whose tensors the shelf keeps."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,15 @@ class Segment:
     graphs."""
 
     parts: range
-    x: Tensor
+    x: Tensor | Saved
     batch: Batch
 
 
-Kept: TypeAlias = Graph | Segment
-"""State that forward left for the backward of a part, or of a segment."""
+class Kept(NamedTuple):
+    """State that forward left for the backward of a part, or of a segment."""
+
+    left: Graph | Segment
+    shelf: Shelf = STAYS
 
 
 @dataclass
@@ -164,10 +171,12 @@ class Runner:
         reducer: Reducer,
         segments: Sequence[range] = (),
         travelling: Mapping[int, Forward] = MappingProxyType({}),
+        retention: Retention | None = None,
     ) -> None:
         """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward.
-        `travelling`: the forwards of the parts whose tokens leave this rank, by the number of the part."""
-        self.stage, self.zero, self.travelling = stage, zero, travelling
+        `travelling`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose
+        saved tensors leave the device; None: all stay."""
+        self.stage, self.zero, self.travelling, self._retention = stage, zero, travelling, retention
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
         self.buckets = [list(each) for each in buckets]  # of each part, those it uses
@@ -229,31 +238,36 @@ class Runner:
         for number in range(len(self.parts)):
             assert isinstance(out, Tensor)
             self._enter(number, number + 1)
-            segment = self.segments.get(number)
+            segment, shelf = self.segments.get(number), self._shelf(number, batch)
             if segment is None:
-                out, graph = yield from self._compute(number, out, batch)
-                kept += [graph] if graph else []
+                out, graph = yield from self._compute(number, out, batch, shelf)
+                kept += [Kept(graph, shelf)] if graph else []
             else:
                 if number == segment.start and torch.is_grad_enabled():
-                    kept.append(Segment(segment, out, batch))
+                    kept.append(Kept(Segment(segment, shelf.put(out), batch), shelf))
                 out = yield from self._pass(number, out, batch)
+            shelf.leave()
             self._leave(number, number + 1)
         return out, kept
 
-    def _compute(self, number: int, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, Graph | None]]:
-        """A part's output, detached, and its graph."""
+    def _shelf(self, number: int, batch: Batch) -> Shelf:
+        """Return the shelf for what the forward of a part leaves."""
+        return STAYS if self._retention is None else self._retention.shelf(number, batch)
+
+    def _compute(self, number: int, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor | Loss, Graph | None]]:
+        """A part's output, detached, and its graph, whose tensors `shelf` keeps."""
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
         if (forward := self.travelling.get(number)) is not None:
-            return (yield from forward(x, batch))
-        return _whole(part, x, batch)
+            return (yield from forward(x, batch, shelf))
+        return _whole(part, x, batch, shelf)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
         """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a
         pause inside `no_grad` would disable gradients for other computations."""
         if torch.is_grad_enabled() and (forward := self.travelling.get(number)) is not None:
-            return (yield from forward(x, batch))[0]
+            return (yield from forward(x, batch, STAYS))[0]
         with torch.no_grad():
             return self.parts[number](x, batch)
 
@@ -261,7 +275,7 @@ class Runner:
         """The graphs of a segment's parts, from its input. The weights of its last part stay gathered, because backward begins
         with them."""
         graphs: list[Graph] = []
-        x: Tensor | Loss = segment.x
+        x: Tensor | Loss = taken(segment.x)
         for number in segment.parts:
             assert isinstance(x, Tensor)
             then = number + 1 if number + 1 < segment.parts.stop else None
@@ -273,18 +287,26 @@ class Runner:
                 self._leave(number, then)
         return graphs
 
+    def fetch(self, kept: list[Kept]) -> None:
+        """Begin to bring back the saved tensors that left the device, of the last remaining part of which any did."""
+        shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
+        shelf.fetch()
+
     def _next_graph(self, kept: list[Kept]) -> Steps[Graph]:
-        """Remove and return the graph of the last remaining part. A segment's parts run again first."""
+        """Remove and return the graph of the last remaining part, whose saved tensors come back now, and those of the part before it
+        begin to. A segment's parts run again first."""
         last = kept.pop()
-        if isinstance(last, Segment):
-            kept += yield from self._rerun(last)
+        last.shelf.fetch()
+        self.fetch(kept)
+        if isinstance(last.left, Segment):
+            kept += map(Kept, (yield from self._rerun(last.left)))
             last = kept.pop()
-            assert not isinstance(last, Segment)
-        return last
+        assert not isinstance(last.left, Segment)
+        return last.left
 
     def _before(self, number: int, kept: list[Kept]) -> int:
         """Return the part whose weights are needed after those of part `number`, in a backward with `kept` left."""
-        return kept[-1].parts.start if kept and isinstance(kept[-1], Segment) else number - 1
+        return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
     def backward(self, kept: list[Kept], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
         """The gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
@@ -350,8 +372,8 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
 
-def _whole(part: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor | Loss, Piece]:
-    """A part as one graph."""
+def _whole(part: nn.Module, x: Tensor, batch: Batch, shelf: Shelf) -> tuple[Tensor | Loss, Piece]:
+    """A part as one graph, whose tensors `shelf` keeps."""
     loss: Loss | None = None
 
     def run(x: Tensor) -> tuple[Tensor]:
@@ -360,5 +382,5 @@ def _whole(part: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor | Loss, Pie
         loss = out if isinstance(out, Loss) else None
         return (out.objective if isinstance(out, Loss) else out,)
 
-    (out,), graph = record(run, x)
+    (out,), graph = record(run, x, shelf=shelf)
     return (out if loss is None else Loss(out, loss.nll)), graph

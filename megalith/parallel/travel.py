@@ -25,6 +25,7 @@ from megalith.models.block import Block
 from megalith.models.moe import Deal, Here, Moe, Pending
 from megalith.parallel.passes import Graph, Piece, Steps, record
 from megalith.parallel.recompute import is_checkpointed, unwrapped
+from megalith.parallel.retain import STAYS, Saved, Shelf, taken
 
 
 def travels(part: nn.Module) -> TypeGuard[Block]:
@@ -96,28 +97,28 @@ class Again:
 
 class Replay:
     """A function whose graph is built in forward, or, with `again` (recomputation), rebuilt from its inputs shortly before
-    backward."""
+    backward. `shelf` keeps what forward leaves."""
 
-    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool) -> None:
-        self.lines, self.again = lines, again
+    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool, shelf: Shelf) -> None:
+        self.lines, self.again, self.shelf = lines, again, shelf
         self._piece: Piece | None = None
-        self._inputs: tuple[Tensor, ...] = ()
+        self._inputs: tuple[Tensor | Saved, ...] = ()
 
     def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
         """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
         if not self.again:
-            return self._make(inputs)
-        self._inputs = inputs if keep else ()
+            return self._make(inputs, self.shelf)
+        self._inputs = tuple(map(self.shelf.put, inputs)) if keep else ()
         with torch.no_grad():
             return self.lines(*inputs)
 
     def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the forward again, with its graph."""
-        inputs, self._inputs = inputs or self._inputs, ()
-        return self._make(inputs)
+        inputs, self._inputs = inputs or tuple(map(taken, self._inputs)), ()
+        return self._make(inputs, STAYS)
 
-    def _make(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        outs, self._piece = record(self.lines, *inputs)
+    def _make(self, inputs: tuple[Tensor, ...], shelf: Shelf) -> tuple[Tensor, ...]:
+        outs, self._piece = record(self.lines, *inputs, shelf=shelf)
         return outs
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
@@ -136,8 +137,8 @@ class Journey:
     common: Replay
     experts: Replay
     join: Piece
-    normal: Tensor | None  # recomputation starts from it
-    sent: Tensor | None  # back by the experts
+    normal: Tensor | Saved | None  # recomputation starts from it
+    sent: Tensor | Saved | None  # back by the experts
 
     differentiable = True
 
@@ -166,7 +167,7 @@ class Journey:
         """Dispatch the experts' input rows again, from the tokens that they were made of."""
         lines = self.lines
         assert self.normal is not None
-        own = lines.moe.exchange.enter(self.normal).flatten(0, 1)
+        own = lines.moe.exchange.enter(taken(self.normal)).flatten(0, 1)
         return lines.moe.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
 
     def _common_backward(self, of_common: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
@@ -175,7 +176,7 @@ class Journey:
             return None
         if self.again.common:
             assert self.normal is not None
-            self.common.rerun(self.normal)
+            self.common.rerun(taken(self.normal))
         self.normal = None
         return self.common.gradients(of_common, queue)[0]
 
@@ -183,20 +184,20 @@ class Journey:
         """Turn gradients of weighted results [rows, dim] into gradients of the results, in place; return the gradients of the
         weights [rows, 1]."""
         assert self.sent is not None
-        products = (self.sent * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
+        products = (taken(self.sent) * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
         self.sent = None
         of_sent.mul_(factors)  # in fp32, rounded once
         return products
 
 
-def forward(block: Block, x: Tensor, batch: Batch) -> Steps[tuple[Tensor, Graph]]:
-    """`block(x, batch)` in steps, and its graphs."""
+def forward(block: Block, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor, Graph]]:
+    """`block(x, batch)` in steps, and its graphs, whose tensors `shelf` keeps."""
     lines = Lines(block, batch)
     again, exchange = Again.of(lines), lines.moe.exchange
     attend, common, experts = (
-        Replay(lines.attend, again=again.attend),
-        Replay(lines.common, again=again.common),
-        Replay(lines.experts, again=again.experts),
+        Replay(lines.attend, again=again.attend, shelf=shelf),
+        Replay(lines.common, again=again.common, shelf=shelf),
+        Replay(lines.experts, again=again.experts, shelf=shelf),
     )
     residual, normal, own, weights = attend.run(x)
     deal = lines.deal
@@ -204,7 +205,7 @@ def forward(block: Block, x: Tensor, batch: Batch) -> Steps[tuple[Tensor, Graph]
     made = common.run(normal, keep=False)
     (sent,) = experts.run((yield pending), keep=not again.rows)
     returned = yield exchange.start_combine(sent, deal.traffic)
-    (out,), join = record(lines.join, residual, sums_of(returned, weights, deal.order), *made)
+    (out,), join = record(lines.join, residual, sums_of(returned, weights, deal.order), *made, shelf=shelf)
     made_from = (again.common or again.rows) and not again.attend
     return out, Journey(
         lines,
@@ -213,6 +214,6 @@ def forward(block: Block, x: Tensor, batch: Batch) -> Steps[tuple[Tensor, Graph]
         common,
         experts,
         join,
-        normal=normal if made_from else None,
-        sent=None if again.experts else sent,
+        normal=shelf.put(normal) if made_from else None,
+        sent=None if again.experts else shelf.put(sent),
     )

@@ -75,6 +75,11 @@ AXES: Axes = {
         "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
+    "retain": {
+        "kept": {},
+        "on the host": {"retain": {"blocks": "host"}},
+        "half on disk": {"retain": {"blocks": "disk", "share": 0.5}},
+    },
     "state": {
         "on the device": {},
         "half on the host": {"state": {"optimizer": "host", "share": 0.5}},
@@ -105,12 +110,12 @@ AXES: Axes = {
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},
 }
 
-PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the global norm")
+PLAIN = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Values that ask for nothing, which names leave out."""
 
-FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments", "clipping"), 0.5) | {
-    "precision": 0.9
-}
+FIRST = dict.fromkeys(
+    ("shards", "copies", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
+) | {"precision": 0.9}
 """Probability that an axis keeps its first value without a draw. Without it, hardly any combination would have few enough ranks; and
 faults show best in the first precision."""
 

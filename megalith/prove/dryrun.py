@@ -35,7 +35,9 @@ class Counted:
     coordinates: dict[str, int]
     parts: list[str]
     parameters: int
-    state: dict[str, int]  # bytes of its share between steps: weights, gradients (when all are there), optimizer
+    state: dict[str, int]
+    """Bytes of its share between steps: weights, gradients (when all are there), optimizer. Of a tier also what blocks keep there, at
+    most."""
     memory: Memory
     course: list[dict[str, int]]  # bytes by category along the step
     traffic: list[Traffic]
@@ -94,6 +96,9 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
             watch.gradients(1)
     state = trainer.state.bytes()
     state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
+    if trainer.tier is not None:
+        place = spec.plan.retain.blocks
+        state[place] = state.get(place, 0) + trainer.tier.counted.most
     return Counted(
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megalith.check import check
 from megalith.prove.meter import Memory
+from megalith.spec.plan import RetainSpec
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 
@@ -43,12 +44,22 @@ def _release(spec: RunSpec) -> Lever | None:
     return Lever("plan.state.release = true", "gradients", 1 - 1 / (spec.model.layers + 2))
 
 
+def _retain(spec: RunSpec) -> Lever | None:
+    """Return activations that wait in the host's memory, if `check` allows it for the run: those of two blocks remain."""
+    plan = spec.plan.model_copy(update={"retain": RetainSpec(blocks="host")})
+    allowed = check(spec.model_copy(update={"plan": plan}), files=False)
+    if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
+        return None
+    return Lever('plan.retain.blocks = "host"', "activations", max(0.0, 1 - 2 * spec.plan.pipeline / spec.model.layers))
+
+
 LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.holders) if s.plan.zero == 0 and s.plan.holders > 1 else None,
     lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.holders) if s.plan.zero < 2 and s.plan.holders > 1 else None,
     lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.holders) if s.plan.zero < 3 and s.plan.holders > 1 else None,
     lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
+    _retain,
     lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
     _release,
     _weights,

@@ -131,7 +131,9 @@ class Meter(TorchDispatchMode):
         for tensor in trainer.state.streamed:
             self.label(tensor, "buffers")
         for tensor in trainer.state.on_host:
-            self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
+            self._pass_over(tensor)
+        if trainer.tier is not None:
+            trainer.tier.counted.observe = self._pass_over
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")
@@ -162,6 +164,10 @@ class Meter(TorchDispatchMode):
         if tensor is not None:
             number = self._number(tensor.untyped_storage())
             self._labels[number] = CATEGORIES.index(category)
+
+    def _pass_over(self, tensor: Tensor) -> None:
+        """Label a tensor's storage as not on the device."""
+        self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
 
     def begin_step(self) -> None:
         """Building is over: from now on calls and FLOPs count."""

@@ -22,6 +22,8 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "W": ("weight gradient", "#5ab8a5", "#04241e"),
         "GATHER": ("gather weights", "#8d6cc0", "#ffffff"),
         "REDUCE": ("reduce gradients", "#8792a2", "#ffffff"),
+        "OFFLOAD": ("activations leave the device", "#b07a8c", "#ffffff"),
+        "FETCH": ("activations are fetched", "#7a9a4c", "#ffffff"),
         "MESSAGE": ("send and receive", "#5f6b7a", "#ffffff"),
         "WAIT": ("wait for messages", "#d3d9e0", "#1c2430"),
         "OTHER": ("other", "#a9a18c", "#1c1a14"),
@@ -133,7 +135,7 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
     """One bar; collectives and messages are thin, at the foot of the row, since they run beside the computations."""
     _, fill, ink = FILLS[bar.kind]
     x, wide = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
-    beside = bar.kind in ("GATHER", "REDUCE", "MESSAGE")
+    beside = bar.kind in ("GATHER", "REDUCE", "OFFLOAD", "FETCH", "MESSAGE")
     top, tall = (y + 21, 5) if beside else (y, 26)
     opacity = (1.0, 0.78, 0.6, 0.46)[min(bar.shade, 3)]
     title = escape(f"{bar.name}\n{duration(bar.end - bar.start)}, from {duration(bar.start)} to {duration(bar.end)}")

@@ -1,7 +1,7 @@
 """Actions of a rank, in order: actions, rows of them, and the schedule they make. Data only, with a text form.
 
 Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. As text an action is stage, kind, microbatch:
-`0F3`, `7W0`, `1RECV_F0`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share a slot are
+`0F3`, `7W0`, `1RECV_F0`, `0FETCH1`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share a slot are
 `(0F7;7B3)`.
 """
 
@@ -18,13 +18,17 @@ Computation: TypeAlias = Literal["F", "B", "I", "W"]
 Communication: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE"]
 """Activations (F) and gradients (B) between stages; gathering a stage's weights and reducing its gradients among data ranks."""
 
-Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE"]
+Transfer: TypeAlias = Literal["OFFLOAD", "FETCH"]
+"""Movement of the tensors that a forward keeps for its backward: away from the device, and back."""
+
+Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE", "OFFLOAD", "FETCH"]
 
 COMPUTATIONS: frozenset[str] = frozenset(get_args(Computation))
 MESSAGES: frozenset[str] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 COLLECTIVES: frozenset[str] = frozenset({"GATHER", "REDUCE"})
+TRANSFERS: frozenset[str] = frozenset(get_args(Transfer))
 
-_TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE)(\d*)")
+_TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE|OFFLOAD|FETCH)(\d*)")
 
 
 class Action(NamedTuple):  # a tuple, since large programs make and look up a million of them
@@ -87,7 +91,7 @@ def parts(slot: Slot) -> tuple[Action, ...]:
 
 
 def number(action: Action) -> int:
-    """The microbatch of a computation or message; those have one."""
+    """The microbatch of a computation, message or transfer; those have one."""
     assert action.microbatch is not None, action
     return action.microbatch
 

@@ -1,7 +1,7 @@
 """Lower a schedule (computations) to a program (the actions of each rank) by adding communication."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -37,6 +37,8 @@ class Program:
     activations, B or I for gradients), and the end of the step waits for sends. Within a rank, stages pass tensors on without
     messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step (ZeRO 1, 2). A
     REDUCE belongs to the backward (B, or W of a split one) just before it and covers all gradients not yet reduced.
+    In the stages `retained`, tensors that a forward keeps for its backward leave the device. An OFFLOAD follows the forward and ends the
+    movement of one microbatch. A FETCH begins the movement back, before the computation that precedes the backward (B or I).
     In a bidirectional schedule both copies of a stage take part in its collectives. The two ranks run their two stages in
     opposite orders, so every rank gathers its stages at the beginning and reduces them at the end, in ascending order.
     """
@@ -44,6 +46,7 @@ class Program:
     schedule: Schedule
     zero: int
     rows: tuple[Row, ...]
+    retained: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -116,12 +119,13 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
     return None
 
 
-def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
+def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
     """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so
     that the transfer overlaps them. An early start is safe: a receive does not block, and each channel's receives are in the
     order of its sends. ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE
     after
-    each backward. 3: also a GATHER before each F and B (or I). Raises ValueError for another `zero`, and for 2 and 3 with a
+    each backward. 3: also a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose
+    backwards are preceded by a FETCH, which starts like a receive. Raises ValueError for another `zero`, and for 2 and 3 with a
     bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
@@ -138,12 +142,14 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
         receives = _receives(row, schedule, arrivals, turns, ahead)
         gathers, reduces = ({}, {}) if schedule.mirrored is not None else (_gathers(row, zero), _reduces(row, zero))
         first, last = ((), ()) if schedule.mirrored is None else ends(schedule, rank, zero)
+        fetches = _fetches(row, retained, ahead)
         lowered: list[Slot] = [*first]
         for i, slot in enumerate(row):
             sends = (gives(action, schedule) for action in parts(slot))
-            lowered += [*receives.get(i, ()), *gathers.get(i, ()), slot, *reduces.get(i, ()), *(send for send in sends if send)]
+            lowered += [*receives.get(i, ()), *fetches.get(i, ()), *gathers.get(i, ()), slot, *reduces.get(i, ())]
+            lowered += [*_offloads(slot, retained), *(send for send in sends if send)]
         rows.append((*lowered, *last))
-    return Program(schedule, zero, tuple(rows))
+    return Program(schedule, zero, tuple(rows), frozenset(retained))
 
 
 def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
@@ -179,6 +185,24 @@ def _receives(
             channel = channel_of(receive, schedule)
             found[max(i - ahead, 0)] += arrivals[channel][started[channel] : turns[receive] + 1]
             started[channel] = max(started[channel], turns[receive] + 1)
+    return found
+
+
+def _offloads(slot: Slot, retained: Collection[int]) -> Iterator[Action]:
+    """Yield the offloads that follow a slot."""
+    return (action._replace(kind="OFFLOAD") for action in parts(slot) if action.kind == "F" and action.stage in retained)
+
+
+def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, list[Action]]:
+    """Return the fetches to start before each slot of a row: `ahead` slots before the backward, but after its own forward."""
+    found: defaultdict[int, list[Action]] = defaultdict(list)
+    made: dict[tuple[int, int | None], int] = {}
+    for i, slot in enumerate(row):
+        for kind, stage, microbatch in parts(slot):
+            if stage in retained and kind == "F":
+                made[stage, microbatch] = i
+            elif stage in retained and kind in BACKWARDS:
+                found[max(i - ahead, made.get((stage, microbatch), -1) + 1, 0)].append(Action("FETCH", stage, microbatch))
     return found
 
 

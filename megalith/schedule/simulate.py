@@ -7,8 +7,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from megalith.schedule.action import COLLECTIVES, COMPUTATIONS, MESSAGES, Action, Overlap, Row, Schedule, Slot, parts
-from megalith.schedule.lower import Channel, Program, needs
+from megalith.schedule.action import COLLECTIVES, COMPUTATIONS, MESSAGES, TRANSFERS, Action, Overlap, Row, Schedule, Slot, parts
+from megalith.schedule.lower import BACKWARDS, Channel, Program, needs
 
 Seconds: TypeAlias = Mapping[str, float] | Callable[[Slot], float]
 
@@ -98,10 +98,11 @@ class Wait(NamedTuple):
 
 
 def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Action], float] = 0.0) -> Timeline:
-    """Return the timeline of a program. `seconds`: the cost of an action by kind (defaults: 0 for GATHER and REDUCE, the sum of
-    the two for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both its ends are ready;
+    """Return the timeline of a program. `seconds`: the cost of an action by kind (defaults: 0 for collectives and transfers, the sum
+    of the two for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both its ends are ready;
     messages of one channel are sequential. A GATHER delays its stage's next computation, so give only the part of it that is not
-    hidden; a REDUCE runs beside later computations. Raises ValueError if the program cannot run to its end.
+    hidden; a REDUCE runs beside later computations. OFFLOADs of a rank are sequential, and so are FETCHes: both run beside
+    computations, and a backward waits for its FETCH. Raises ValueError if the program cannot run to its end.
     """
     machine = _Machine(program, _cost(seconds), transfer if callable(transfer) else lambda _: transfer)
     if waits := machine.run():
@@ -190,6 +191,8 @@ class _Machine:
         self.clock = [0.0] * self.program.ranks
         self.collectives = [0.0] * self.program.ranks  # when the rank's lane for gathers and reductions is free
         self.gathered: list[dict[int, float]] = [{} for _ in range(self.program.ranks)]
+        self.links = dict.fromkeys(((rank, kind) for rank in range(self.program.ranks) for kind in TRANSFERS), 0.0)
+        self.moved: dict[Action, float] = {}  # transfers -> when they were complete
         self.waits: dict[Action, Wait] = {}  # a result not there yet -> the ranks that wait for it
         self.woken: list[int] = []  # ranks whose wait has just ended
 
@@ -222,9 +225,14 @@ class _Machine:
         if isinstance(slot, Action) and slot.kind in COLLECTIVES:
             self._collective(rank, slot)
             return None
+        if isinstance(slot, Action) and slot.kind in TRANSFERS:
+            self._transfer(rank, slot)
+            return None
         begin = self.clock[rank]
         for action in parts(slot):
             begin = max(begin, self.gathered[rank].get(action.stage, 0.0))
+            if action.kind in BACKWARDS:
+                begin = max(begin, self.moved.get(action._replace(kind="FETCH"), 0.0))
             for need in self._inputs(action):
                 if need not in self.ready:
                     return self._wait(rank, slot, need)
@@ -274,5 +282,12 @@ class _Machine:
         end = self.collectives[rank] = begin + self.cost(action)
         if action.kind == "GATHER":
             self.gathered[rank][action.stage] = end
+        if end > begin:
+            self.spans.append(Span(rank, action, begin, end))
+
+    def _transfer(self, rank: int, action: Action) -> None:
+        """Move what a microbatch keeps. What comes back must have left."""
+        begin = max(self.clock[rank], self.links[rank, action.kind], self.moved.get(action._replace(kind="OFFLOAD"), 0.0))
+        end = self.links[rank, action.kind] = self.moved[action] = begin + self.cost(action)
         if end > begin:
             self.spans.append(Span(rank, action, begin, end))

@@ -7,7 +7,9 @@ from megalith.schedule.action import (
     COLLECTIVES,
     COMPUTATIONS,
     MESSAGES,
+    TRANSFERS,
     Action,
+    Kind,
     Row,
     Schedule,
     Slot,
@@ -17,6 +19,7 @@ from megalith.schedule.action import (
     parts,
 )
 from megalith.schedule.lower import (
+    BACKWARDS,
     WEIGHT_GRADIENTS,
     WEIGHT_USERS,
     Channel,
@@ -30,16 +33,18 @@ from megalith.schedule.simulate import Wait, blocked, explain
 
 
 def problems(program: Program) -> list[str]:
-    """Return every problem; empty if the program computes the whole step and ends. A correct program fulfils four conditions.
+    """Return every problem; empty if the program computes the whole step and ends. A correct program fulfils five conditions.
     Each forward and each backward (B, or I and W) of every stage and microbatch is there once, on the rank of its stage and in a
     possible order. Every message has both ends, on the right ranks, and each channel's sends and receives are in one order.
-    Weights are gathered before use, and gradients reduced as the ZeRO stage requires. No rank waits for ever.
+    Weights are gathered before use, and gradients reduced as the ZeRO stage requires. What leaves the device comes back before its
+    backward. No rank waits for ever.
     """
     if outside := list(_outside(program)):
         return outside
     found = [*_computed(program), *_messages(program)]
     for rank, row in enumerate(program.rows):
         found += _order(rank, row, program.schedule)
+        found += _transfers(rank, row, program.retained)
         if program.schedule.mirrored is None:
             found += _gathers(rank, row, program.zero)
             found += _reductions(rank, row, program.zero)
@@ -95,6 +100,23 @@ def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
         for earlier in before:
             if place.get(earlier, -1) >= i:
                 yield f"rank {rank}: {action} comes before {earlier}, which it needs"
+
+
+def _transfers(rank: int, row: Row, retained: frozenset[int]) -> Iterator[str]:
+    """In retained stages, the tensors of each microbatch leave once after its forward, and come back once before its backward."""
+    there = [action for slot in row for action in parts(slot)]
+    steps: dict[tuple[int, int | None], list[Kind]] = {
+        (stage, i): [] for kind, stage, i in there if kind == "F" and stage in retained
+    }
+    for kind, stage, i in there:
+        if (stage, i) in steps and kind in ("F", *BACKWARDS, *TRANSFERS):
+            steps[stage, i].append(kind)
+        elif kind in TRANSFERS:
+            yield f"rank {rank}: {Action(kind, stage, i)} moves what stage {stage} keeps, and nothing of it leaves the device"
+    for (stage, i), kinds in steps.items():
+        if kinds[:3] != ["F", "OFFLOAD", "FETCH"] or len(kinds) != 4:
+            found = " ".join(str(Action(kind, stage, i)) for kind in kinds)
+            yield f"rank {rank}: {found} is not the order F, OFFLOAD, FETCH, backward"
 
 
 def _messages(program: Program) -> Iterator[str]:

@@ -55,6 +55,29 @@ class StateSpec(Spec):
         return 0.0 if self.weights == "device" else self.away
 
 
+class RetainSpec(Spec):
+    """Location of the tensors that blocks keep from their forward for their backward: those that `plan.recompute` leaves."""
+
+    blocks: Place = Field(
+        default="device",
+        description="device | host | disk: where tensors that blocks keep for backward wait; fetched while the block after it is in its "
+        "backward",
+    )
+    share: PositiveFloat = Field(
+        default=1.0, le=1.0, description="share of the blocks whose tensors wait there, evenly over the model"
+    )
+    folder: str = Field(default="", description="disk: where each rank's file goes; empty: into the run folder")
+
+    @property
+    def away(self) -> float:
+        """The share of the blocks whose tensors leave the device."""
+        return 0.0 if self.blocks == "device" else self.share
+
+    def leaves(self, number: int) -> bool:
+        """Return True if the tensors of block `number` of the model leave the device."""
+        return int((number + 1) * self.away) > int(number * self.away)
+
+
 class Plan(Spec):
     """A parallel layout. `data * context * tensor * pipeline` ranks; the result of training does not depend on it."""
 
@@ -104,6 +127,7 @@ class Plan(Spec):
         f"until then keeps the gradients and copies for undoing, {UNDO_BYTES:g} bytes a parameter of a rank's share with AdamW",
     )
     state: StateSpec = StateSpec()
+    retain: RetainSpec = RetainSpec()
     compile: bool = Field(default=False, description="compile each block with torch.compile")
 
     @property
@@ -147,6 +171,15 @@ class Plan(Spec):
         output projection. `layers`, if set, decides instead.
         """
         return _bounds(self.layers, self.stages, blocks)
+
+    def retained(self, blocks: int) -> frozenset[int]:
+        """Return the stages with a block whose tensors leave the device between forward and backward."""
+        stages = enumerate(self.bounds(blocks))  # part 0 is the embedding, so block n is part n + 1
+        return frozenset(
+            stage
+            for stage, (first, last) in stages
+            if any(map(self.retain.leaves, range(max(0, first - 1), min(last - 1, blocks))))
+        )
 
 
 AUTO = "segments:auto"

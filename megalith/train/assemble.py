@@ -35,6 +35,7 @@ from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.aside import aside_of
 from megalith.train.offload.home import home_of, lots_of
 from megalith.train.offload.release import Asked, Release
+from megalith.train.offload.retained import AnyTier, tier_of
 from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
@@ -68,6 +69,7 @@ class Trainer:
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
     release: Release | None = None
+    tier: AnyTier | None = None
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
@@ -242,6 +244,7 @@ def assemble(
     schedule = program.schedule
     bounds = plan.bounds(len(model.blocks))
     seed = None if load else spec.train.seed
+    tier = tier_of(plan.retain, device, folder)
     builder = Builder(
         model,
         plan=plan,
@@ -252,6 +255,7 @@ def assemble(
         choices=spec.precision,
         gradients=spec.train.gradients,
         aside=aside_of(plan.state, folder),
+        tier=tier,
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
@@ -304,13 +308,15 @@ def assemble(
         adaptive=adaptive,
         heads=heads,
         release=Release(builder.by_name, used, partly, **within_backward) if plan.state.release else None,
+        tier=tier,
     )
 
 
 def program_of(spec: RunSpec, groups: Groups) -> Program:
     """Return the program of a step. Raises RuntimeError if it has a fault."""
     plan = spec.plan
-    program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks), plan.zero)
+    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks)
+    program = lower(schedule, plan.zero, retained=plan.retained(len(spec.model.build().blocks)))
     if groups.rank == 0 and (faults := problems(program)):  # the same on every rank, and seconds of work for a large program
         raise RuntimeError("the pipeline program is wrong:\n" + "\n".join(faults))
     return program

@@ -59,6 +59,13 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
         ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes these from the weights"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
+        (["plan.retain.blocks=host", "plan.compile=true"], "plan.retain.blocks", "compiled code decides what that is"),
+        (
+            ["plan.retain.blocks=host", "plan.retain.share=0.5", "plan.recompute=segments:2"],
+            "plan.retain.share",
+            "only inputs of segments are kept. Use share = 1",
+        ),
+        (["plan.retain.blocks=disk", "plan.retain.share=0.2"], "plan.retain.share", "less than one of 4 blocks, so nothing"),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
@@ -76,6 +83,8 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["plan.data=2", "plan.zero=0"], "plan.zero"),
         (["train.seq_len=32768"], "plan.recompute"),
         (["plan.state.share=0.5"], "plan.state.share"),
+        (["plan.retain.share=0.5"], "plan.retain.share"),
+        (["plan.retain.blocks=host", "plan.retain.folder=here"], "plan.retain.folder"),
         (["plan.state.optimizer=disk"], "plan.state.optimizer"),
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
@@ -94,10 +103,19 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.state.optimizer=disk", "fleet.memory_every=0"],
         [*RELEASED, "fleet.memory_every=0"],
         ["optimizer.kind=muon", "plan.state.optimizer=host"],
+        ["plan.retain.blocks=host", "plan.recompute=sqrt"],
+        ["plan.retain.blocks=disk", "plan.retain.share=0.25", "plan.recompute=full"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
+
+
+def test_a_folder_for_activations_that_cannot_be_written_to_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    settings = ["plan.retain.blocks=disk", f"plan.retain.folder={tmp_path / 'file' / 'below'}"]
+    named = [p for p in check(spec(*settings)) if p.key == "plan.retain.folder"]
+    assert [p.severity for p in named] == ["error"] and "is not a folder" in named[0].reason
 
 
 def test_a_context_rank_keeps_activations_of_its_share_of_a_sequence():

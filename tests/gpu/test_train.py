@@ -78,6 +78,20 @@ def test_recomputation_gives_the_same_bits(recompute, gpu):
     assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights)
 
 
+@pytest.mark.any_device
+@pytest.mark.parametrize("blocks", ["host", "disk"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensors_that_wait_outside_the_device_give_the_same_bits(recompute, blocks, gpu):
+    train = {"precision": "bf16", "seq_len": 64}
+    plain = trainer_on(gpu, run_of(plan={"microbatch": 2, "recompute": recompute}, train=train))
+    plan = {"microbatch": 2, "recompute": recompute, "retain": {"blocks": blocks}}
+    moved = trainer_on(gpu, run_of(plan=plan, train=train), like=plain)
+    expected, found = (record(trainer) for trainer in (plain, moved))
+    assert moved.tier is not None and moved.tier.counted.most > moved.tier.counted.held == 0
+    assert found.losses == expected.losses
+    assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about cores, TF32 and kernels it did not choose
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 2e-2)])

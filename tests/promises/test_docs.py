@@ -29,7 +29,7 @@ from megalith.spec import files
 from megalith.spec.base import Spec
 from megalith.spec.cluster import load as load_cluster
 from megalith.spec.families import FAMILIES
-from megalith.spec.plan import StateSpec
+from megalith.spec.plan import RetainSpec, StateSpec
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import literal
@@ -246,7 +246,7 @@ def _rows(text: str, heading: str) -> dict[str, tuple[str, ...]]:
     return {first.strip("`"): tuple(rest) for first, *rest in cells}
 
 
-TABLES: dict[str, type[Spec]] = {"### Top level": RunSpec, "### `[plan.state]`": StateSpec} | {
+TABLES: dict[str, type[Spec]] = {"### Top level": RunSpec, "### `[plan.state]`": StateSpec, "### `[plan.retain]`": RetainSpec} | {
     f"### `[{name}]`": kinds[0] for name, field in RunSpec.model_fields.items() if (kinds := kinds_of(field.annotation))
 }
 

@@ -61,6 +61,7 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
     assert {pair for pair in promised if pair[1].removeprefix("precision ") not in wide} == {
         *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
         *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
+        ("recompute sqrt", "retain half on disk"),
         *(("optimizer lion", f"precision {name}") for name in shown if name != "fp32"),
         *((f"expert {value}", f"precision {name}") for value in ("2, each of 2", "each of 2") for name in spanning + drawn),
         *(("tensor 2, whole sequence, in pieces", f"precision {name}") for name in spanning + drawn if "row" not in name),

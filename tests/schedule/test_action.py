@@ -2,13 +2,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.schedule.action import COLLECTIVES, COMPUTATIONS, MESSAGES, Action, Overlap, Schedule, format_row, parse, parse_row
+from megalith.schedule.action import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    MESSAGES,
+    TRANSFERS,
+    Action,
+    Overlap,
+    Schedule,
+    format_row,
+    parse,
+    parse_row,
+)
 
 numbers = st.integers(0, 9999)
 computed = st.builds(Action, st.sampled_from(sorted(COMPUTATIONS)), numbers, numbers)
 actions = (
     computed
-    | st.builds(Action, st.sampled_from(sorted(MESSAGES)), numbers, numbers)
+    | st.builds(Action, st.sampled_from(sorted(MESSAGES | TRANSFERS)), numbers, numbers)
     | st.builds(Action, st.sampled_from(sorted(COLLECTIVES)), numbers, st.none())
 )
 slots = actions | st.builds(Overlap, computed, computed)
@@ -27,6 +38,7 @@ def test_a_row_survives_its_text_form(row):
         ("12W0", Action("W", 12, 0)),
         ("1RECV_F10", Action("RECV_F", 1, 10)),
         ("2GATHER", Action("GATHER", 2)),
+        ("0FETCH5", Action("FETCH", 0, 5)),
         ("(0F7;7B3)", Overlap(Action("F", 0, 7), Action("B", 7, 3))),
     ],
 )
@@ -36,7 +48,7 @@ def test_the_text_form_is_stage_kind_microbatch(text, action):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F3", "0F", "0X3", "2GATHER1", "0SEND3", "(0F1)", "(0F1;0SEND_F1)", "(0F1;1B0;2B0)", "0F-1"]
+    "text", ["", "F3", "0F", "0X3", "2GATHER1", "2FETCH", "0SEND3", "(0F1)", "(0F1;0SEND_F1)", "(0F1;1B0;2B0)", "0F-1"]
 )
 def test_a_text_that_is_no_action_is_refused_with_the_text(text):
     with pytest.raises(ValueError, match="is not an"):

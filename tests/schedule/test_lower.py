@@ -34,6 +34,27 @@ def test_a_lowered_schedule_has_no_problems(case, ahead):
     assert problems(lower(schedule, zero, ahead=ahead)) == []
 
 
+@given(schedules(), st.integers(0, 3), st.integers(1, 3))
+@settings(deadline=None, max_examples=100)
+def test_a_lowered_schedule_with_stages_that_move_what_they_keep_has_no_problems(case, ahead, every):
+    schedule, zero = case
+    retained = range(0, schedule.stages, every)
+    program = lower(schedule, zero, ahead=ahead, retained=retained)
+    assert problems(program) == []
+    moved = [a for row in program.rows for slot in row if isinstance(slot, Action) and (a := slot).kind in ("OFFLOAD", "FETCH")]
+    assert Counter(moved) == Counter(
+        Action(kind, stage, i) for kind in ("OFFLOAD", "FETCH") for stage in retained for i in range(schedule.microbatches)
+    )
+
+
+def test_what_a_stage_keeps_leaves_after_its_forward_and_is_fetched_one_computation_before_its_backward():
+    program = lower(build("1f1b", ranks=2, microbatches=2), 0, retained={0})
+    assert format_row(program.rows[0]) == (
+        "0F0 0OFFLOAD0 0SEND_F0 0RECV_B0 0FETCH0 0F1 0OFFLOAD1 0SEND_F1 0RECV_B1 0FETCH1 0B0 0B1 0REDUCE"
+    )
+    assert "FETCH" not in format_row(program.rows[1])
+
+
 @given(schedules())
 @settings(deadline=None)
 def test_lowering_keeps_the_computations_and_their_order(case):

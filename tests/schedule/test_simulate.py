@@ -85,6 +85,16 @@ def test_a_reduction_runs_beside_the_computations_that_follow():
     assert simulate(lower(schedule, 2), COST | {"REDUCE": 0.5}).end == 4 * 3 + 0.5
 
 
+def test_a_backward_waits_for_what_is_fetched_and_the_fetch_for_what_leaves():
+    """Alone, a microbatch's backward follows its forward: both movements are exposed. With more, they run beside computations."""
+    one, many = (lower(build("1f1b", ranks=1, microbatches=count), 0, retained={0}) for count in (1, 4))
+    assert simulate(one, COST | {"OFFLOAD": 0.5, "FETCH": 0.25}).end == 3 + 0.75
+    gpipe = lower(build("gpipe", ranks=1, microbatches=4), 0, retained={0})
+    assert simulate(gpipe, COST | {"OFFLOAD": 1.0, "FETCH": 1.0}).end == 4 * 3
+    assert simulate(gpipe, COST | {"FETCH": 3.0}).end == 4 + 2 + 3 * 3 + 2, "fetches are sequential, the first beside a forward"
+    assert simulate(many, COST).end == 4 * 3
+
+
 def test_an_overlap_may_cost_less_than_its_two_computations():
     rows = (parse_row("0F0 (0F1;0B0) 0B1"),)
     program = lower(Schedule("overlap", rows, 1, 2, (0,)), 0)

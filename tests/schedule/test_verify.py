@@ -54,6 +54,22 @@ def test_a_mistake_is_found_and_named(zero, rank, old, new, said):
         assert any(text in problem for problem in found), (text, found)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("0FETCH1", "", "rank 0: 0F1 0OFFLOAD1 0B1 is not the order F, OFFLOAD, FETCH, backward"),
+        ("0OFFLOAD1", "", "rank 0: 0F1 0FETCH1 0B1 is not"),
+        ("0OFFLOAD0", "0OFFLOAD0 0OFFLOAD0", "rank 0: 0F0 0OFFLOAD0 0OFFLOAD0 0FETCH0 0B0 is not"),
+        ("0B0", "0B0 0FETCH0", "rank 0: 0F0 0OFFLOAD0 0FETCH0 0B0 0FETCH0 is not"),
+        ("0B0", "1FETCH0 0B0", "rank 0: 1FETCH0 moves what stage 1 keeps, and nothing of it leaves the device"),
+    ],
+)
+def test_what_leaves_and_does_not_come_back_in_order_is_found(old, new, said):
+    good = lower(build("1f1b", ranks=2, microbatches=3), 0, retained={0})
+    assert problems(good) == []
+    assert any(said in problem for problem in problems(edited(good, 0, old, new))), problems(edited(good, 0, old, new))
+
+
 def test_a_backward_before_its_forward_is_found():
     rows = (parse_row("0B0 0F0"),)
     found = problems(lower(Schedule("wrong", rows, 1, 1, (0,)), 0))

@@ -1,0 +1,179 @@
+"""Tensors that blocks keep for their backward wait in the host's memory or in a file, and come back ahead of that backward.
+
+Autograd hands over each tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of
+these tensors moves to a tier. Views of one memory move once. What other parts of the step hold as well stays on the device: weights,
+buffers, and tensors of the microbatch. Backward gets the same bits with the same strides, so it computes the same bits.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megalith.models.batch import Batch
+
+
+class Coming(Protocol):
+    """Memory on its way back to the device."""
+
+    def wait(self) -> Tensor:
+        """Return the memory. The computation that uses it waits until it has arrived."""
+        ...
+
+
+class Copy(Protocol):
+    """The content of some memory, in a tier."""
+
+    def fetch(self) -> Coming:
+        """Begin to move the content back. Called once."""
+        ...
+
+
+class Tier(Protocol):
+    """Place outside the device for memory that waits for its backward."""
+
+    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+        """Begin to move all memory of a block (tensors of one dimension, contiguous) to the tier. The caller drops it."""
+        ...
+
+
+class _Memory:
+    """Memory of saved tensors. It is freed with the last of them."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self._here: Tensor | None = whole
+        self._copy: Copy | None = None
+        self._coming: Coming | None = None
+
+    def leave(self, copy: Copy) -> None:
+        """Drop the memory, of which there is a copy."""
+        self._copy, self._here = copy, None
+
+    def fetch(self) -> None:
+        """Begin to move back, unless that has begun."""
+        if self._copy is not None:
+            self._coming, self._copy = self._copy.fetch(), None
+
+    def whole(self) -> Tensor:
+        """Return the memory on the device."""
+        if self._here is None:
+            self.fetch()
+            assert self._coming is not None
+            self._here, self._coming = self._coming.wait(), None
+        return self._here
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor as a view of memory that may be elsewhere."""
+
+    memory: _Memory
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the device."""
+        whole = self.memory.whole()
+        return (whole if whole.dtype == self.dtype else whole.view(self.dtype)).as_strided(self.size, self.stride, self.offset)
+
+
+class Shelf:
+    """Saved tensors of one block and one microbatch that stay on the device."""
+
+    moves = False
+    """True if they leave the device"""
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Return a context in which autograd saves its tensors here. It holds no pause of a computation."""
+        return nullcontext()
+
+    def put(self, tensor: Tensor) -> Tensor | Saved:
+        """Keep a tensor that autograd does not save."""
+        return tensor
+
+    def leave(self) -> None:
+        """End the forward: move what was saved."""
+
+    def fetch(self) -> None:
+        """Begin to move everything back, unless that has begun."""
+
+
+STAYS = Shelf()
+
+
+class Away(Shelf):
+    """Saved tensors that leave the device when the block's forward has ended."""
+
+    moves = True
+
+    def __init__(self, tier: Tier, stays: frozenset[int], device: torch.device) -> None:
+        """`stays`: the memory that does not leave, by its address; `device`: the one that computes."""
+        self._tier, self._stays, self._device = tier, stays, device
+        self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
+        self._left: list[weakref.ref[_Memory]] = []
+
+    def saving(self) -> AbstractContextManager[object]:
+        return saved_tensors_hooks(self.put, taken)
+
+    def put(self, tensor: Tensor) -> Tensor | Saved:
+        storage = tensor.untyped_storage()
+        address, size, each = storage._cdata, storage.nbytes(), tensor.element_size()
+        if address in self._stays or not size or size % each or tensor.device != self._device:
+            return tensor
+        if (memory := self._memories.get(address)) is None:
+            # an as_strided view, not a copy: what is saved may still be written, such as a buffer that is filled piece by piece
+            memory = self._memories[address] = _Memory(tensor.detach().as_strided((size // each,), (1,), 0))
+        return Saved(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def leave(self) -> None:
+        memories = [*self._memories.values()]
+        copies = self._tier.put([memory.whole() for memory in memories])
+        for memory, copy in zip(memories, copies, strict=True):
+            memory.leave(copy)
+        self._left = [weakref.ref(memory) for memory in memories]
+        self._memories = {}
+
+    def fetch(self) -> None:
+        for left in self._left:
+            if (memory := left()) is not None:
+                memory.fetch()
+        self._left = []
+
+
+def taken(kept: Tensor | Saved) -> Tensor:
+    """Return a tensor that a shelf keeps, on the device."""
+    return kept.tensor() if isinstance(kept, Saved) else kept
+
+
+class Retention:
+    """The parts of a stage whose saved tensors leave the device, by their numbers, and the tier for them."""
+
+    def __init__(self, parts: Mapping[int, nn.Module], tier: Tier, device: torch.device) -> None:
+        self._parts, self._tier, self._device = parts, tier, device
+
+    def shelf(self, number: int, batch: Batch) -> Shelf:
+        """Return an empty shelf for the forward of a part."""
+        part = self._parts.get(number)
+        if part is None or not torch.is_grad_enabled():
+            return STAYS
+        held = (*part.parameters(), *part.buffers(), *_tensors(batch))
+        return Away(self._tier, frozenset(tensor.untyped_storage()._cdata for tensor in held), self._device)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    """Yield the tensors of a microbatch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,230 @@
+"""Tiers for what blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
+
+import errno
+import os
+import tempfile
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalith.checkpoint.digests import words_of
+from megalith.parallel.retain import Coming, Copy
+from megalith.spec.plan import RetainSpec
+from megalith.train.offload.slot_file import StateFileError, move_all
+
+BEHIND = 2
+"""Blocks whose memory may be on its way to the tier. The next one waits for the oldest, so memory that is leaving stays little."""
+
+
+class Counted:
+    """Bytes in a tier, now and at most."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+        self.observe: Callable[[Tensor], None] = lambda tensor: None
+        """Called with each tensor in the host's memory."""
+
+    def hold(self, owner: object, size: int) -> None:
+        """Count bytes as long as `owner` lives."""
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(owner, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self.held -= size
+
+
+class Here:
+    """Memory that is on the device."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def wait(self) -> Tensor:
+        return self._memory
+
+
+class HostCopy:
+    """A copy in the memory of a host that computes itself."""
+
+    def __init__(self, memory: Tensor, counted: Counted) -> None:
+        self._content = memory.clone()
+        counted.observe(self._content)
+        counted.hold(self, memory.nbytes)
+
+    def fetch(self) -> Coming:
+        return Here(self._content.clone())
+
+
+class HostMemory:
+    """The host's memory as a tier of a run on the CPU: memory of its own, so that order, bytes and bits are those of a GPU."""
+
+    def __init__(self) -> None:
+        self.counted = Counted()
+
+    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+        return [HostCopy(memory, self.counted) for memory in memories]
+
+
+class Returning:
+    """Memory that a stream of its own copies back to the GPU."""
+
+    def __init__(self, memory: Tensor, event: Any) -> None:
+        self._memory, self._event = memory, event
+
+    def wait(self) -> Tensor:
+        # the host waits as well: it would run ahead otherwise, and the memory of many blocks would come back at once
+        self._event.synchronize()
+        self._memory.record_stream(torch.cuda.current_stream(self._memory.device))
+        return self._memory
+
+
+class PinnedCopy:
+    """A copy in pinned memory of the host, which torch's allocator reuses."""
+
+    def __init__(self, memory: Tensor, tier: "PinnedMemory") -> None:
+        self._tier, self._device = tier, memory.device
+        self._content = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        self._content.copy_(memory, non_blocking=True)
+        memory.record_stream(tier.leaving)  # it is freed once it has left
+        self._left = tier.leaving.record_event()
+        tier.counted.hold(self, memory.nbytes)
+
+    def fetch(self) -> Coming:
+        coming = self._tier.coming
+        coming.wait_stream(torch.cuda.current_stream(self._device))  # not before the computation has come this far
+        coming.wait_event(self._left)
+        with torch.cuda.stream(coming):
+            memory = torch.empty(self._content.shape, dtype=self._content.dtype, device=self._device)
+            memory.copy_(self._content, non_blocking=True)
+            return Returning(memory, coming.record_event())
+
+
+class PinnedMemory:
+    """The host's memory as a tier of a run on a GPU. One stream moves memory there, and another one back, beside the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counted = Counted()
+        self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._under_way: deque[Any] = deque()
+
+    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+        while len(self._under_way) >= BEHIND:
+            self._under_way.popleft().synchronize()
+        self.leaving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.leaving):
+            copies = [PinnedCopy(memory, self) for memory in memories]
+        self._under_way.append(self.leaving.record_event())
+        return copies
+
+
+class Reading:
+    """Memory that a thread reads from the disk."""
+
+    def __init__(self, read: "Future[Tensor]", device: torch.device) -> None:
+        self._read, self._device = read, device
+
+    def wait(self) -> Tensor:
+        return self._read.result().to(self._device)
+
+
+class DiskCopy:
+    """A copy in the file of a tier."""
+
+    def __init__(self, memory: Tensor, tier: "DiskFile") -> None:
+        self._tier, self._device, self._like = tier, memory.device, torch.empty_like(memory, device="meta")
+        content = memory.to("cpu", copy=True)
+        tier.counted.observe(content)
+        self._start = tier.reserve(self, memory.nbytes)
+        self.written = tier.writer.submit(tier.write, self._start, content)
+        tier.counted.hold(self, memory.nbytes)
+
+    def fetch(self) -> Coming:
+        content = torch.empty(self._like.shape, dtype=self._like.dtype)
+        return Reading(self._tier.reader.submit(self._read, content), self._device)
+
+    def _read(self, content: Tensor) -> Tensor:
+        self._tier.read(self._start, content, self.written.result())
+        return content
+
+
+class DiskFile:
+    """A file without a name as a tier. A thread writes to it and another one reads, beside the computation. Raises StateFileError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counted = Counted()
+        self.folder = folder
+        self.writer, self.reader = (ThreadPoolExecutor(1, f"plan.retain {name}") for name in ("writes", "reads"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        except OSError as error:
+            words = f"plan.retain: no file can be made in {folder} ({error.strerror})"
+            raise StateFileError(error.errno, f"{words}. Name another folder by plan.retain.folder") from error
+        weakref.finalize(self, self._file.close)
+        self._end = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size: steps are alike, so each place is used again
+        self._under_way: deque[list[Future[int]]] = deque()
+
+    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+        while len(self._under_way) >= BEHIND:
+            for written in self._under_way.popleft():
+                written.result()
+        copies = [DiskCopy(memory, self) for memory in memories]
+        self._under_way.append([copy.written for copy in copies])
+        return copies
+
+    def reserve(self, owner: object, size: int) -> int:
+        """Return the first byte of a place in the file, which is `owner`'s as long as it lives. One thread writes, in order, so the next
+        owner's content is written last."""
+        if free := self._free[size]:
+            start = free.pop()
+        else:
+            start, self._end = self._end, self._end + size
+        weakref.finalize(owner, self._free[size].append, start)
+        return start
+
+    def write(self, start: int, content: Tensor) -> int:
+        """Write a tensor, and return the sum of its words."""
+        octets = content.view(torch.uint8).numpy()
+        try:
+            if move_all(os.pwritev, self._file.fileno(), octets, start) < len(octets):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            words = f"plan.retain: {len(octets):,} bytes cannot be written in {self.folder} ({error.strerror})"
+            way_out = "Make room there, or name a folder on another disk by plan.retain.folder"
+            raise StateFileError(error.errno, f"{words}. {way_out}") from error
+        return words_of(octets)
+
+    def read(self, start: int, content: Tensor, known: int) -> None:
+        """Read the content of a tensor from byte `start` on; `known` is the sum of its words."""
+        octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes in {self.folder}"
+        way_out = (
+            "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.retain.folder"
+        )
+        try:
+            moved = move_all(os.preadv, self._file.fileno(), octets, start)
+        except OSError as error:
+            raise StateFileError(error.errno, f"{failed} cannot be read back ({error.strerror}). {way_out}") from error
+        if moved < len(octets) or words_of(octets) != known:
+            raise StateFileError(errno.EIO, f"{failed} are not those that were written: the disk altered them. {way_out}")
+
+
+AnyTier = HostMemory | PinnedMemory | DiskFile
+
+
+def tier_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier | None:
+    """Return the tier of a run; None if all tensors stay on the device. `folder`: for the file if the run names none; None: that for
+    temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
+    if retain.blocks == "device":
+        return None
+    if retain.blocks == "disk" and not isinstance(torch.empty(0), FakeTensor):
+        return DiskFile(Path(retain.folder or folder or tempfile.gettempdir()))
+    return PinnedMemory(device) if device.type == "cuda" else HostMemory()

@@ -1,0 +1,100 @@
+"""Bytes of activations in each tier are those of a dry run, and leaving costs what the link takes longer than the computation."""
+
+from dataclasses import replace
+from itertools import accumulate, groupby
+from typing import Any
+
+import pytest
+
+from megalith.cost.constants import calibration
+from megalith.cost.course import moments
+from megalith.cost.estimate import estimate
+from megalith.cost.foreseen import _here, foresee, held, of_run
+from megalith.cost.memory import Memory, every_rank
+from megalith.cost.parts import parts
+from megalith.cost.workload import Workload
+from megalith.planner.beside import beside
+from megalith.spec.plan import Plan, RetainSpec
+from tests.cost.models import dense, workload
+from tests.prove.dry import dry
+from tests.specs import brief_run
+
+HOST = {"blocks": "host"}
+PLANS: dict[str, dict[str, Any]] = {
+    "half of the blocks": {"retain": HOST | {"share": 0.5}},
+    "microbatches in flight": {"pipeline": 2, "retain": {"blocks": "disk"}},
+    "inputs of recomputed blocks, zero 3": {"data": 2, "zero": 3, "recompute": "full", "retain": HOST},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_what_waits_elsewhere_is_predicted_to_the_byte(plan: dict[str, Any]) -> None:
+    """In bf16, as a norm on the CPU keeps in fp32 what one on a GPU does not."""
+    spec = brief_run(plan=plan, model={"layers": 8, "ffn": 256}, train={"precision": "bf16", "seq_len": 64, "global_batch": 8})
+    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=0), dry(spec, 0))}
+    tier = lines[f"memory.{plan['retain']['blocks']}"]
+    assert tier.foreseen == tier.counted > 0
+    assert lines["memory.activations"].gap == pytest.approx(0, abs=0.15)
+
+
+def _load(retain: RetainSpec, **plan: Any) -> Workload:
+    return workload(dense(8), Plan(retain=retain, **plan), global_batch=8)
+
+
+def _first(load: Workload) -> Memory:
+    return every_rank(load, parts(load), calibration().generations[load.practice.generation])[0]
+
+
+def test_a_rank_keeps_two_blocks_and_its_host_the_rest() -> None:
+    plain, moved, half = (
+        _first(_load(RetainSpec(blocks=blocks, share=share), pipeline=2, zero=0))
+        for blocks, share in (("device", 1.0), ("host", 1.0), ("host", 0.5))
+    )
+    assert plain.host == 0 < half.host == moved.host / 2
+    assert plain.activations - moved.activations == pytest.approx(moved.host)
+    block = parts(_load(RetainSpec())).blocks[0].leaves
+    assert moved.host == 2 * 4 * block, "two microbatches in flight, four blocks"
+    assert moved.working + moved.logits - plain.working - plain.logits == pytest.approx(2 * block)
+    disk = _first(_load(RetainSpec(blocks="disk"), pipeline=2, zero=0))
+    assert (disk.disk, disk.host) == (moved.host, 0)
+
+
+def test_a_slow_link_makes_a_step_longer_by_what_no_computation_hides() -> None:
+    def seconds(link: float, blocks: str) -> float:
+        load = _load(RetainSpec.model_validate({"blocks": blocks}))
+        cluster = load.cluster.model_copy(update={"host": load.cluster.host.model_copy(update={"link": link})})
+        return estimate(replace(load, cluster=cluster)).time.data
+
+    fast, slow, slower = (seconds(link, "host") for link in (1e15, 1e6, 5e5))
+    assert seconds(1e6, "device") == 0 < fast < slow
+    size = 8 * 8 * parts(_load(RetainSpec())).blocks[0].leaves
+    assert slower - slow == pytest.approx(2 * size / 1e6, rel=0.01), "each byte moves twice"
+
+
+def test_what_left_has_come_back_when_the_step_ends() -> None:
+    for schedule, chunks in (("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)):
+        load = _load(RetainSpec(blocks="host"), pipeline=2, chunks=chunks, schedule=schedule)
+        traced = parts(load)
+        here = _here(load, traced, 0)
+        first, *_, last = moments(load, traced, here.actions, here.parts, here.segments)
+        assert first.activations > 0 == first.elsewhere
+        assert (last.activations, last.elsewhere) == pytest.approx((0, 0), abs=1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "segments:3"])
+def test_each_tensor_is_in_one_place_at_each_moment(recompute: str) -> None:
+    """Blocks leave one by one in each forward, and come back one by one: the last before the head's backward, and each other one before
+    that of the block or segment after it."""
+    plain, moved = (_load(RetainSpec.model_validate({"blocks": blocks}), recompute=recompute) for blocks in ("device", "host"))
+    traced = parts(moved)
+    stay, leave = (_here(load, traced, 0) for load in (plain, moved))
+    whole, course = ([*moments(moved, traced, here.actions, here.parts, here.segments)] for here in (stay, leave))
+    away = [part.away for part in leave.parts[0] if part.away]
+    most = sum(away)
+    step = [*accumulate(away), *(most - size for size in accumulate(reversed(away)))]
+    assert [size for size, _ in groupby(moment.elsewhere for moment in course)] == pytest.approx([0, *step * 8])
+    backwards = zip(whole[1:], course[len(away) + 2 :], leave.parts[0], strict=False)
+    for one, other, _ in backwards:
+        assert one.activations == pytest.approx(other.activations + other.elsewhere)
+    assert most == foresee(moved, rank=0).elsewhere["host"] == held(moved).host > held(plain).host == 0
