@@ -11,6 +11,7 @@ from megalith.parallel.passes import Runner
 from megalith.parallel.retain import Away, Retention, Saved, taken
 from megalith.train.offload.retained import HostMemory
 from megalith.train.step import train_step
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run
@@ -59,6 +60,7 @@ def _trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
+@sampled(3)
 def test_no_bit_changes_and_nothing_is_left(name: str) -> None:
     ranks, plan, model, places = PLANS[name]
     for (plain, *none), *others in run_ranks(_trained, ranks, plan, model, [{}, *places]):

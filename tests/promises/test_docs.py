@@ -34,6 +34,7 @@ from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import literal
 from megalith.spec.validate import kinds_of
+from tests.full import sampled
 from tests.report.run_folder import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +196,7 @@ SIMULATED = [
 @pytest.mark.parametrize(
     ("arguments", "goodput"), SIMULATED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
 )
+@sampled(3)
 def test_a_simulation_in_a_table_prints_the_goodput_beside_it(arguments: list[str], goodput: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert f"goodput {goodput}% (seeds:" in result.output

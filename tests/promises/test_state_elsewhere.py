@@ -21,6 +21,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.state import DISK_SLOTS, away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -296,6 +297,7 @@ def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("place", WEIGHTS, ids=str)
+@sampled(2)
 def test_weights_elsewhere_are_missing_on_the_device_as_predicted(place: dict[str, Any], shards: int) -> None:
     sizes = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
     spec = brief_run(plan={"data": shards, "zero": 3, "state": place}, model=sizes, train={"precision": "bf16"})

@@ -37,6 +37,7 @@ from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.loop import NotSavedError
 from megalith.train.run import _last_words, _unreachable
+from tests.full import sampled
 from tests.keys import GIVEN
 from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, final_state, finish, prepare_text, signal_yourself, start, train, when
@@ -115,6 +116,7 @@ def _kill_a_rank() -> None:
 
 
 @pytest.mark.parametrize("file", ["spec.json", "manifest.json", "tokenizer.json"])
+@sampled(1)
 def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_and_never_trained_with(
     file: str, data: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from megalith.models.init import seed_of
 from megalith.parallel.gradients import local
 from megalith.train.step import Stepped, compute, seed_step, train_step, update
+from tests.full import sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -103,6 +104,7 @@ FP32 = BF16 | {"train": {"precision": "fp32", "steps": 8}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 1}, {"data": 2, "zero": 3}, {"pipeline": 2}, {"tensor": 2}], ids=str)
+@sampled(2)
 def test_bf16_losses_stay_within_a_hundredth_of_fp32(plan):
     spec = tiny_run(plan=plan)
     expected = [done.loss for done in run_ranks(_steps, 1, FP32, 8)[0]]

@@ -13,6 +13,7 @@ from megalith.train.batches import Cut, to_batch
 from megalith.train.step import train_step
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
+from tests.full import sampled
 from tests.models.plain import stage
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -101,6 +102,7 @@ def _between_steps(rank: int, spec: RunSpec, validates: bool) -> dict[str, torch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"data": 2, "zero": 1, "microbatch": 2}, {"pipeline": 2}], ids=str)
+@sampled(1)
 def test_validating_leaves_no_trace_in_training(plan, data: str, tmp_path: Path):
     spec = run_of(data, plan, samples=3)
     with_it, without = (run_ranks(_between_steps, 2, spec, validates) for validates in (True, False))

@@ -16,6 +16,7 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.spec.run import RunSpec
 from megalith.train.loop import Loop
 from megalith.train.run import prepare
+from tests.full import sampled
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
@@ -87,6 +88,7 @@ def _losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
+@sampled(1)
 def test_a_rank_that_takes_part_in_nothing_changes_nothing(plan: str, tmp_path: Path) -> None:
     spec = _run(plan, small_data(tmp_path))
     folders = {first: tmp_path / f"from-{first}" for first in (0, 1)}

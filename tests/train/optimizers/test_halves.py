@@ -28,7 +28,7 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
 from megalith.train.optimizers.small import Small
 from megalith.train.received import receive
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -93,6 +93,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("plan", "model", "optimizer"), CASES, ids=str)
+@sampled(1)
 def test_sixteen_bits_are_the_run_in_fp32_that_rounds_so(
     plan: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:

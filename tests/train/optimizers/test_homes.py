@@ -17,6 +17,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.treatment import is_matrix
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.optimizers.homes import Item, homes_of, share_out
+from tests.full import sampled
 from tests.parallel.running import CPU
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -56,6 +57,7 @@ def _homes(rank: int, spec: RunSpec) -> tuple[dict[Item, int], dict[str, int], i
     [("", {"data": 2, "tensor": 2, "zero": 3}), ("deepseek-tiny", {"data": 4, "expert": 2, "zero": 1})],
     ids=str,
 )
+@sampled(1)
 def test_all_ranks_know_the_same_homes_and_messages_are_as_long_as_theory_says(preset: str, plan: dict[str, Any]) -> None:
     """There is one message to the homes and one back: a rank sends its shares, and then the matrices whose home it is."""
     spec = spec_of(plan, preset)
@@ -79,6 +81,7 @@ def test_nothing_travels_where_each_rank_has_whole_matrices() -> None:
 @pytest.mark.parametrize(
     ("preset", "plan"), [("", {"data": 2, "zero": 1}), ("deepseek-tiny", {"pipeline": 2, "zero": 1})], ids=str
 )
+@sampled(3)
 def test_what_is_kept_is_predicted(kind: str, preset: str, plan: dict[str, Any]) -> None:
     """This excludes rows and columns, which are counted but not predicted."""
     spec = spec_of(plan, preset, kind=kind)
