@@ -100,6 +100,7 @@ def _rows(runs: Mapping[str, History]) -> list[list[str]]:
         "validation loss": lambda one: (
             f"{one.validation_loss:.4f} at step {one.validation_step:,}" if one.validation_loss is not None else None
         ),
+        "bits a byte": lambda one: f"{one.bits_per_byte:.4f} in validation" if one.bits_per_byte is not None else None,
         "tokens a second": lambda one: units.count(one.tokens_per_second) if one.tokens_per_second else None,
         "MFU": lambda one: units.percent(one.mfu) if one.mfu is not None else None,
         "time in steps": lambda one: units.duration(one.seconds_in_steps) if one.seconds_in_steps else None,

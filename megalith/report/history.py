@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -228,6 +229,23 @@ def origin_of(run_dir: Path) -> dict[str, str]:
         if key.startswith(STARTED)
     }
     return {"folder": without_user(str(run_dir.resolve()))} | started
+
+
+def tokens_a_byte(spec: Mapping[str, Any]) -> dict[str, float]:
+    """Return the tokens a byte of each domain's held-out text, and of all of it under "". Empty where the manifest of the run's data
+    cannot be read: it is looked for as the run does, from the current directory."""
+    try:
+        domains = read_json(Path(str(spec["data"]["path"])) / "manifest.json")["domains"]
+        held = {name: (one["validation"]["tokens"], one["validation"]["bytes"]) for name, one in domains.items()}
+        held[""] = (sum(tokens for tokens, _ in held.values()), sum(size for _, size in held.values()))
+        return {name: tokens / size for name, (tokens, size) in held.items() if size}
+    except (KeyError, TypeError, AttributeError):
+        return {}
+
+
+def bits_a_byte(loss: float, rate: float) -> float:
+    """Return a loss in nats a token as bits a byte, for text of `rate` tokens a byte. It allows comparisons between tokenizers."""
+    return loss * rate / log(2)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megalith import disk
 from megalith.control import ledger
 from megalith.events import PrecisionWatched, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
-from megalith.report.history import History, heading, history, origin_of, read_json
+from megalith.report.history import History, bits_a_byte, heading, history, origin_of, read_json, tokens_a_byte
 from megalith.report.holding import memory_section, who_holds_what
 from megalith.report.merges import merge_section
 from megalith.report.phases import phase_table
@@ -125,8 +125,9 @@ def _cards(run: History) -> str:
         )
     )
     if run.validations:
-        best = min(run.validations, key=lambda v: v.loss)
-        words = f"perplexity {units.perplexity(run.validations[-1].loss)}, best {best.loss:.4f} at step {best.step:,}"
+        best, newest, rates = min(run.validations, key=lambda v: v.loss), run.validations[-1], tokens_a_byte(run.spec)
+        bits = f"{bits_a_byte(newest.loss, rates['']):.4f} bits a byte, " if "" in rates else ""
+        words = f"perplexity {units.perplexity(newest.loss)}, {bits}best {best.loss:.4f} at step {best.step:,}"
         cards.append(_card("Validation loss", f"{run.validations[-1].loss:.4f}", words))
     rate = run.usual(lambda step: step.tokens_per_second)
     cards.append(_card("Tokens", units.count(last.tokens_seen), f"{units.count(last.tokens)} a step"))
@@ -217,13 +218,7 @@ def _curves(run: History) -> str:
     if run.validations:
         loss.append(Series("validation loss", [(v.step, v.loss) for v in run.validations], 1, dots=True))
     drawn = [figure("Loss (nats a token)", curves(loss, digits, log=True))]
-    domains = sorted({name for v in run.validations for name in v.domains})
-    if len(domains) > 1:
-        each = [
-            Series(name, [(v.step, v.domains[name]) for v in run.validations if name in v.domains], i % 8, dots=True)
-            for i, name in enumerate(domains[:16])
-        ]
-        drawn.append(figure("Validation loss by domain (nats a token)", curves(each, digits, log=True)))
+    drawn += _held_out(run, digits)
     norm = _curve("gradient norm", _points(run.steps, lambda step: step.grad_norm), 2)
     rate = [Series("learning rate", _points(run.steps, lambda step: step.lr), 7)]
     if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
@@ -241,6 +236,23 @@ def _curves(run: History) -> str:
     drawn.append(figure("Gradient norm, before clipping", curves(norm, digits, log=True, from_zero=True)))
     drawn.append(figure("Learning rate", curves(rate, lambda y: f"{y:.2g}" if y else "0", from_zero=True)))
     return figures(*drawn)
+
+
+def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
+    """Draw the validation loss of each domain, and in bits a byte where the data's manifest says how many bytes its tokens are."""
+    rates = tokens_a_byte(run.spec)
+    losses = {"": [(v.step, v.loss) for v in run.validations]}
+    domains = sorted({name for v in run.validations for name in v.domains})
+    if len(domains) > 1:
+        losses |= {name: [(v.step, v.domains[name]) for v in run.validations if name in v.domains] for name in domains[:16]}
+    each = [Series(name, points, i % 8, dots=True) for i, (name, points) in enumerate(losses.items()) if name]
+    bits = [
+        Series(name or "all held-out text", [(x, bits_a_byte(y, rates[name])) for x, y in points], i % 8, dots=True)
+        for i, (name, points) in enumerate(losses.items())
+        if points and name in rates
+    ]
+    drawn = [figure("Validation loss by domain (nats a token)", curves(each, digits, log=True))] if each else []
+    return drawn + ([figure("Validation loss (bits a byte)", curves(bits, digits, log=True))] if bits else [])
 
 
 def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:

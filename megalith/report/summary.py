@@ -6,7 +6,7 @@ from statistics import mean
 
 from megalith.control import ledger
 from megalith.events import Merge, of_kind
-from megalith.report.history import History, history
+from megalith.report.history import History, bits_a_byte, history, tokens_a_byte
 
 LAST = 10
 """Steps that the training loss is a mean over."""
@@ -57,6 +57,8 @@ class Summary:
     validation_step: int | None
     validation_loss: float | None
     validation_domains: dict[str, float]
+    bits_per_byte: float | None
+    """`validation_loss` in bits a byte of text; None where the manifest of the data cannot be read."""
     tokens: int
     tokens_per_second: float | None
     mfu: float | None
@@ -91,6 +93,7 @@ def summarize(run: History) -> Summary:
     saved = run.checkpoints[-1] if run.checkpoints else None
     found = ledger.post_mortems(run.events)
     account = ledger.goodput(run.events) if found else None
+    rates = tokens_a_byte(run.spec)
     return Summary(
         state=run.state,
         model=run.spec.get("model", {}).get("name"),
@@ -105,6 +108,7 @@ def summarize(run: History) -> Summary:
         validation_step=newest.step if newest else None,
         validation_loss=newest.loss if newest else None,
         validation_domains=dict(newest.domains) if newest else {},
+        bits_per_byte=bits_a_byte(newest.loss, rates[""]) if newest and "" in rates else None,
         tokens=run.steps[-1].tokens_seen if run.steps else 0,
         tokens_per_second=run.usual(lambda step: step.tokens_per_second),
         mfu=run.usual(lambda step: step.mfu),

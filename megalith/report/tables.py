@@ -60,6 +60,8 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
     named = {"training": found.loss, "validation": found.validation_loss}
     if known := [f"{units.perplexity(loss)} in {name}" for name, loss in named.items() if loss is not None]:
         facts.append(("perplexity", ", ".join(known)))
+    if found.bits_per_byte is not None:
+        facts.append(("bits a byte", f"{found.bits_per_byte:.4f} in validation"))
     if run.steps:
         facts.append(("tokens", f"{units.count(found.tokens)}"))
         facts.append(("tokens a second", f"{units.count(found.tokens_per_second)} (median)"))

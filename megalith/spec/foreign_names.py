@@ -135,6 +135,14 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "num_experts n_experts n_routed_experts num_local_experts": ("model.experts", ""),
     "num_experts_per_tok moe_topk moe_router_topk router_topk": ("model.active", "experts that each token meets."),
     "sliding_window": ("model.window", ""),
+    "mtp mtp_depth mtp_num_layers num_mtp_modules num_nextn_predict_layers": (
+        "model.ahead",
+        "the depth of multi-token prediction (MTP), in the deepseek family.",
+    ),
+    "mtp_weight mtp_loss_weight mtp_loss_coeff mtp_loss_scaling_factor": (
+        "model.ahead_weight",
+        "the weight of the losses of multi-token prediction.",
+    ),
     "model_type architecture arch": ("model.family", ""),
     "model_name name_or_path model_name_or_path": ("model.preset", "the name of a model whose sizes are known."),
     # data, checkpoints, logs

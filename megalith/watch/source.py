@@ -45,7 +45,7 @@ from megalith.events import (
 from megalith.fleet.seat import slot_of
 from megalith.mesh import Mesh
 from megalith.pyramid import View
-from megalith.report.history import heading, plan_of
+from megalith.report.history import heading, plan_of, tokens_a_byte
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import index, predict
@@ -347,16 +347,8 @@ class Source:
         return {}
 
     def tokens_a_byte(self) -> dict[str, float]:
-        """Return the tokens a byte of each domain's held-out text, and of all of it under "". The loss in bits a byte is the loss
-        in nats times this, divided by the logarithm of 2. Empty where the data's manifest cannot be read."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-            path = Path(str(self.setting("data", "path")))
-            domains = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["domains"]
-            held = {name: found["validation"] for name, found in domains.items()}
-            found = {name: one["tokens"] / one["bytes"] for name, one in held.items()}
-            whole = sum(one["tokens"] for one in held.values()) / sum(one["bytes"] for one in held.values())
-            return found | {"": whole}
-        return {}
+        """Return the tokens a byte of the held-out text: see `report.history.tokens_a_byte`."""
+        return tokens_a_byte({"data": {"path": self.setting("data", "path")}})
 
     def age(self) -> float | None:
         """Seconds since the newest event."""

@@ -1,18 +1,22 @@
 import base64
 import hashlib
 import json
+import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
 from megalith import events
-from megalith.report.history import history
+from megalith.report.history import bits_a_byte, history, tokens_a_byte
 from megalith.report.page import flat, smoothed, write
 from megalith.report.predicted import predict
+from megalith.report.summary import of_folder
 from megalith.spec.plan import Plan
-from tests.report.run_folder import holdings, spans, start, step, write_run
+from tests.commands.calling import call
+from tests.report.run_folder import holdings, spans, spec, start, step, write_run
 
 VOID = {"meta"}
 
@@ -243,6 +247,27 @@ def test_the_heading_tells_runs_apart(tmp_path):
 def test_perplexity_stands_beside_the_loss(page):
     assert "perplexity 59.7, mean of 10 steps" in page  # exp(4.0898)
     assert "perplexity 54.6, best" in page  # exp(4)
+
+
+def test_losses_in_bits_a_byte_follow_from_the_manifest_of_the_data(tmp_path):
+    """austen's tokens are 4 bytes long, python's 2. Without the manifest there is no such figure."""
+    sizes = {"austen": (100, 400), "python": (300, 600)}
+    domains = {name: {"validation": {"tokens": tokens, "bytes": size}} for name, (tokens, size) in sizes.items()}
+    (tmp_path / "manifest.json").write_text(json.dumps({"domains": domains}))
+    known = spec() | {"data": {"path": str(tmp_path)}}
+    losses = {"austen": 4 * math.log(2), "python": 3 * math.log(2)}
+    folder = log(tmp_path / "run", replace(start(), spec=known), step(1), events.Validation(1, 2.5 * math.log(2), losses, 0.1))
+    page = write(folder).read_text(encoding="utf-8")
+    assert "1.0000 bits a byte, best" in page  # 2.5 bits a token, 0.4 tokens a byte
+    assert "Validation loss (bits a byte)" in page
+    assert of_folder(folder).bits_per_byte == pytest.approx(1.0)
+    rates = tokens_a_byte(known)
+    assert [bits_a_byte(losses[name], rates[name]) for name in losses] == pytest.approx([1.0, 1.5])
+    (folder / "run.toml").write_text('name = "first"\n')
+    assert "1.0000 in validation" in call("report", str(folder)).stdout
+    (tmp_path / "manifest.json").unlink()
+    assert "bits a byte" not in write(folder).read_text(encoding="utf-8")
+    assert of_folder(folder).bits_per_byte is None
 
 
 def test_the_steps_of_a_run_with_skipped_updates_are_as_many_as_it_needs(tmp_path):

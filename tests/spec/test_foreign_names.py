@@ -87,6 +87,13 @@ def test_a_name_without_a_key_says_how_it_is_done() -> None:
     assert found is not None and found.way_out().startswith("The folder of a run is named on the command line: --run-dir")
 
 
+def test_names_of_multi_token_prediction_are_told_the_key_of_the_family_that_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace("tiny", "deepseek-tiny"))
+    (problem,) = files.read(path, overrides=["model.num_nextn_predict_layers=1"]).problems
+    assert problem.way_out.startswith("Use model.ahead: ")
+
+
 def test_an_unknown_key_that_means_a_missing_one_is_the_only_problem(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN.replace("global_batch", "batch_size"))
