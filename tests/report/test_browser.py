@@ -7,19 +7,16 @@ from pathlib import Path
 import pytest
 
 from megalith import events
+from megalith.planner.asked import Question
+from megalith.planner.atlas import atlas
 from megalith.report import compare
+from megalith.report.atlas import page as draw_atlas
 from megalith.report.page import write
 from tests.report.run_folder import start, step, write_run
-from tests.watch.browser import CHROMIUM, Browser
+from tests.report.test_dried import a_page
+from tests.watch.browser import CHROMIUM, SMALLEST, Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser installs it")]
-
-SMALLEST = """(() => { let least = 99; for (const one of document.querySelectorAll('body *')) {
-  if (one.closest('script, style, title, details:not([open])')) continue;
-  if (![...one.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
-  const svg = one.closest('svg'), size = parseFloat(getComputedStyle(one).fontSize);
-  least = Math.min(least, svg ? size * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : size); } return least; })()"""
-"""The size of the smallest text on the page, in pixels as they are shown."""
 
 CURVE = "document.querySelector('svg[data-log] .curve').getAttribute('points').split(' ').length"
 LABELS = "[...document.querySelectorAll('svg[data-log]')][1].querySelector('.axes').textContent"
@@ -34,7 +31,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write the page of a run with everything that a report can show, and that of its comparison with another run."""
+    """Write the page of a run with everything that a report can show, that of its comparison with another run, of a dry run, and of
+    the best layouts of two models."""
     folder = tmp_path_factory.mktemp("runs")
     run, other = write_run(folder / "one"), folder / "two"
     (run / "provenance.json").write_text(json.dumps({"started.host": "node1", "started.command": "megalith train run.toml"}))
@@ -43,12 +41,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         log.write(event)
     log.close()
     found = compare.write(compare.read([run, other]), folder / "compare.html")
-    return {"run": write(run), "long": write(other), "compare": found}
+    dried, map_of_layouts = folder / "dried.html", folder / "atlas.html"
+    dried.write_text(a_page(), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGALITH_CACHE", str(folder / "cache"))
+        layouts = atlas(Question(cluster="h100:16", seq_len=128, global_batch=16), ("tiny", "dense-2t"))
+    map_of_layouts.write_text(draw_atlas(layouts), encoding="utf-8")
+    return {"run": write(run), "long": write(other), "compare": found, "dry run": dried, "atlas": map_of_layouts}
 
 
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["run", "long", "compare"])
+@pytest.mark.parametrize("name", ["run", "long", "compare", "dry run", "atlas"])
 def test_a_page_fits_and_its_text_is_readable(
     name: str, dark: bool, width: int, browser: Browser, pages: dict[str, Path]
 ) -> None:

@@ -48,7 +48,8 @@ class Reader(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_has_the_picture_every_table_and_what_does_not_fit() -> None:
+def a_page() -> str:
+    """Return the page of a made-up dry run with a line in every table."""
     sizes: dict[str, int] = {name: 2**30 * at for at, name in enumerate(CATEGORIES, 1)}
     every = sum(sizes.values())
     held = Memory(peak=sizes, most=sizes, between=sizes, building=every)
@@ -60,8 +61,12 @@ def test_the_page_has_the_picture_every_table_and_what_does_not_fit() -> None:
     }
     lines = {name: Comparison(name, 1.1 * value, value) for name, value in figures.items()}
     problem = Problem("error", "plan", None, "does not fit <80 GiB", "Use more devices.")
+    return page("first & last", DryRun(8, 3, counted, 1.0, 1), lines, 80 * 2**30, [problem])
+
+
+def test_the_page_has_the_picture_every_table_and_what_does_not_fit() -> None:
     reader = Reader()
-    reader.feed(page("first & last", DryRun(8, 3, counted, 1.0, 1), lines, 80 * 2**30, [problem]))
+    reader.feed(a_page())
     assert reader.open == []
     words = " ".join(reader.words)
     for expected in (

@@ -16,6 +16,13 @@ from typing import Any
 CHROMIUM = shutil.which("chromium")
 SECONDS = 60.0
 
+SMALLEST = """(() => { let least = 99; for (const one of document.querySelectorAll('body *')) {
+  if (one.closest('script, style, title, details:not([open])')) continue;
+  if (![...one.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+  const svg = one.closest('svg'), size = parseFloat(getComputedStyle(one).fontSize);
+  least = Math.min(least, svg ? size * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : size); } return least; })()"""
+"""The size of the smallest text on the page, in pixels as they are shown."""
+
 
 class Browser:
     """One page. `said`: errors and warnings in its console; `asked`: the addresses that it requested."""

@@ -16,7 +16,7 @@ from megalith.watch.server import Server
 from megalith.watch.source import Source
 from tests.report.run_folder import start, step
 from tests.watch import pictures, synthetic
-from tests.watch.browser import CHROMIUM, Browser
+from tests.watch.browser import CHROMIUM, SMALLEST, Browser
 from tests.watch.test_server import EVIL
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser installs it")]
@@ -59,6 +59,7 @@ def test_it_is_drawn_without_an_error_and_fits(width: int, dark: bool, browser: 
     browser.open(server.address, width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.until("document.querySelector('.says').textContent.includes('rank 37')"), "once the causes are found"
+    assert browser.run(SMALLEST) >= 10.99
     canvases = "[...document.querySelectorAll('.grid canvas')].filter(c => c.offsetParent && c.height > 100)"
     canvases += ".map(c => new Set(c.getContext('2d')"
     colours = browser.run(f"{canvases}.getImageData(0, 0, c.width, c.height).data).size)")
