@@ -88,9 +88,9 @@ def advice(name: str, value: Any, reason: str, way_out: str) -> Problem:
 
 def divisors(name: str, whole: int, near_to: int) -> str:
     """Return the advice to use a divisor of `whole` close to `near_to`."""
-    legal = [d for d in range(1, whole + 1) if whole % d == 0]
-    below = [d for d in legal if d < near_to][-3:]
-    above = [d for d in legal if d > near_to][:1]
+    every = [d for d in range(1, whole + 1) if whole % d == 0]
+    below = [d for d in every if d < near_to][-3:]
+    above = [d for d in every if d > near_to][:1]
     *most, last = map(str, below + above)
     return f"Use {name} = {', '.join(most)} or {last}." if most else f"Use {name} = {last}."
 

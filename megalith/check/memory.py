@@ -283,7 +283,7 @@ def state_bytes(case: Case, plan: Plan) -> int:
 
 
 def rank_bytes(case: Case) -> float:
-    """About how many bytes the fullest rank keeps: state, activations, and the gradients of a part that are reduced."""
+    """About how many bytes the worst rank keeps: state, activations, and the gradients of a part that are reduced."""
     assert case.model is not None
     plan, blocks = case.plan, case.parameters
     whole = count_model(case.model)

@@ -45,10 +45,10 @@ def tensor_divides_the_model(case: Case) -> Found:
     whole = _split_sizes(case)
     if case.plan.sequence:
         whole["seq_len", "train"] = case.spec.train.seq_len
-    legal = gcd(*whole.values())
+    possible = gcd(*whole.values())
     for (what, where), size in whole.items():
         if size % case.plan.tensor:
-            way_out = divisors("tensor", legal, case.plan.tensor)
+            way_out = divisors("tensor", possible, case.plan.tensor)
             way_out += " Or plan.sequence = false." if what == "seq_len" else ""
             yield error("plan.tensor", case.plan.tensor, f"does not divide {what} = {size} ({where})", way_out)
 

@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
     Rule("pipeline", pipeline.schedule_is_there),
     Rule("pipeline", pipeline.schedule_can_be_built),
     Rule("pipeline", pipeline.zero_bubble_is_worth_its_memory),
-    Rule("software", software.journeys_can_hide),
+    Rule("software", software.transfers_can_hide),
     Rule("software", software.compiler_keeps_collectives),
     Rule("software", software.compiler_keeps_roundings),
     Rule("software", software.torch_has_the_kernels),

@@ -50,7 +50,7 @@ def cuda_of_torch() -> tuple[int, ...] | None:
     return None
 
 
-def journeys_can_hide(case: Case) -> Found:
+def transfers_can_hide(case: Case) -> Found:
     """Overlapped transfers are started and awaited between products. A compiler would have to see through that."""
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:

@@ -143,7 +143,7 @@ class Memory:
         self.kept_layout = self.layout  # of the state that this rank could make again: its own, or its buddy's
         self.group: dist.ProcessGroup | None = None
         self._apart = 0
-        self._travelling: _Travelling | None = None
+        self._in_transit: _Travelling | None = None
         self._writing: tuple[threading.Thread, int] | None = None
         self.disk_error: str | None = None
         self._warn = warn
@@ -233,7 +233,7 @@ class Memory:
         if good:
             self.own.keep(number, most=self._most_good)
         if self.kept is not None:
-            self._travelling = self._send(label, self.own.bodies[number], good=good)
+            self._in_transit = self._send(label, self.own.bodies[number], good=good)
         if to_disk and self.disk:
             self._write_to_disk(number, step)
 
@@ -265,16 +265,16 @@ class Memory:
 
     def finish(self) -> None:
         """Wait for the copies in flight; from then on the one received for this rank's buddy counts as a copy."""
-        if self._travelling is None:
+        if self._in_transit is None:
             return
-        travelling, self._travelling = self._travelling, None
-        for work in travelling.works:
+        in_transit, self._in_transit = self._in_transit, None
+        for work in in_transit.works:
             work.wait()
-        label = Label.unpack(bytes(travelling.arrived.numpy()), self._key)
+        label = Label.unpack(bytes(in_transit.arrived.numpy()), self._key)
         assert self.kept is not None and label is not None and label.rank == self.keeps_for, label
-        self.kept.commit(travelling.number, label)
-        if travelling.good:
-            self.kept.keep(travelling.number, most=self._most_good)
+        self.kept.commit(in_transit.number, label)
+        if in_transit.good:
+            self.kept.keep(in_transit.number, most=self._most_good)
 
     def pin(self) -> None:
         """Keep the newest copy until the next call."""

@@ -91,9 +91,9 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
     from megalith.spec.phases import Phases, during
 
     phases = [(foresee(of_run(during(spec, phase)), rank=rank), phase) for phase in Phases.of(spec).shapes]
-    foreseen, fullest = max(phases, key=lambda one: sum(one[0].memory.values()))
-    words = f"from sample {fullest.first:,} on, {fullest.words}" if len(phases) > 1 else ""
-    step = during(spec, fullest)
+    foreseen, worst = max(phases, key=lambda one: sum(one[0].memory.values()))
+    words = f"from sample {worst.first:,} on, {worst.words}" if len(phases) > 1 else ""
+    step = during(spec, worst)
     run = dry.dryrun(step, rank=rank)
     problem = fits.does_not_fit(step, run.counted.memory, limit) if limit else None
     return Dried(run, beside(foreseen, run.counted), limit, [problem] if problem else [], words)
@@ -116,7 +116,7 @@ def _show(dried: Dried) -> None:
     run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
     console.print(tables.heading(run))
     if dried.phase:
-        console.print(f"the fullest of the run's phases: {dried.phase}")
+        console.print(f"the phase with the highest memory: {dried.phase}")
     lines = {line.name: line for line in dried.lines}
     console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
     console.print(f"Other operations move {units.memory(counted.work.moved)}.")

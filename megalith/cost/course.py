@@ -28,7 +28,7 @@ class Part(NamedTuple):
     profiles: tuple[Profile, ...]
     weights: Numbers
     gathered: Numbers
-    """The bytes in which its weights travel when they are gathered."""
+    """The bytes in which its weights are gathered."""
     away: float
     """Bytes of what its forward leaves that wait outside the device until its backward."""
 

@@ -1,4 +1,4 @@
-"""A step of a workload, predicted: memory of the fullest rank and seconds by use. No torch unless something new
+"""A step of a workload, predicted: memory of the worst rank and seconds by use. No torch unless something new
 must be traced."""
 
 from collections import Counter
@@ -31,7 +31,7 @@ class Time:
 
     step: float
     compute: float
-    """Forward and backward of the fullest rank: products, attention, element-wise work, and what the host adds."""
+    """Forward and backward of the worst rank: products, attention, element-wise work, and what the host adds."""
     tensor: float
     context: float
     expert: float

@@ -58,7 +58,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One rank's step. `memory`: bytes by category at the fullest moment. `elsewhere`: bytes by tier of state and activations that are
+    """One rank's step. `memory`: bytes by category at the peak. `elsewhere`: bytes by tier of state and activations that are
     not on the device."""
 
     memory: dict[str, float]
@@ -93,7 +93,7 @@ class _Here:
     parts: dict[int, tuple[Part, ...]]
     weights: dict[int, tuple[Numbers, ...]]
     gathered: dict[int, tuple[Numbers, ...]]
-    """The bytes in which these travel when they are gathered"""
+    """The bytes in which these are gathered."""
     kept: float
     """Bytes of messages that are kept until the end of the step, because weights are rounded once and gathered often"""
     segments: dict[int, tuple[tuple[int, ...], ...]]
@@ -114,7 +114,7 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
 
 
 def held(workload: Workload, figures: Calibration | None = None) -> Memory:
-    """Return the memory of the fullest rank as the trainer's own program takes it, moment by moment, with what torch does not report.
+    """Return the memory of the worst rank as the trainer's own program takes it, moment by moment, with what torch does not report.
 
     A dry run counts the same categories. The program has the fewest microbatches that represent all of them. `host` and `disk` have the
     activations that wait there, and no state.
@@ -155,7 +155,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     row = program.rows[place]
     parts = (traced.embedding, *traced.blocks)
     profiles = *((part,) for part in parts), _head(traced)
-    # further tokens' embedding, though kept once, travels for the head too, apart from what no other stage has
+    # the embedding of multi-token prediction is kept once, but sent for the head too, apart from what no other stage has
     output = (traced.output, Numbers(traced.embedding.weights, 0)) if traced.ahead else (traced.output,)
     weights = *((Numbers(part.weights, part.expert_weights),) for part in parts), output
     numbers = None, *range(len(traced.blocks)), None
@@ -221,7 +221,7 @@ def _part(
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:
-    """The head's profiles; with multi-token prediction, also a block and the output for each further token."""
+    """The head's profiles; with multi-token prediction, also a block and the output for each depth."""
     if traced.ahead is None:
         return (traced.head,)
     return traced.head, *(traced.ahead, traced.head) * traced.depth
@@ -229,7 +229,7 @@ def _head(traced: Parts) -> tuple[Profile, ...]:
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
     """Return the state as in `cost.memory`, by the categories of a dry run: the optimizer's own copy of the weights counts as
-    weights. Everything else is that of the program's fullest moment."""
+    weights. Everything else is that of the program's peak."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     held = shares(workload, traced).held[place]
@@ -241,14 +241,14 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = lasting + apart * own, found.optimizer
-    fullest = max(_moments(workload, traced, here), key=lambda moment: moment.total)
-    gradients = fullest.gradients + compared_bytes(workload, numbers(workload, traced, held))
+    peak = max(_moments(workload, traced, here), key=lambda moment: moment.total)
+    gradients = peak.gradients + compared_bytes(workload, numbers(workload, traced, held))
     return {
-        "weights": weights + fullest.weights,
+        "weights": weights + peak.weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": fullest.activations,
-        "buffers": fullest.buffers + here.kept + streamed(workload),
+        "activations": peak.activations,
+        "buffers": peak.buffers + here.kept + streamed(workload),
     }
 
 

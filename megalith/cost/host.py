@@ -104,7 +104,7 @@ def seconds(workload: Workload, numbers: float) -> float:
 
 
 def _devices(cluster: ClusterSpec) -> int:
-    """The devices that share the fullest host: a cluster may be less than one host."""
+    """The devices that share the host with the most devices: a cluster may be less than one host."""
     return min(cluster.per_node, cluster.count)
 
 

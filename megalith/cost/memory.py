@@ -155,7 +155,7 @@ def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
-    """The fullest rank's memory."""
+    """The worst rank's memory."""
     shared = shares(workload, parts)
     return max(_ranks(workload, parts, generation, shared, shared.fullest), key=lambda memory: memory.total)
 
@@ -242,7 +242,7 @@ def _released(workload: Workload, parts: Parts, here: Held) -> float:
     embedding = float(parts.embedding.weights)
     largest = max(_own(parts, here).largest, *_ends(parts, here))
     waiting = released.waiting(workload, embedding, first=here.embedding, last=here.head)
-    return released.held(workload, largest) + released.travelling(workload, largest) + waiting
+    return released.held(workload, largest) + released.in_transit(workload, largest) + waiting
 
 
 def updated(workload: Workload, held: Numbers) -> float:
@@ -277,7 +277,7 @@ class _Own(NamedTuple):
 def numbers(workload: Workload, parts: Parts, here: Held) -> Numbers:
     """Return how many weights a pipeline rank holds.
 
-    On the embedding's own rank a tied output has only a norm of its own, and modules that predict further tokens share the embedding.
+    On the embedding's own rank a tied output has only a norm of its own, and MTP modules share the embedding.
     """
     tied = workload.model.head.tied and here.embedding and here.head
     return _numbers(parts, here, parts.head.weights - workload.model.dim if tied else 0)

@@ -68,7 +68,7 @@ class Parts:
     blocks: tuple[Profile, ...]
     """One for each block, in order; equal blocks share one value."""
     ahead: Profile | None = None
-    """The block of the module that predicts further tokens."""
+    """The block of the MTP module."""
     depth: int = 0
     """Number of such modules."""
     joining: int = 0
@@ -88,7 +88,7 @@ class Parts:
 
     @cached_property
     def output(self) -> Numbers:
-        """The weights of the head, with the modules that predict further tokens but without their embedding."""
+        """The weights of the head, with the MTP modules but without their embedding."""
         if self.ahead is None:
             return Numbers(self.head.weights, self.head.expert_weights)
         each = self.ahead.weights + self.joining
@@ -161,7 +161,7 @@ def _once(keys: list[Key]) -> Iterable[Key]:
 
 
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
-    """Return the keys of embedding, head, each block in order, the module that predicts further tokens, and each block while its segment
+    """Return the keys of embedding, head, each block in order, the MTP module, and each block while its segment
     runs again, if it then keeps its graph."""
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ def prefill(
 
 
 def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
-    """The fullest rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
+    """The worst rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
     reserve = figures.generations[workload.practice.generation].reserve
     found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(shares(workload, traced).held)]
     return max(found, key=lambda memory: memory.total)

@@ -26,7 +26,7 @@ def held(workload: Workload, largest: float) -> float:
     return part * (1 + SHARES / workload.shards[0]) if workload.plan.holders > 1 else part
 
 
-def travelling(workload: Workload, largest: float) -> float:
+def in_transit(workload: Workload, largest: float) -> float:
     """Return the bytes of the buffers that send gradients of parts of `largest` numbers."""
     return TOGETHER * workload.gradient_bytes * largest if workload.plan.holders > 1 else 0.0
 

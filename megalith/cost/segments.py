@@ -1,4 +1,4 @@
-"""The size of recomputation's segments for which a run's fullest rank needs the least memory (`plan.recompute = "segments:auto"`)."""
+"""The size of recomputation's segments for which a run's worst rank needs the least memory (`plan.recompute = "segments:auto"`)."""
 
 from dataclasses import replace
 

@@ -286,8 +286,8 @@ def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
     """Return the bytes moved to sort rows from a plain all-to-all, which arrive by sender, by expert, and back."""
     if practice.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
         return 0.0
-    travelled = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")
-    return sum(2 * exchange.size * exchange.times for exchange in travelled)
+    sent = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")
+    return sum(2 * exchange.size * exchange.times for exchange in sent)
 
 
 def _started(

@@ -24,7 +24,7 @@ WIDTH = 2
 WIDE_BYTES = 4
 """Bytes of a number in fp32."""
 ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
-"""Bytes of the temporary tensors that round one number of a piece, at their fullest moment, by the format that it is kept in:
+"""Bytes of the temporary tensors that round one number of a piece, at their peak, by the format that it is kept in:
 moments (`kernels.moments`), and lower halves of master weights (`kernels.halves`)."""
 JOINING = 12
 """Bytes of the fp32 number that two halves are joined to, and of the temporary tensors on the way."""

@@ -53,7 +53,7 @@ class Practice:
     senders: int = 0
     """Processors of a device that only send and receive tokens while the others compute."""
     deduplicated: bool = True
-    """A token that goes to several experts of one rank, or of one node, travels there once (DeepEP, HybridEP)."""
+    """A token that goes to several experts of one rank, or of one node, is sent there once (DeepEP, HybridEP)."""
     permute: bool = True
     """Rows are put in the order of their experts by one kernel."""
     rotary: bool = True

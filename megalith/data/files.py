@@ -51,7 +51,7 @@ _BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br
 
 @dataclass(frozen=True)
 class Found:
-    """Return the files of a source in order; the files that are not read, with the reason; and the entries that the search
+    """The files of a source in order; the files that are not read, with the reason; and the entries that the search
     skipped."""
 
     root: Path

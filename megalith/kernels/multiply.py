@@ -44,12 +44,12 @@ class Multiply(nn.Module):
 
     @property
     def travels_as(self) -> Scaling | None:
-        """The format in which rows travel to experts that multiply by this recipe now; None: their own."""
+        """The format in which rows are sent to experts that multiply by this recipe now; None: their own."""
         return None
 
     @property
     def gradients_travel_as(self) -> Scaling | None:
-        """The format in which gradients of results travel to experts that multiply by this recipe now; None: their own."""
+        """The format in which gradients of results are sent to experts that multiply by this recipe now; None: their own."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that they travel in one message: each row's codes, then
+"""Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that one message carries them: each row's codes, then
 its scales in fp32. Tiles of a weight are codes and scales apart, so that shards of both can be put together."""
 
 from collections.abc import Callable, Hashable, Iterator

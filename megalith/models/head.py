@@ -1,4 +1,4 @@
-"""The last part: final norm, projection onto the vocabulary, the loss, and the prediction of further tokens."""
+"""The last part: final norm, projection onto the vocabulary, the loss, and multi-token prediction (MTP)."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ class Ahead(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output; with `spec.ahead`, the losses of further tokens are part of the objective (never of the nll)."""
+    """Final norm and output; with `spec.ahead`, the losses of multi-token prediction are part of the objective (never of the nll)."""
 
     def __init__(self, dim: int, spec: HeadSpec, embedding: EmbeddingSpec, rope_slot: int = 0) -> None:
         """`rope_slot`: the index in `batch.rotary` of the angles that the blocks of `spec.ahead` use."""
@@ -110,7 +110,7 @@ class Head(nn.Module):
         return Loss(out.objective + self.ahead_weight / len(self.ahead) * self._ahead(x, batch), out.nll)
 
     def _ahead(self, x: Tensor, batch: Batch) -> Tensor:
-        """The sum of the further tokens' losses: each depth takes the output of the one before, and the tokens one place
+        """The sum of the losses of multi-token prediction: each depth takes the output of the one before, and the tokens one place
         later."""
         assert batch.ahead is not None and batch.ahead_targets is not None
         assert len(batch.ahead) == len(batch.ahead_targets) == len(self.ahead), (batch.ahead.shape, len(self.ahead))

@@ -202,7 +202,7 @@ class Deal:
 class Moe(nn.Module):
     """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full skips it.
 
-    The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
+    The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows are in flight:
     `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
     `common` whenever there is time; in backward, `start_return`. The backward of a dispatch is a combine of gradients, and vice versa.
     """

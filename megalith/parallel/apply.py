@@ -92,8 +92,8 @@ class Builder:
             used.append(self._keep(name, part, places, recipes))
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
-        travelling = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if travels(part)}
-        how = {"segments": cut, "travelling": travelling, "retention": self._retention(stage)}
+        dispatched = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if travels(part)}
+        how = {"segments": cut, "dispatched": dispatched, "retention": self._retention(stage)}
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, **how)
 
     def _retention(self, stage: Stage) -> Retention | None:
@@ -105,7 +105,7 @@ class Builder:
         return Retention(away, self.tier, self.device)
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
-        """The blocks of a part and their numbers; blocks that predict further tokens have the numbers after the model's last
+        """The blocks of a part and their numbers; blocks of MTP modules have the numbers after the model's last
         one."""
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]

@@ -16,7 +16,7 @@ def conjugates(there: Move, back: Move) -> tuple[Move, Move]:
 
 
 def _differentiable(forth: Move, home: Move) -> Move:
-    class Journey(torch.autograd.Function):
+    class Conjugate(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
             ctx.how = how
@@ -26,4 +26,4 @@ def _differentiable(forth: Move, home: Move) -> Move:
         def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
             return home(grad, *ctx.how), *(None for _ in ctx.how)
 
-    return Journey.apply  # pyright: ignore[reportReturnType]
+    return Conjugate.apply  # pyright: ignore[reportReturnType]

@@ -260,21 +260,21 @@ class _Ring(torch.autograd.Function):
         (q, k, v, out, lse), (line, seen, kernel, scale) = ctx.saved_tensors, ctx.how
         queries, out, grad = _heads_first(q, out, grad)
         of_q = zeros_for(queries)
-        own = travelling = None
+        own = in_transit = None
         for rank, block in _around(_pack(k, v), line):
             keys, values = _heads_first(*_unpack(block, k, v))
             of_block = torch.zeros_like(block, dtype=work_dtype(block.dtype))
             of_keys, of_values = _heads_first(*_unpack(of_block, k, v))
             sums = (of_q, of_keys, of_values)
             add_backward(sums, (grad, queries, keys, values, out, lse), rows=seen.of(rank), kernel=kernel, scale=scale)
-            if own is None:  # of this rank's keys: they need not travel
+            if own is None:  # of this rank's keys: they need not be sent
                 own = of_block
                 continue
-            if travelling is not None:
-                of_block += travelling.wait()
-            travelling = line.pass_on(of_block)
-        assert own is not None and travelling is not None, line
-        own += travelling.wait()  # has met all other ranks' queries and is home
+            if in_transit is not None:
+                of_block += in_transit.wait()
+            in_transit = line.pass_on(of_block)
+        assert own is not None and in_transit is not None, line
+        own += in_transit.wait()  # has met all other ranks' queries and is home
         of_k, of_v = _unpack(own, k, v)
         return of_q.transpose(1, 2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
 

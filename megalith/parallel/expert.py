@@ -321,6 +321,6 @@ def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-dispatch, combine = conjugates(lambda *journey: _outward(*journey).wait(), lambda *journey: _homeward(*journey).wait())
+dispatch, combine = conjugates(lambda *transfer: _outward(*transfer).wait(), lambda *transfer: _homeward(*transfer).wait())
 gather_rows, scatter_rows = conjugates(_gather_rows, _scatter_rows)
 take_share, join_shares = conjugates(_take, gather)

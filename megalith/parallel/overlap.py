@@ -1,4 +1,4 @@
-"""Activations that travel between tensor ranks in pieces, each while another is multiplied (Wang et al. 2023, "Overlap communication with
+"""Activations sent between tensor ranks in pieces, each while another is multiplied (Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS).
 
 The exchange at the boundary of a split module is done in pieces, inside its first and its last products. First: pieces of the

@@ -1,4 +1,4 @@
-"""Shares of a bucket's weights as one message: rows dealt in chunks, or bytes where some travel in 8 bits: codes and scales of tiles.
+"""Shares of a bucket's weights as one message: rows dealt in chunks, or bytes where some are sent in 8 bits: codes and scales of tiles.
 
 Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a weight that is put together
 are those to which a product rounds it, and rounded once more they stay as they are. With scales in fp32 they are rounded to bf16 on

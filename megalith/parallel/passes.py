@@ -170,13 +170,13 @@ class Runner:
         zero: int,
         reducer: Reducer,
         segments: Sequence[range] = (),
-        travelling: Mapping[int, Forward] = MappingProxyType({}),
+        dispatched: Mapping[int, Forward] = MappingProxyType({}),
         retention: Retention | None = None,
     ) -> None:
         """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward.
-        `travelling`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose
+        `dispatched`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose
         saved tensors leave the device; None: all stay."""
-        self.stage, self.zero, self.travelling, self._retention = stage, zero, travelling, retention
+        self.stage, self.zero, self.dispatched, self._retention = stage, zero, dispatched, retention
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
         self.buckets = [list(each) for each in buckets]  # of each part, those it uses
@@ -259,14 +259,14 @@ class Runner:
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
-        if (forward := self.travelling.get(number)) is not None:
+        if (forward := self.dispatched.get(number)) is not None:
             return (yield from forward(x, batch, shelf))
         return _whole(part, x, batch, shelf)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
         """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a
         pause inside `no_grad` would disable gradients for other computations."""
-        if torch.is_grad_enabled() and (forward := self.travelling.get(number)) is not None:
+        if torch.is_grad_enabled() and (forward := self.dispatched.get(number)) is not None:
             return (yield from forward(x, batch, STAYS))[0]
         with torch.no_grad():
             return self.parts[number](x, batch)

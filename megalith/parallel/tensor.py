@@ -50,7 +50,7 @@ class Split:
         default_factory=WeakTensorKeyDictionary
     )  # by the whole parameters they are of, for as long as another name still has one
     late: dict[nn.Module, list[Linear]] = field(default_factory=dict)  # whose biases are added after a module's partial sums
-    pieces: int = 1  # in which activations travel, while others are multiplied
+    pieces: int = 1  # in which activations are sent, while others are multiplied
 
     @property
     def size(self) -> int:
@@ -377,7 +377,7 @@ LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
 }
 
 
-SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boundary can hide behind its products
+SEAMS: dict[type[nn.Module], Seams] = {  # where the transfers at a module's boundary can hide behind its products
     Attention: Seams(("q", "k", "v"), "out"),
     LatentAttention: Seams(("q", "q_down", "kv_down"), "out"),
     Mamba: Seams(("gate", "x", "b", "c", "step"), "out"),

@@ -184,7 +184,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
             known[plan] = scorer.held(workload_of(asked, plan))
         return known[plan]
 
-    def legal(plan: Plan) -> bool:
+    def valid(plan: Plan) -> bool:
         return asked.legal(plan) and scorer.fits(workload_of(asked, plan), held(plan)) and fits_all(asked, plan, scorer)
 
     format, narrow = asked.computes
@@ -192,7 +192,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
         optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, master=asked.run.optimizer.master,
         gradients=train.gradients, outer=outer(asked.sites), software=asked.software,
-        top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
+        top=top, valid=valid, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
     def weighed(choice: Choice) -> Choice:
@@ -379,7 +379,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
     reason = (
         f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
         f"{found.closest.plan.recompute}) "
-        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its fullest rank, most of it {largest} ({parts} GiB)"
+        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its worst rank, most of it {largest} ({parts} GiB)"
     )
     return [_problem(name, reason, _ways_out(asked, memory, largest, scorer))]
 
@@ -408,7 +408,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
 
 
 def cheapest_remedy(asked: Asked) -> str:
-    """Return the first of a few changes, the cheapest in time first, with which a legal plan fits; empty if none helps."""
+    """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps."""
     small, away = asked.run.optimizer.moments != "fp8", not asked.offload
     few = "--small-state, which rounds moments,"
     remedies = [(few, asked.changed(small=True))] if small else []

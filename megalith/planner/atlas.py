@@ -103,7 +103,7 @@ def _square(model: str, asked: Asked, nodes: int) -> Square:
     format, narrow = asked.computes
     found = search(
         asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
-        legal=asked.legal,
+        valid=asked.legal,
     )  # fmt: skip
     if found.best is not None:
         return Square(model, nodes, cluster.count, found.best, "")

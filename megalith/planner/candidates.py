@@ -1,4 +1,4 @@
-"""Plans that are legal for a model on a number of devices. No torch."""
+"""Plans that are valid for a model on a number of devices. No torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ def segmented(plan: Plan, blocks: int) -> list[Plan]:
 def candidates(
     model: ModelSpec, cluster: ClusterSpec, *, seq_len: int, global_batch: int, space: Space | None = None
 ) -> Iterator[Plan]:
-    """Every legal plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where all
+    """Every valid plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where all
     stages have equally many blocks."""
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
@@ -198,8 +198,8 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
             found.append(("interleaved", chunks))
     for name in suited(space.schedules, model):
         chunks = SCHEDULES[name].chunks.usual
-        legal = not misfits(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
-        if legal and rounds >= pipeline and pipeline * chunks <= blocks:
+        valid = not misfits(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
+        if valid and rounds >= pipeline and pipeline * chunks <= blocks:
             found.append((name, chunks))
     return found
 

@@ -23,7 +23,7 @@ class Neighbour:
     seconds: float
     """Seconds of the step minus those of the plan's own step: above 0 is slower."""
     memory: float
-    """Bytes of the fullest rank minus those under the plan itself."""
+    """Bytes of the worst rank minus those under the plan itself."""
     fits: bool
     grows: str
     """The term of time that grows most, or shrinks least."""
@@ -38,7 +38,7 @@ class Neighbour:
 
 
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
-    """Every neighbour of a workload's plan that is legal, the cheapest first."""
+    """Every neighbour of a workload's plan that is valid, the cheapest first."""
     own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
     here = Choice(workload.plan, own)
     plans = [(change, replace(workload, plan=plan, practice=hiding(plan, base))) for change, plan in neighbours(workload)]
@@ -98,7 +98,7 @@ def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
 
 
 def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
-    """The plan with some fields changed, or None where that is not legal."""
+    """The plan with some fields changed, or None where that is not valid."""
     plan = workload.plan.model_copy(update=change)
     split = plan.tensor * plan.context * plan.pipeline
     blocks = len(workload.model.blocks)

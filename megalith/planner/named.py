@@ -184,7 +184,7 @@ NAMED: tuple[Named, ...] = (
 
 def table() -> str:
     """All rows, as lines of a Markdown table."""
-    lines = ["| run | published | predicted | | GiB of the fullest rank |", "|---|---|---|---|---|"]
+    lines = ["| run | published | predicted | | GiB of the worst rank |", "|---|---|---|---|---|"]
     for named in NAMED:
         found = replay(named)
         limit = (found.estimate.limit or 0.0) / 2**30

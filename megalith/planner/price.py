@@ -31,7 +31,7 @@ class Price:
     share: float
     """The same, relative to the step of the unchanged plan."""
     memory: float
-    """Bytes of the fullest rank in excess of those with the rule followed."""
+    """Bytes of the worst rank in excess of those with the rule followed."""
     fits: bool
     """True if the plan that follows the rule fits."""
     dollars: float | None

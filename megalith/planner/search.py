@@ -70,7 +70,7 @@ class Found:
     closest: Choice | None
     """The plan that is least too large, if nothing fits."""
     refused: int = 0
-    """Plans that `legal` refused although they are as fast as those shown."""
+    """Plans that `valid` refused although they are as fast as those shown."""
     offloaded: int = 0
     """Number of plans that fit only with some of the optimizer's state in host memory or on disk. `too_large` does not count them."""
     runnable: Choice | None = None
@@ -112,13 +112,13 @@ def search(
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
-    legal: Callable[[Plan], bool] | None = None,
+    valid: Callable[[Plan], bool] | None = None,
     differ: Callable[[Plan], Hashable] | None = None,
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
     """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; the result
-    leaves out plans that `legal` refuses, and plans with the same value of `differ` as a faster one. `tick` gets the number of
+    leaves out plans that `valid` refuses, and plans with the same value of `differ` as a faster one. `tick` gets the number of
     new parts that are traced, and of all new parts."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
@@ -160,7 +160,7 @@ def search(
                 waiting.append(Waiting(scorer.busy(workload), workload, held))
             if not scorer.fits(
                 workload, replace(held, reserve=held.reserve + CLOSE * held.total)
-            ):  # `legal` may count more than here
+            ):  # `valid` may count more than here
                 more = [one for one in _again(workload, held, scorer, space.again) if one[0] is not workload]
                 waiting += [Waiting(scorer.busy(one), one, needed) for one, needed in more]
             continue
@@ -181,10 +181,10 @@ def search(
             least = (needed, one) if least is None or needed.total < least[0].total else least
     here = _simulated(waiting, fitting, scorer, most=4 * top)
     ranked = _simulated(offloaded, here, scorer, most=4 * top)
-    best, refused = _first_legal(ranked, top, legal, differ)
-    runnable = next(iter(_first_legal(here, 1, legal)[0]), None)
+    best, refused = _first_legal(ranked, top, valid, differ)
+    runnable = next(iter(_first_legal(here, 1, valid)[0]), None)
     closest = None if best or least is None else _choice(least[1], least[0], scorer)
-    thrifty = _first_legal(pareto(ranked), None, legal)[0]
+    thrifty = _first_legal(pareto(ranked), None, valid)[0]
     return Found(best, thrifty, len(workloads), too_large, closest, refused, away, runnable, recomputed)
 
 
@@ -299,10 +299,10 @@ def _step(choice: Choice) -> float:
 def _first_legal(
     ranked: Sequence[Choice],
     most: int | None,
-    legal: Callable[[Plan], bool] | None,
+    valid: Callable[[Plan], bool] | None,
     differ: Callable[[Plan], Hashable] | None = None,
 ) -> tuple[tuple[Choice, ...], int]:
-    """The first `most` choices (None: all) that are legal and differ, and the number of refused plans that were faster."""
+    """The first `most` choices (None: all) that are valid and differ, and the number of refused plans that were faster."""
     found: list[Choice] = []
     seen = set[Hashable]()
     refused = 0
@@ -311,7 +311,7 @@ def _first_legal(
             break
         if differ is not None and differ(choice.plan) in seen:
             continue
-        if legal is None or legal(choice.plan):
+        if valid is None or valid(choice.plan):
             found.append(choice)
             seen |= {differ(choice.plan)} if differ else set()
         else:

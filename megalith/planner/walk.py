@@ -31,7 +31,7 @@ class Technique:
     does: str
     used: Callable[[Plan], bool]
     spares: bool = True
-    """True if it reduces the memory of the fullest rank."""
+    """True if it reduces the memory of the worst rank."""
 
 
 PLAIN = Technique(
@@ -184,7 +184,7 @@ class _Spread:
         return None if mine is None else choice_of(self.asked, offloaded(mine[0].plan, 1.0), self.scorer)
 
     def fastest(self, allowed: Sequence[Technique]) -> Choice | None:
-        """Return the fastest layout that fits and is legal, of those that use only allowed techniques."""
+        """Return the fastest layout that fits and is valid, of those that use only allowed techniques."""
         mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
         for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
             if self.asked.legal(one.plan):

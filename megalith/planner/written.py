@@ -30,7 +30,7 @@ def as_run(answered: Answer) -> str:
     estimate = best.estimate
     head = (
         f"# {asked.run.model.name} on {asked.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "
-        f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the fullest rank.\n"
+        f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the worst rank.\n"
     )
     if asked.resolved is None:
         head += f"# data.path = {DATA!r} is a guess: put your own"

@@ -44,7 +44,7 @@ AXES: Axes = {
         "latent attention, experts, tokens ahead": {"preset": "deepseek-tiny"},
     },
     "shards": {"1": {}, "2": {"data": 2}},
-    "copies": {"1": {}, "2": {"replicate": 2}},  # each of so many shards: `legal` multiplies
+    "copies": {"1": {}, "2": {"replicate": 2}},  # each of so many shards: `run_of` multiplies
     "zero": {str(stage): {"zero": stage} for stage in range(4)},
     "tensor": {
         "1": {},
@@ -163,7 +163,7 @@ def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
 
 
 def draw(count: int, seed: int, *, precisions: Sequence[str] = (*AXES["precision"],)) -> list[Draw]:
-    """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
+    """`count` valid combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
     pairs that can go together, as far as `count` reaches. The same for the same seed. `precisions`: those to draw from."""
     random = Random(seed)
     axes = {**AXES, "precision": {name: AXES["precision"][name] for name in precisions}}
@@ -216,7 +216,7 @@ def _words(pair: Pair) -> tuple[str, str]:
 
 
 def _pool(random: Random, tries: int, axes: Axes) -> list[Draw]:
-    """Return legal combinations among `tries` random ones, and among further ones for each missing pair."""
+    """Return valid combinations among `tries` random ones, and among further ones for each missing pair."""
     found: dict[tuple[Choice, ...], Draw] = {}
     shown: set[Pair] = set()
 

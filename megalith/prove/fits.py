@@ -80,19 +80,19 @@ def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
         reason = f"while a rank builds its parts, one whole at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
         way_out = "The largest part decides, with one rank's experts. If it has any, raise plan.expert; else use devices with more memory."
         return Problem("error", "model", None, reason, way_out)
-    fullest = max(memory.peak, key=memory.peak.__getitem__)
+    largest = max(memory.peak, key=memory.peak.__getitem__)
     split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))
-    reason = f"does not fit: a rank holds {_gib(memory.total)} of {_gib(limit)} ({split}); {fullest} hold most"
-    return Problem("error", "plan", None, reason, _ways_out(spec, memory, over=over, limit=limit, fullest=fullest))
+    reason = f"does not fit: a rank holds {_gib(memory.total)} of {_gib(limit)} ({split}); {largest} hold most"
+    return Problem("error", "plan", None, reason, _ways_out(spec, memory, over=over, limit=limit, largest=largest))
 
 
-def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, fullest: str) -> str:
+def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, largest: str) -> str:
     levers = [lever for make in LEVERS if (lever := make(spec)) is not None]
     saved = {lever.change: lever.saves * memory.peak[lever.category] for lever in levers}
     enough = [lever.change for lever in levers if saved[lever.change] >= over]
     if enough:
         return f"By proportion, {' or '.join(enough)} would make it fit; run the dry run again with it."
-    here = [lever.change for lever in levers if lever.category == fullest]
+    here = [lever.change for lever in levers if lever.category == largest]
     times = -(-memory.total // limit)
     more = f"{times} times as many ranks a model (plan.tensor x plan.pipeline)"
     return f"No one change would make it fit. Use {' and '.join(here)}, or {more}." if here else f"Use {more}."

@@ -196,8 +196,8 @@ class Meter(TorchDispatchMode):
         """Bytes by category along the step, at the peak of each of this many stretches with equally many changes."""
         step = self._held()[:, max(0, self._step - 1) :]
         stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []
-        fullest = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)
-        return [{name: int(size) for name, size in zip(CATEGORIES, sizes, strict=True)} for sizes in fullest]
+        peaks = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)
+        return [{name: int(size) for name, size in zip(CATEGORIES, sizes, strict=True)} for sizes in peaks]
 
     def _held(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[categories, changes]: bytes held after each change."""

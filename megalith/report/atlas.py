@@ -39,7 +39,7 @@ def page(found: Atlas) -> str:
     peak = units.flops(cluster.accelerator.wide)
     maps = [
         (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
-        (f"Memory of its fullest rank{_limit(found)}", _map(found, _memory, "c4", _again)),
+        (f"Memory of its worst rank{_limit(found)}", _map(found, _memory, "c4", _again)),
         ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
     ]
     drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)

@@ -182,7 +182,7 @@ def ahead() -> str:
         ]
         for depth in range(2)
     ]
-    return grid(rows, ["head predicts", "further block predicts"], [f"position {at}" for at in range(4)], cell_width=150)
+    return grid(rows, ["head predicts", "MTP block predicts"], [f"position {at}" for at in range(4)], cell_width=150)
 
 
 def _share(size: int, index: int, shares: int) -> range:

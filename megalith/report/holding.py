@@ -112,15 +112,15 @@ def memory_section(run: History) -> str:
 
 
 def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
-    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its fullest rank."""
+    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its worst rank."""
     rows = {h.rank: _bytes(h) for h in holdings}
     if len(rows) <= 12:
         return {f"rank {rank}": row for rank, row in rows.items()}
     groups: dict[int, list[int]] = {}
     for holding in holdings:
         groups.setdefault(holding.coordinates.get("pipeline", 0), []).append(holding.rank)
-    fullest = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
-    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in fullest.items()}
+    worst = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
+    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in worst.items()}
 
 
 def _bytes(holding: Holding) -> dict[str, float]:

@@ -44,7 +44,9 @@ def best(found: Answer) -> str:
     memory = f"{estimate.memory.total / GIB:.1f} GiB" + (f" of {estimate.limit / GIB:.0f}" if estimate.limit else "")
     rate = amount(estimate.tokens_per_second * plan.ranks)
     step = f"a step takes {seconds(estimate.time.step)} ({between(estimate.time.step, sure.time, seconds)})"
-    said = [f"{short(plan)}: {step}, {rate} tokens/s in all, {estimate.mfu:.1%} MFU, {memory} on the fullest device."]
+    said = [
+        f"{short(plan)}: {step}, {rate} tokens/s in all, {estimate.mfu:.1%} MFU, {memory} on the device with the highest peak."
+    ]
     if found.trainings:
         one = found.trainings[0]
         cost = "" if one.dollars is None else f" and ${amount(one.dollars)} ({between(one.dollars, sure.time, dollars)})"
@@ -190,7 +192,7 @@ def legend(found: Answer) -> str:
         f"m microbatch.\n"
         f"recompute: computed twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
-        f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
+        f"GiB: worst rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
         f"too little for predictions to tell apart.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{beaten(found)}"

@@ -76,7 +76,7 @@ def _experts(run: History) -> Iterator[str]:
     tokens."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
-    waiting, computing = journeys(run.spans[-1].spans)
+    waiting, computing = dispatch_seconds(run.spans[-1].spans)
     if waiting and waiting > MOST * (waiting + computing):
         share = percent(waiting / (waiting + computing))
         yield (
@@ -86,7 +86,7 @@ def _experts(run: History) -> Iterator[str]:
         )
 
 
-def journeys(spans: Sequence[Span]) -> tuple[float, float]:
+def dispatch_seconds(spans: Sequence[Span]) -> tuple[float, float]:
     """Seconds in which ranks waited amid a computation, and seconds of the computations that were so interrupted."""
     lines: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for rank, name, start, end in sorted(spans, key=lambda span: (span[0], span[2])):

@@ -94,7 +94,7 @@ class Kind:
     bidirectional: bool = False
     """The schedule runs both ways through an even number of ranks. Each stage has two copies, and ZeRO is 0 or 1."""
     hides_exchange: bool = False
-    """Ranks compute on one microbatch while another one's tokens travel to their experts."""
+    """Ranks compute on one microbatch while another one's tokens are dispatched to their experts."""
     searched: bool = False
     """The planner tries it beside 1F1B and interleaved 1F1B; one that `hides_exchange`, for models with experts only."""
     instead: str | None = None

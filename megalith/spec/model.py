@@ -217,11 +217,11 @@ class EmbeddingSpec(Spec):
 
 
 class AheadSpec(Spec):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` further tokens, each by one more block."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) of `depth` tokens after the next one, each by one more block."""
 
     depth: PositiveInt = 1
     block: BlockSpec
-    weight: PositiveFloat = Field(default=0.1, description="weight of the mean of the further tokens' losses")
+    weight: PositiveFloat = Field(default=0.1, description="weight of the mean of the losses of multi-token prediction")
 
 
 class HeadSpec(Spec):

@@ -231,7 +231,7 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 SCALE_BYTES = 4
-"""Bytes of the scale, in fp32, of a tile or row that travels or is kept in 8 bits."""
+"""Bytes of the scale, in fp32, of a tile or row that is sent or kept in 8 bits."""
 TRAINED = tuple(PRECISIONS)
 """Precisions that the trainer computes in."""
 FAST = tuple(name for name in TRAINED if not PRECISIONS[name].emulated)

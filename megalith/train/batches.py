@@ -34,7 +34,7 @@ class Cut:
     """A rank's part of a sample, and the facts about it that the model reads."""
 
     masked: bool = False  # tokens see their own document only; otherwise rows are single documents
-    ahead: int = 0  # further tokens that the model predicts
+    ahead: int = 0  # depth of the model's multi-token prediction
     context: int = 0  # this rank's part of each sequence, of `contexts`
     contexts: int = 1
 

@@ -206,7 +206,7 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the bytes at the peak of each rank (with many ranks, of each stage's fullest), by category of its state; predictions
+    """Return the bytes at the peak of each rank (with many ranks, of each stage's worst rank), by category of its state; predictions
     for each stage."""
     stages = source.places().get("pipeline", np.zeros(0, dtype=np.int64))
     peaks, held = _peaks(source), source.holdings
@@ -238,7 +238,7 @@ def _peaks(source: Source) -> NDArray[np.float64]:
 
 
 def _shown(peaks: NDArray[np.float64], held: Mapping[int, Holding], stages: NDArray[np.int64]) -> list[int]:
-    """Ranks whose memory is known; of many, each stage's fullest."""
+    """Ranks whose memory is known; of many, each stage's worst rank."""
     size = np.full(max([len(peaks), *(rank + 1 for rank in held)]), np.nan)
     for rank, one in held.items():
         size[rank] = one.weight_bytes + one.gradient_bytes + one.optimizer_bytes

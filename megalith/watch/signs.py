@@ -119,7 +119,7 @@ def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]
 
 
 def _of_memory(found: "Alive", source: Source) -> Iterator[Say]:
-    """Compare the memory of the fullest rank at the newest step with that of its device."""
+    """Compare the memory of the worst rank at the newest step with that of its device."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
     if found.state != "running" or not limit or span is None:

@@ -137,7 +137,7 @@ def test_a_closed_form_is_the_simulated_idling(name: str, chunks: int, backward:
     assert _idle(name, ranks, rounds, chunks, backward) == pytest.approx(timeline.end - max(timeline.busy))
 
 
-def test_blocks_that_predict_further_tokens_are_reduced_and_updated_too():
+def test_blocks_of_mtp_modules_are_reduced_and_updated_too():
     """These blocks are on the last pipeline rank, which then reduces and updates more than the first."""
     model = dense(2)
     further = model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=2, weight=0.1)})

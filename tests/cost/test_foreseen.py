@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str,
     assert line.counted <= line.foreseen <= line.counted + block
 
 
-def test_weights_of_blocks_that_predict_further_tokens_are_kept_and_travel() -> None:
+def test_weights_of_blocks_of_mtp_modules_are_kept_and_sent() -> None:
     spec = brief_run(plan={"data": 2, "pipeline": 2, "zero": 3}, model={"preset": "deepseek-tiny"})
     found = {line.name: line.gap for line in beside(foresee(of_run(spec), rank=3), dry(spec, 3))}
     assert found["memory.optimizer"] == pytest.approx(0, abs=0.001)

@@ -275,7 +275,7 @@ def test_what_the_ends_do_not_see_of_a_layout_changes_none_of_their_figures(trac
     assert trace(dense(), _seen(None, ASKED)) == trace(dense(), ASKED)
 
 
-def test_a_block_of_further_tokens_is_recomputed_by_its_own_number() -> None:
+def test_a_block_of_an_mtp_module_is_recomputed_by_its_own_number() -> None:
     """Its number follows that of the model's last block, as in `parallel.apply`. Of four blocks, the first and the third are
     recomputed."""
     model = dense(4)

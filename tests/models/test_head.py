@@ -148,7 +148,7 @@ def test_logits_and_loss_are_scaled_and_capped_alike(finishing):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_losses_of_further_tokens_and_all_gradients_are_those_of_the_equations(depth, tied):
+def test_the_losses_of_multi_token_prediction_and_all_gradients_are_those_of_the_equations(depth, tied):
     spec = Further(depth, tied=tied)
     model, batch = lively(spec), batch_of(spec)
     loss, found = gradients(model, batch)

@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_transformers(name):
 @pytest.mark.parametrize(
     "spec", [deepseek(q_rank=12, ahead=1), deepseek(ahead=1, tied=True, rope_scaling=YARN)], ids=["v3", "yarn"]
 )
-def test_the_further_token_is_predicted_as_transformers_does(spec):
+def test_the_mtp_token_is_predicted_as_transformers_does(spec):
     """transformers' module drafts the token after the next from the model's last hidden states and the next tokens."""
     ours, tokens = lively(spec), tokens_of(spec, seq=20)
     theirs = twin(spec, ours)

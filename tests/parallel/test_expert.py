@@ -171,7 +171,7 @@ def test_any_layout_of_experts_equals_one_process(plan: Plan) -> None:
     run_ranks(equals_one_process, plan.ranks, plan)
 
 
-def travelled(spec: MoeSpec, plan: Plan, dtype: torch.dtype) -> list[tuple[str, int]]:
+def sent_by(spec: MoeSpec, plan: Plan, dtype: torch.dtype) -> list[tuple[str, int]]:
     """Return dtype and bytes to other ranks for every all-to-all in one forward and backward of this rank."""
     groups = Groups.build(Mesh.of(plan), device="cpu")
     moe = build(spec).to(dtype)
@@ -198,7 +198,7 @@ def travelled(spec: MoeSpec, plan: Plan, dtype: torch.dtype) -> list[tuple[str, 
 
 
 def dealt_bytes(rank: int, plan: Plan, dtype: torch.dtype) -> list[tuple[str, int]]:
-    return travelled(SPECS["dealt"], plan, dtype)
+    return sent_by(SPECS["dealt"], plan, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,7 +213,7 @@ def test_each_way_moves_the_rows_whose_experts_are_elsewhere_and_nothing_more(pl
 
 
 def routed_bytes(rank: int, plan: Plan) -> list[tuple[str, int]]:
-    return travelled(SPECS["v2"], plan, torch.float32)
+    return sent_by(SPECS["v2"], plan, torch.float32)
 
 
 def test_routed_tokens_send_their_counts_first() -> None:

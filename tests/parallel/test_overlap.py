@@ -84,7 +84,7 @@ def test_pieces_give_what_the_boundary_gives_at_once() -> None:
 
 
 @dataclass
-class Journey:
+class Transfer:
     """A piece that arrives DELAY seconds after it was sent."""
 
     pending: Moving
@@ -105,12 +105,12 @@ class Journey:
 class Watched:
     """One pass through a block: transfers in the order of their starts, and the times of products."""
 
-    journeys: list[Journey] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     products: list[tuple[float, float]] = field(default_factory=list)
 
     def send(self, start: Callable[[Pieces, Tensor], Moving], pieces: Pieces, x: Tensor) -> Any:
-        self.journeys.append(Journey(start(pieces, x)))
-        return self.journeys[-1]
+        self.transfers.append(Transfer(start(pieces, x)))
+        return self.transfers[-1]
 
     def product(self, multiply: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
         start = time.perf_counter()
@@ -121,7 +121,7 @@ class Watched:
 
     @property
     def hidden(self) -> list[bool]:
-        return [journey.hidden(self.products) for journey in self.journeys]
+        return [transfer.hidden(self.products) for transfer in self.transfers]
 
 
 def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[bool]]:
@@ -139,14 +139,14 @@ def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[boo
         setattr(Multiply, name, lambda *args, product=product, **how: watched.product(product, *args, **how))
     out = block(x, batch)
     forward = watched.hidden
-    watched.journeys.clear()
+    watched.transfers.clear()
     out.sum().backward()
     dist.barrier()
     return forward, watched.hidden
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
-def test_every_piece_but_the_first_in_and_the_last_out_travels_while_another_is_multiplied(pieces: int) -> None:
+def test_every_piece_but_the_first_in_and_the_last_out_is_sent_while_another_is_multiplied(pieces: int) -> None:
     """Attention comes first, then the MLP. In backward the last transfer is hidden too, behind the weight gradients."""
     comes, leaves = [False, *[True] * (pieces - 1)], [*[True] * (pieces - 1), False]
     for forward, backward in run_ranks(_watch, 2, pieces, True):
@@ -154,7 +154,7 @@ def test_every_piece_but_the_first_in_and_the_last_out_travels_while_another_is_
         assert backward == (comes + [True] * pieces) * 2
 
 
-def test_without_split_sequences_sums_travel_so() -> None:
+def test_without_split_sequences_sums_are_sent_so() -> None:
     for forward, backward in run_ranks(_watch, 2, 2, False):
         assert forward == [True, False] * 2
         assert backward == [True, True] * 2

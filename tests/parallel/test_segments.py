@@ -87,5 +87,5 @@ def test_segments_cut_the_blocks_of_a_stage_and_nothing_else() -> None:
         segment_size("segments:auto", blocks=10)
 
 
-def test_blocks_that_predict_further_tokens_are_in_no_segment() -> None:
+def test_blocks_of_mtp_modules_are_in_no_segment() -> None:
     assert [recomputed(number, blocks=3, policy="segments:2") for number in range(4)] == [False, False, False, True]

@@ -225,11 +225,11 @@ def test_context_ranks_pass_on_keys_or_exchange_heads(method):
         expected[axis, "all_to_all"] = m * LAYERS * 2 * others(inner) * (queries + keys) * BF16
     if outer > 1:
         axis = "context" if outer == n else f"context by {inner}"
-        travelling, gradients = (m * LAYERS * (outer - 1) * keys * width for width in (2 * BF16, F32))
+        keys_and_values, gradients = (m * LAYERS * (outer - 1) * keys * width for width in (2 * BF16, F32))
         if spec.plan.context_method == "ring":
-            expected[axis, "send"] = Fraction(travelling + gradients)
+            expected[axis, "send"] = Fraction(keys_and_values + gradients)
         else:
-            expected |= {(axis, "gather"): Fraction(travelling), (axis, "reduce_scatter"): Fraction(gradients)}
+            expected |= {(axis, "gather"): Fraction(keys_and_values), (axis, "reduce_scatter"): Fraction(gradients)}
     assert sent(method) == [expected] * n
 
 

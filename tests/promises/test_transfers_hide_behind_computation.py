@@ -1,5 +1,5 @@
-"""Transfers overlap with computation: one microbatch's tokens are dispatched while another's are computed, and weights arrive while the
-part before theirs computes."""
+"""Transfers overlap with computation: one microbatch's tokens are dispatched while another's are computed, and the gather of a part's
+weights starts before the part in front of it computes. Messages and computing are real, but delayed: links are not measured."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ Marks = list[tuple[str, float, float]]
 
 
 @dataclass
-class Journey:
+class Transfer:
     """Rows that arrive DELAY seconds after they were sent. Times are in seconds on the clock of the executor's marks."""
 
     pending: Pending | None
@@ -55,8 +55,8 @@ class Journey:
 class Link:
     """An exchange over a delayed link that records its transfers."""
 
-    def __init__(self, exchange: Exchange, journeys: list[Journey]) -> None:
-        self._exchange, self._journeys = exchange, journeys
+    def __init__(self, exchange: Exchange, transfers: list[Transfer]) -> None:
+        self._exchange, self._transfers = exchange, transfers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._exchange, name)
@@ -70,8 +70,8 @@ class Link:
     def _note(self, pending: Pending, rows: Tensor) -> Pending:
         if rows.shape[1] == 1:
             return pending  # routing weights, which are sent beside their rows
-        self._journeys.append(Journey(pending))
-        return self._journeys[-1]
+        self._transfers.append(Transfer(pending))
+        return self._transfers[-1]
 
 
 class Slow(torch.autograd.Function):
@@ -109,56 +109,56 @@ class Seen:
 
     partners: dict[str, str]  # the order in the schedule
     marks: Marks
-    journeys: list[Journey]
+    transfers: list[Transfer]
     starved: float  # share of its time that the rank waited for a CPU
 
-    def overlapped(self) -> Iterator[tuple[str, Journey]]:
+    def overlapped(self) -> Iterator[tuple[str, Transfer]]:
         """Return the transfers of actions that share a slot in the schedule, with the action's name."""
-        for journey in self.journeys:
-            (name,) = (name for name, start, end in self.marks if name != "WAIT" and start <= journey.started <= end)
+        for transfer in self.transfers:
+            (name,) = (name for name, start, end in self.marks if name != "WAIT" and start <= transfer.started <= end)
             if name in self.partners:
-                yield name, journey
+                yield name, transfer
 
     @property
     def waited(self) -> float:
         """Return the seconds spent waiting for these transfers."""
-        return sum(journey.arrived - journey.asked for _, journey in self.overlapped())
+        return sum(transfer.arrived - transfer.asked for _, transfer in self.overlapped())
 
     def hidden(self) -> list[bool]:
         """True if the other action computed between the start of a transfer and the wait for its rows."""
         return [
             any(
-                name == self.partners[action] and journey.started <= start and end <= journey.asked
+                name == self.partners[action] and transfer.started <= start and end <= transfer.asked
                 for name, start, end in self.marks
             )
-            for action, journey in self.overlapped()
+            for action, transfer in self.overlapped()
         ]
 
 
-def _step(trainer: Trainer, program: Program, journeys: list[Journey]) -> Seen:
+def _step(trainer: Trainer, program: Program, transfers: list[Transfer]) -> Seen:
     """Return the second step of a program, since the first opens connections."""
     executor = trainer.executor
     again = Executor(program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=executor.hidden)
     batches = [to_batch(s, Cut.of(trainer), device=CPU, loss_scale=1 / 400) for s in microbatches(trainer)]
     again.run(batches)
-    journeys.clear()
+    transfers.clear()
     before, begun = waited(), time.monotonic()
     marks = again.run(batches).marks
     starved = (waited() - before) / (time.monotonic() - begun)
-    return Seen(partners(executor.program, trainer.groups.coordinates["pipeline"]), marks, list(journeys), starved)
+    return Seen(partners(executor.program, trainer.groups.coordinates["pipeline"]), marks, list(transfers), starved)
 
 
 def _both(rank: int) -> tuple[Seen, Seen]:
     plan = {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipev", "chunks": 2}
     model = {"family": "mixtral", "experts": 4, "active": 2, "ffn": 16}
     trainer = trainer_of(tiny_run(plan=plan, model=model, train={"global_batch": 12}))
-    journeys: list[Journey] = []
+    transfers: list[Transfer] = []
     for block in chain.from_iterable(stage.blocks.values() for stage in trainer.stages.values()):
         assert isinstance(block, Block) and isinstance(block.mlp, Moe)
-        block.mlp.exchange = Link(block.mlp.exchange, journeys)
+        block.mlp.exchange = Link(block.mlp.exchange, transfers)
         block.mlp.run, block.join = slowed(block.mlp.run), slowed(block.join)
     program = trainer.executor.program
-    return _step(trainer, program, journeys), _step(trainer, one_after_the_other(program), journeys)
+    return _step(trainer, program, transfers), _step(trainer, one_after_the_other(program), transfers)
 
 
 @cache
@@ -167,7 +167,7 @@ def steps() -> list[tuple[Seen, Seen]]:
     return run_ranks(_both, 4)
 
 
-def test_in_an_overlap_the_other_action_computes_during_every_journey() -> None:
+def test_in_an_overlap_the_other_action_computes_during_every_transfer() -> None:
     for together, apart in steps():
         assert len(together.hidden()) == len(apart.hidden()) > 0
         assert all(together.hidden())

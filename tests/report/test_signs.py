@@ -7,7 +7,7 @@ import pytest
 
 from megalith import events
 from megalith.report.history import History, gather
-from megalith.report.signs import journeys, signs
+from megalith.report.signs import dispatch_seconds, signs
 from megalith.schedule import build, lower, simulate
 from megalith.spec.plan import Plan
 from tests.report.run_folder import start, step
@@ -55,9 +55,9 @@ def mixture(wait: float) -> list[tuple[int, str, float, float]]:
     return found
 
 
-def test_journeys_are_waits_amid_a_computation():
-    assert journeys(mixture(2.0)) == pytest.approx((4.0, 3.0))
-    assert journeys([(0, "0F0", 0.0, 1.0), (0, "WAIT", 1.0, 5.0), (0, "0F1", 5.0, 6.0)]) == (0.0, 0.0)
+def test_dispatch_seconds_are_waits_amid_a_computation():
+    assert dispatch_seconds(mixture(2.0)) == pytest.approx((4.0, 3.0))
+    assert dispatch_seconds([(0, "0F0", 0.0, 1.0), (0, "WAIT", 1.0, 5.0), (0, "0F1", 5.0, 6.0)]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("wait", "seen"), [(2.0, True), (1.0, False)])

@@ -59,7 +59,7 @@ def test_a_run_that_leaves_rounding_open_gets_its_precisions_own() -> None:
 def test_narrow_formats_multiply_and_weights_stay_wide() -> None:
     for precision in PRECISIONS.values():
         assert precision.factors.width <= precision.compute.width <= NUMBERS[MASTER.number].width
-        assert precision.compute.scale == "none", "activations travel and are added without scales"
+        assert precision.compute.scale == "none", "activations are sent and added without scales"
 
 
 def test_what_is_emulated_counts_as_what_it_computes_in() -> None:

@@ -181,7 +181,9 @@ def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if sizes["hybrid"] not in HYBRIDS:
         raise CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
     if "mtp" in sizes:
-        raise CannotSayError(f"{row.text('model')} predicts further tokens by blocks of two layers, which models/ does not have")
+        raise CannotSayError(
+            f"{row.text('model')} has multi-token prediction with blocks of two layers, which models/ does not have"
+        )
     model = presets()[HYBRIDS[sizes["hybrid"]]].build()
     return model.model_copy(update={"balanced": True}).build()
 
@@ -204,7 +206,7 @@ def _experts(moe: dict[str, Any], gated: bool, groups: dict[str, int]) -> MoeSpe
 
 
 def _ahead(row: Row, sizes: dict[str, Any]) -> int:
-    """Further tokens predicted: as the row says, or as its model does (DeepSeek-V3 trains with one)."""
+    """Depth of multi-token prediction: as the row says, or as its model does (DeepSeek-V3 trains with one)."""
     if "mtp" in row.options:
         return int(row.options["mtp"])
     if "variant" in row.options:

@@ -23,7 +23,7 @@ class DeepSeek(ParametrizedSpec):
     """Sizes of a DeepSeek: latent attention and, after the first layers, fine-grained experts beside shared ones.
 
     V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax and groups by their best expert; V3 (arXiv:2412.19437) by sigmoid
-    and by their best two, with a bias instead of most of the balance loss, and predicts further tokens; Kimi K2 (arXiv:2507.20534) is a
+    and by their best two, with a bias instead of most of the balance loss, and multi-token prediction; Kimi K2 (arXiv:2507.20534) is a
     wider V3 without groups.
     """
 
@@ -52,8 +52,10 @@ class DeepSeek(ParametrizedSpec):
     bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias")
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the sequence-wise balance loss")
     balanced: Balanced = False
-    ahead: NonNegativeInt = Field(default=0, description="further tokens to predict (multi-token prediction)")
-    ahead_weight: PositiveFloat = Field(default=0.3, description="weight of the mean of the further tokens' losses")
+    ahead: NonNegativeInt = Field(
+        default=0, description="depth of multi-token prediction (MTP): tokens predicted after the next one"
+    )
+    ahead_weight: PositiveFloat = Field(default=0.3, description="weight of the mean of the losses of multi-token prediction")
     vocab: PositiveInt
     context: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
@@ -88,7 +90,7 @@ class DeepSeek(ParametrizedSpec):
         return self
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts. The modules that predict further tokens have experts, as in the release of V3."""
+        """The model as a tuple of parts. MTP modules have experts, as in the release of V3."""
         norm = NormSpec(eps=self.norm_eps)
         attention = LatentAttentionSpec(
             heads=self.heads,

@@ -135,7 +135,7 @@ class Exchange:
         self.group = whole.groups.place if whole.groups else None
         self.rank = self.group.rank() if self.group else 0
         self.ranks = self.group.size() if self.group else 1
-        self.travels = self.group is not None and any(len(each.held) > 1 for each in placed)
+        self.exchanges = self.group is not None and any(len(each.held) > 1 for each in placed)
         """True if any rank sends a message: the same on all ranks of a pipeline place."""
 
     @property
@@ -188,7 +188,7 @@ class Exchange:
         """Send pieces to each rank; return a function that waits and returns the pieces from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]
-        if not self.travels:
+        if not self.exchanges:
             return lambda: sent.split(leaving)
         arrived = sent.new_empty(sum(sizes))
         work = dist.all_to_all_single(arrived, sent, sizes, leaving, group=self.group, async_op=True)

@@ -22,7 +22,9 @@ class SampleLosses:
         self._losses: list[tuple[float, int]] = []
         self._calls = 0
         heads = [module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, Head)]
-        self._every = 1 + len(heads[0].ahead) if heads else 1  # further tokens come after the next one, by the same output
+        self._every = (
+            1 + len(heads[0].ahead) if heads else 1
+        )  # those of multi-token prediction come after the next one, by the same output
         self._hooks = [head.output.loss.register_forward_hook(self._take, with_kwargs=True) for head in heads]
         self._busy = False
 

@@ -135,7 +135,7 @@ def test_the_bias_of_the_choice_of_experts_keeps_its_fp32_where_all_else_is_bf16
     assert theirs.dtype == torch.float32 and torch.equal(theirs, bias)
 
 
-def test_further_tokens_are_written_as_deepseek_released_them():
+def test_mtp_modules_are_written_as_deepseek_released_them():
     spec = SPECS["v3"]
     weights = weights_of(spec)
     found = {name.removeprefix("model.layers.3."): w for name, w in to_theirs(spec, weights).items() if ".layers.3." in name}
