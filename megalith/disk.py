@@ -109,10 +109,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this name, not that of the part
 
 
 def append(descriptor: int, line: bytes) -> None:

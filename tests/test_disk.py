@@ -199,3 +199,6 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> 
     with pytest.raises(IsADirectoryError):
         disk.write_whole(path, "text")
     assert [found.name for found in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises(FileNotFoundError) as error:
+        disk.write_whole(tmp_path / "nowhere" / "file", "text")
+    assert error.value.filename == str(tmp_path / "nowhere" / "file"), "not the name of its part"

@@ -113,10 +113,12 @@ def work(lines: Mapping[str, "Comparison"]) -> Table:
     table = _table("FLOPs", "dry run", "predicted", "gap")
     for name in ("products", "attention"):
         row = lines[f"work.{name}"]
-        table.add_row(
-            {"products": "matrix products"}.get(name, name), units.count(row.counted), units.count(row.foreseen), gap(row.gap)
-        )
+        table.add_row({"products": "matrix products"}.get(name, name), _flops(row.counted), _flops(row.foreseen), gap(row.gap))
     return table
+
+
+def _flops(number: float | None) -> str:
+    return units.flops(number).removesuffix("/s")
 
 
 def _table(*columns: str) -> Table:

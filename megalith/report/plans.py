@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from math import inf
 
 from rich.markup import escape
 from rich.table import Table
@@ -106,10 +107,25 @@ def _splits(plan: Plan) -> int:
     return sum(size > 1 for size in (plan.tensor, plan.context, plan.pipeline, plan.expert, plan.data))
 
 
-def frontier(points: Sequence[Point]) -> Table:
-    """Layouts that nothing beats in time, cost and memory at once."""
-    drawn = columns("devices", "layout", "recompute", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
+APART = 0.1
+"""Share of a device's memory by which layouts on as many devices differ at least, to be shown both."""
+
+
+def distinct(points: Sequence[Point]) -> list[Point]:
+    """Return the points of a frontier, fastest first, that free clearly more memory than the one before on as many devices."""
+    found, newest = list[Point](), dict[int, float]()
     for point in points:
+        memory = point.choice.estimate.memory.total
+        if newest.get(point.devices, inf) - memory >= APART * (point.choice.estimate.limit or memory):
+            found.append(point)
+            newest[point.devices] = memory
+    return found
+
+
+def frontier(points: Sequence[Point]) -> Table:
+    """Layouts that nothing beats in time, cost and memory at once; of those with about the same memory, the fastest."""
+    drawn = columns("devices", "layout", "recompute", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
+    for point in distinct(points):
         plan, estimate = point.choice.plan, point.choice.estimate
         free = f"{1 - estimate.memory.total / estimate.limit:.0%}" if estimate.limit else "-"
         price = f"{point.dollars:,.0f}" if point.dollars is not None else "-"

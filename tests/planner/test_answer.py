@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -292,6 +293,15 @@ def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less()
         )
         steps = 1e9 / (64 * 128)
         assert one.dollars == pytest.approx(one.devices * price * one.choice.estimate.time.step / 3600 * steps)
+
+
+def test_of_layouts_with_about_the_same_memory_the_fastest_is_shown():
+    def point(devices: int, step: float, gib: float) -> SimpleNamespace:
+        held = SimpleNamespace(time=SimpleNamespace(step=step), memory=SimpleNamespace(total=gib * 2**30), limit=80 * 2**30)
+        return SimpleNamespace(devices=devices, choice=SimpleNamespace(estimate=held))
+
+    points = [point(8, 1, 70), point(8, 1.1, 65), point(4, 1.2, 65), point(8, 1.3, 61), point(8, 1.4, 60), point(4, 1.5, 50)]
+    assert plans.distinct(points) == [points[0], points[2], points[3], points[5]]  # type: ignore[arg-type]
 
 
 def test_what_if_changes_one_thing(answered: Answer):
