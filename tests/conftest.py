@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.seed is None:  # workers get the options of the process that started them, and so the same seed
-        config.option.seed = random.SystemRandom().randrange(1 << 20)
+    given: int | None = getattr(config, "workerinput", {}).get("seed", config.option.seed)
+    config.option.seed = random.SystemRandom().randrange(1 << 20) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    """All workers collect the same cases."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
