@@ -22,6 +22,7 @@ from megalith.prove.parity import record, reference, shrink
 from megalith.spec.families import FAMILIES, family_of
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
+from tests.full import sampled
 from tests.parallel.running import CPU, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -239,6 +240,7 @@ def test_the_one_process_reference_goes_through_it_too(monkeypatch: pytest.Monke
     ],
     ids=str,
 )
+@sampled(3)
 def test_under_every_kind_of_rank_too(preset: str, plan: dict[str, Any]) -> None:
     check(preset, plan)
 

@@ -22,6 +22,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
 from megalith.train.step import Stepped
+from tests.full import sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
@@ -91,6 +92,7 @@ def _beside(rank: int, plan: dict[str, Any]) -> Beside:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@sampled(2)
 def test_weights_moments_losses_and_norms_are_those_of_the_synchronous_run_bit_for_bit(plan: dict[str, Any]) -> None:
     for found in run_ranks(_beside, _spec(plan, clip=1.0, late=True).plan.ranks, plan):
         assert found.different == []

@@ -12,6 +12,7 @@ from megalith.spec.numbers import Reordered
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
+from tests.full import sampled
 from tests.ranks import run_ranks
 from tests.specs import TINY, tiny_run
 
@@ -58,6 +59,7 @@ def test_all_schedules_but_dualpipe_add_up_in_the_order_of_microbatches() -> Non
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("model", MODELS)
+@sampled(2)
 def test_gradients_of_schedules_agree(model: str, zero: int) -> None:
     """Compare bit by bit, except sums that a schedule forms in another order: DualPipe's two copies of a stage, and an embedding that
     the last stage also uses (for multi-token prediction) if a V puts both on one rank."""

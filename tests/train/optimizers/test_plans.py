@@ -22,6 +22,7 @@ from megalith.train.optimizers import homes as homes_module
 from megalith.train.optimizers import muon as muon_module
 from megalith.train.optimizers.homes import Exchange, Item, Placed
 from megalith.train.optimizers.whole import Sum, Whole
+from tests.full import sampled
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -123,6 +124,7 @@ VARIANTS |= {
 
 
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
+@sampled(3)
 def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dict[str, Any]) -> None:
     expected = alone(model, VARIANTS)
     specs = {name: spec_of(model, plan, **optimizer) for name, optimizer in VARIANTS.items()}
