@@ -18,6 +18,7 @@ from megalith.planner.walk import ELSEWHERE, PLAIN, TECHNIQUES, Walk, _host_too_
 
 QUESTION = Question(model="llama3.2-1b", cluster="a10:8", seq_len=4096, global_batch=64, tokens="20B")
 WORDS = ["--model", "llama3.2-1b", "--cluster", "a10:8", "--seq-len", "4k", "--global-batch", "64"]
+FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 PAGE = Path(__file__).parents[2] / "docs/guide/planning.md"
 
 
@@ -127,10 +128,18 @@ def test_a_walk_leads_to_no_prefill():
     assert [one["key"] for one in json.loads(result.stdout)["problems"]] == ["--guide"]
 
 
+@pytest.mark.skipif(not FULL, reason="`make test-full`: the walk of a large model takes a minute")
+def test_the_walk_in_the_guide_is_the_planners():
+    found = walk(ask(Question(model="70b", cluster="64xh100", compute_optimal=True)))
+    shown = re.findall(r"^   \| (\w+ ?\w*):? .*\| `(.*?)`.* \| ([\d.,]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = [(row.technique.name, row.choice) for row in found.fit]
+    assert shown == [(name, short(one.plan), f"{one.estimate.memory.total / 2**30:,.1f}") for name, one in rows if one]
+
+
 def test_the_rule_of_thumb_in_the_guide_is_the_planners():
     """The smallest model's row is quick. With MEGALITH_FULL=1 all rows are tested."""
     shown = PAGE.read_text(encoding="utf-8")
-    if os.environ.get("MEGALITH_FULL"):
+    if FULL:
         assert table() in shown
         return
     line = next(line for line in shown.splitlines() if line.startswith(f"| {MODELS[0]} "))
