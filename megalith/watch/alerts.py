@@ -53,9 +53,11 @@ class Alerts:
         self._deliver = deliver or self._start
         self._sent: dict[str, float] = {}
         self._seen: dict[str, float] = {}
+        self._begun: float | None = None  # when it was looked at for the first time
 
     def look(self, now: float) -> list[Alert]:
-        """Send new alerts, and return them. `now`: seconds of a clock that never goes back."""
+        """Send new alerts, and return them. `now`: seconds of a clock that never goes back. Silence counts only once it was watched: the
+        clock of the machine that wrote the log may be behind."""
         if self._source.behind:
             return []
         try:
@@ -65,7 +67,9 @@ class Alerts:
             found = Alive(
                 "unknown", "bad", "", [Say("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")]
             )
-        return [alert for say in found.says if (alert := self._judge(say, found.step, now))]
+        self._begun = now if self._begun is None else self._begun
+        says = [say for say in found.says if say.sign != "silent" or now - self._begun >= (found.limit or 0.0)]
+        return [alert for say in says if (alert := self._judge(say, found.step, now))]
 
     def lost(self, now: float) -> list[Alert]:
         """Send an alert that the training command has ended, unless an end was sent, or the log has one."""

@@ -8,19 +8,21 @@ import numpy as np
 
 from megalith.report import pace
 from megalith.watch import signs
+from megalith.watch.index import PARTS
 from megalith.watch.signs import Health, Say
 from megalith.watch.source import Source
 
 RECENT = 200  # steps that define the usual
+NUMBERS = ("loss", "seconds", "tokens_per_second", "mfu", "tokens_seen", "entropy", "max_load", *PARTS)
 SILENT, QUIET = 20.0, 10.0  # times the usual time from step to step, and seconds: the longer of the two is silence
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
 @dataclass
 class Alive:
-    """`health` is the worst of `says`, whose worst entry is first. Times are seconds, `age` since the newest event. `checkpoint`:
-    steps
-    to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the first start; None: not known."""
+    """`health` is the worst of `says`, whose worst entry is first. Times are seconds, `age` since the newest event, `step_age` since the
+    newest step. `checkpoint`: steps to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the
+    first start; None: not known."""
 
     state: str
     health: Health
@@ -29,6 +31,7 @@ class Alive:
     step: int | None = None
     total: int | None = None
     age: float | None = None
+    step_age: float | None = None
     limit: float | None = None
     left: float | None = None
     loss: float | None = None
@@ -55,7 +58,7 @@ class Alive:
 
 def alive(source: Source) -> Alive:
     """Return the current health of a run."""
-    recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen", "entropy", "max_load"], RECENT)
+    recent = source.recent(NUMBERS, RECENT)
     found = Alive(_state(source), "good", "", [], age=source.age(), starts=len(source.starts), incidents=len(source.incidents))
     updates = source.setting("train", "steps")
     found.behind, found.total = source.behind, updates and updates + source.left_out
@@ -85,6 +88,7 @@ def _numbers(found: Alive, source: Source, recent: dict[str, Any], step: int) ->
     found.step, found.loss, found.tokens = step, last("loss"), last("tokens_seen")
     usual = lambda name: pace.usual(recent[name].tolist())  # noqa: E731
     found.tokens_per_second, found.mfu, found.seconds = usual("tokens_per_second"), usual("mfu"), usual("seconds")
+    found.step_age = None if found.age is None else found.age + max(0.0, source.last_time - float(recent["time"][-1]))
     found.pulse = [_finite(value) for value in recent["loss"][-60:]]
     found.validation = source.validations[-1].loss if source.validations else None
     predicted = (source.predicted or {}).get("time")

@@ -1,24 +1,20 @@
 """The causes of a step's time, in words: slow ranks, their cost, and changes that may help."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.control.times import decode
 from megalith.planner.gains import TERMS, tries
 from megalith.report import units
 from megalith.watch.source import Source
-from megalith.watch.whatif import Replay, levelled, medians, peers
+from megalith.watch.whatif import Replay, levelled
+from megalith.watch.window import ENOUGH, WINDOW, Window
+from megalith.watch.without import Steps, Without
 
-WINDOW = 20  # newest steps that are looked at
-ENOUGH = 10  # steps from which on anything is said
-SLOW = 1.1  # times its peers' work from which on a rank is called slow, in the median step ...
-OFTEN = 0.8  # ... and more than half as slow in this share of the steps
-STEADY = 4.0  # times the ranks' usual differences that the slowness must be
 GAIN = 0.02  # share of a step below which nothing is named
 UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
 STAGE = 1.08  # times the median stage that a stage works
@@ -44,46 +40,23 @@ class Cause:
     node: int | None = None
 
 
-@dataclass(frozen=True)
-class Window:
-    """The newest steps of all ranks: `own` seconds by step and rank (NaN: not known)."""
+class Found(NamedTuple):
+    """Causes of lost time, the most expensive first, and answers to the first what-if questions; empty if there is no clear one."""
 
-    own: NDArray[np.float64]
-    steps: NDArray[np.int64]
-    places: Mapping[str, NDArray[np.int64]]
-
-    @property
-    def pipeline(self) -> NDArray[np.int64]:
-        return self.places.get("pipeline", np.zeros(self.own.shape[1], dtype=np.int64))
-
-    @property
-    def data(self) -> NDArray[np.int64]:
-        return self.places.get("data", np.zeros(self.own.shape[1], dtype=np.int64))
+    causes: tuple[Cause, ...] = ()
+    without: tuple[Without, ...] = ()
 
 
-def window(source: Source, size: int = WINDOW) -> Window | None:
-    """Return the newest steps of the newest generation; None while fewer than ENOUGH are known."""
-    span = source.times_span()
-    if span is None:
-        return None
-    view, world = source.ranks("own", first=span[1] - 4 * size + 1, most=8 * size)
-    if not len(view) or world != source.world:
-        return None
-    kept = np.flatnonzero((view.steps == 1) & (view.piece == view.piece[-1]))[-size:]
-    own = decode(view.low[kept]) * view.bases[kept, :1]
-    return Window(own, view.first[kept], source.places()) if len(kept) >= ENOUGH else None
-
-
-def causes(source: Source) -> list[Cause]:
-    """Return the causes of lost time, the most expensive first; empty if there is no clear one. A result is reused for REST times
-    as long as its computation took, so that a server does not take a core from the training."""
+def causes(source: Source) -> Found:
+    """Return the causes of lost time. A result is reused for REST times as long as its computation took, so that a server does not
+    take a core from the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
-        return known[2] if known else []
+        return known[2] if known else Found()
     return refresh(source)
 
 
-def refresh(source: Source) -> list[Cause]:
+def refresh(source: Source) -> Found:
     """Return the causes; search for them again if the last result is too old."""
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
@@ -95,17 +68,15 @@ def refresh(source: Source) -> list[Cause]:
     return found
 
 
-def _find(source: Source) -> list[Cause]:
-    seen = window(source)
-    found: list[Cause] = []
-    if seen is not None:
-        found += _of_ranks(source, seen)
+def _find(source: Source) -> Found:
+    steps = Steps.of(source)
+    found = [] if steps is None else [*_of_ranks(steps)]
     found += [*_of_step(source)]
     found = [one for one in found if one.gain >= GAIN]
     if any(one.kind in PLANNED for one in found) and (tried := plans(source)):
         words = f"The planner expects {units.percent(tried[0]['gain'])} shorter steps with {tried[0]['change']}."
         found = [replace(one, change=f"{one.change} {words}") if one.kind in PLANNED else one for one in found]
-    return sorted(found, key=lambda one: -one.gain)
+    return Found(tuple(sorted(found, key=lambda one: -one.gain)), () if steps is None else tuple(steps.table()))
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
@@ -121,53 +92,8 @@ def plans(source: Source) -> list[dict[str, Any]]:
     return [{"change": one.change, "seconds": one.gain, "gain": one.gain / step} for one in tries(here, measured, others)[:SHOWN]]
 
 
-def slow_ranks(seen: Window) -> list[tuple[int, float]]:
-    """Return the ranks that work longer than their peers, steadily and beyond normal differences, each with its factor."""
-    # A rank is compared with those that hold the same part of the model. Where it has none, with the first half of its own steps.
-    ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
-    alone = np.bincount(seen.pipeline)[seen.pipeline] == 1
-    if alone.any():
-        early = medians(seen.own[: len(seen.own) // 2])
-        ratios[:, alone] = (seen.own / early)[:, alone]
-    middle = medians(ratios)
-    usual = medians(np.abs(ratios - middle))  # how much a rank differs from itself
-    among = np.nanmedian(np.abs(middle - np.nanmedian(middle))) if len(middle) >= 8 else 0.0
-    limit = np.maximum(SLOW, 1 + STEADY * np.maximum(np.nanmedian(usual) / np.sqrt(len(ratios)), among))
-    often = np.nanmean(ratios > 1 + (middle - 1) / 2, axis=0)
-    named = np.flatnonzero((middle > limit) & (often >= OFTEN))
-    return [(int(rank), float(middle[rank])) for rank in named[np.argsort(-middle[named])]]
-
-
-def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
-    """Return a step for replay, in which the ranks work `own` seconds; None if the plan is not known."""
-    plan, batch = source.plan, source.setting("train", "global_batch")
-    if plan is None or not batch or plan.ranks != len(own):
-        return None
-    return Replay(plan, max(1, batch // (plan.data * plan.microbatch)), own, seen.pipeline, seen.data, tuple(source.spans))
-
-
-def steady(seen: Window, slow: Iterable[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each rank's seconds of work in the median step, and its seconds if no rank were slow. Ranks that are not slow differ
-    by chance: each gets the median of those with the same part of the model. Otherwise the slowest of many by chance could hide
-    the cost of a slow rank. A slow rank without such peers would work as in the first half of the steps.
-    """
-    middle, named = medians(seen.own), np.array(sorted(slow), dtype=np.int64)
-    calm = np.setdiff1d(np.arange(len(middle)), named)
-    usual = medians(seen.own[: len(seen.own) // 2])
-    for place in np.unique(seen.pipeline[calm]):
-        usual[seen.pipeline == place] = np.nanmedian(middle[calm[seen.pipeline[calm] == place]])
-    own = usual.copy()
-    own[named] = middle[named]
-    return own, usual
-
-
-def _of_ranks(source: Source, seen: Window) -> Iterator[Cause]:
-    slow = slow_ranks(seen)
-    own, usual = steady(seen, [rank for rank, _ in slow])
-    one = replay(source, own, seen)
-    if one is None:
-        return
-    share = _work_share(source, one)
+def _of_ranks(steps: Steps) -> Iterator[Cause]:
+    slow, seen, one, usual, share = steps.slow, steps.seen, steps.one, steps.usual, steps.share
     nodes = seen.places["node"]
     for node in {int(nodes[rank]) for rank, _ in slow}:
         here = np.flatnonzero(nodes == node)
@@ -184,18 +110,12 @@ def _of_ranks(source: Source, seen: Window) -> Iterator[Cause]:
             continue
         for rank, times in blamed[:8]:
             where = f"rank {rank} (stage {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
-            words = f"Slow: {where} works {times:.2f} times as long as the ranks that do the same"
+            than = "it did, beside the others" if seen.alone[rank] else "the ranks that do the same"
+            words = f"Slow: {where} works {times:.2f} times as long as {than}"
             change = "Look at its device (megalith doctor): throttled, shared, or failing. A spare node can take its place."
             yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
     yield from _of_stages(one, usual, seen, share)
     yield from _of_samples(one, seen, share, {rank for rank, _ in slow})
-
-
-def _work_share(source: Source, one: Replay) -> float:
-    """Return the share of a whole step for computations, with their bubble; the rest does not depend on a rank's own work."""
-    seconds = source.recent(["seconds"], WINDOW)["seconds"]
-    whole = float(np.nanmedian(seconds)) if len(seconds) else 0.0
-    return min(1.0, one.seconds() / whole) if whole > 0 else 1.0
 
 
 def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float) -> Iterator[Cause]:
@@ -271,16 +191,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
 
 
 def _of_saving(source: Source, whole: float) -> Iterator[Cause]:
-    saved = list(source.checkpoints)[-5:]
-    every = source.setting("checkpoint", "every")
-    if not saved or not every:
-        return
-    share = float(np.mean([one.wait_seconds for one in saved])) / (every * whole)
+    share = (source.saving() or 0.0) / whole
     if share > PART["saving"]:
         words = f"Saving: training is paused {units.percent(share)} of the time for checkpoints"
         yield Cause("saving", words, "Save less often (checkpoint.every), or asynchronously (checkpoint.asynchronous).", share)
-
-
-def as_json(found: list[Cause], step: float | None) -> list[dict[str, Any]]:
-    """Return causes for programs, with the seconds that each costs a step."""
-    return [asdict(one) | {"seconds": None if step is None else one.gain * step} for one in found]

@@ -3,7 +3,7 @@
 const GIVEN = JSON.parse(document.getElementById("data").textContent);
 const PAGE = document.getElementById("page");
 const RUN_COLOURS = ["c0", "c1", "c2", "c3", "c7", "c4", "c5", "c6"];
-const TERMS = {compute: "c0", communication: "c3", bubble: "c6", data: "c4", optimizer: "c2", other: "c5"};
+const TERMS = {compute: "c0", communication: "c3", bubble: "c6", data: "c4", optimizer: "c2", other: "c5", saving: "c1"};
 const state = {run: 0, from: null, to: null, log: false, smooth: true, bits: false, row: "own", sort: "rank", data: GIVEN.names.map(() => ({})), got: Date.now()};
 const css = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 let tip;
@@ -28,6 +28,7 @@ function count(v) {
 }
 function duration(s) {
   if (s === null || s === undefined || !isFinite(s)) return "–";
+  if (s === 0) return "0";
   if (Math.abs(s) < 1e-3) return digits(s * 1e6) + " µs";
   if (Math.abs(s) < 1) return digits(s * 1e3) + " ms";
   if (s < 60) return digits(s) + " s";
@@ -73,6 +74,7 @@ class Plot {
     this.canvas.addEventListener("pointerup", e => {
       const from = this.drag, to = place(e); this.drag = null;
       if (from !== null && Math.abs(to - from) > 6) zoom(Math.floor(this.step(Math.min(from, to))), Math.ceil(this.step(Math.max(from, to))));
+      else this.pick(to, e.clientY - this.canvas.getBoundingClientRect().top);
     });
     this.canvas.addEventListener("dblclick", () => zoom(null, null));
     new ResizeObserver(() => requestAnimationFrame(() => this.draw())).observe(this.canvas);
@@ -103,6 +105,7 @@ class Plot {
     if (this.drag !== null && this.at !== null) { g.fillStyle = css("c0"); g.globalAlpha = 0.16; g.fillRect(Math.min(this.drag, this.at), this.top, Math.abs(this.at - this.drag), this.height - this.top - this.bottom); g.globalAlpha = 1; }
   }
   tell() { return null; }
+  pick() {}
 }
 
 class Curves extends Plot {
@@ -257,10 +260,12 @@ class Heat extends Plot {
     this.over(g);
   }
   step(x) { const at = Math.max(0, Math.min(this.found.step.length - 1, Math.floor((x - this.left) / this.inner * this.found.step.length))); return this.found.step[at]; }
+  row(y) { return Math.floor((y - this.top) / (this.height - this.top - this.bottom) * this.found.rows.length); }
+  pick(x, y) { const row = this.found && this.found.ranks ? this.found.rows[this.row(y)] : undefined; if (row && GIVEN.live) whatIf(row); }
   tell(x, y) {
     const found = this.found;
     if (!found || !found.ranks || x < this.left) return null;
-    const i = Math.floor((x - this.left) / this.inner * found.step.length), r = Math.floor((y - this.top) / (this.height - this.top - this.bottom) * found.rows.length);
+    const i = Math.floor((x - this.left) / this.inner * found.step.length), r = this.row(y);
     if (i < 0 || i >= found.step.length || r < 0 || r >= found.rows.length) return null;
     const row = found.rows[r], code = this.cells[r * found.step.length + i], share = 2 ** ((code - 1) * found.octaves / 254 - found.zero), base = found.base[i];
     const who = row.of > 1 ? "slowest of " + row.of + " ranks from " + row.ranks[0] : "rank " + row.ranks[0];
@@ -298,8 +303,8 @@ function build() {
   panels.norm = new Curves(150, v => digits(v), {log: () => state.log});
   panels.lr = new Curves(150, v => v ? v.toExponential(1) : "0", {zero: true});
   panels.rate = new Curves(190, count, {zero: true});
-  panels.split = h("div", {});
-  panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.scale = h("span", {class: "scale"});
+  panels.split = h("div", {}); panels.ratelegend = h("div", {});
+  panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.without = h("div", {class: "without"}); panels.scale = h("span", {class: "scale"});
   panels.causes = h("div", {}); panels.memory = h("div", {}); panels.incidents = h("div", {}); panels.samples = h("div", {}); panels.about = h("div", {}); panels.losslegend = h("div", {});
   panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: load of the busiest over the mean, in the least even layer", [], panels.load.canvas);
   panels.rounding = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.errors = h("div", {}); panels.precision = card("", "Precision: relative error of gradients beside wide products", [], panels.rounding.canvas, panels.errors);
@@ -312,16 +317,16 @@ function build() {
     h("div", {class: "grid"},
       card("two", "Loss", [button("smooth", () => { state.smooth = !state.smooth; fill(); }, () => state.smooth), button("log", () => { state.log = !state.log; fill(); }, () => state.log), button("bits a byte", () => { state.bits = !state.bits; fill(); }, () => state.bits), button("all steps", () => zoom(null, null), () => state.from === null)], panels.loss.canvas, panels.losslegend),
       card("one", "What would make a step shorter", [], panels.causes),
-      card("wide", "Every rank, step by step", GIVEN.live ? [rows, sorts] : [], panels.heat.canvas, h("div", {class: "legend"}, panels.scale), panels.heatwhy),
+      card("wide", "Every rank, step by step", GIVEN.live ? [rows, sorts] : [], panels.heat.canvas, h("div", {class: "legend"}, panels.scale), panels.without, panels.heatwhy),
       card("", "Where a step's time goes: measured, and predicted", [], panels.split),
-      card("", "Tokens a second", [], panels.rate.canvas),
+      card("", "Tokens a second", [], panels.rate.canvas, panels.ratelegend),
       card("", "Gradient norm, before clipping", [], panels.norm.canvas),
       card("", "Learning rate", [], panels.lr.canvas),
       card("", "Memory of each rank at its peak", [], panels.memory),
       card("", "Incidents, and where the time went", [], panels.incidents),
       panels.sites, panels.experts, panels.precision, panels.samplecard,
       card("wide", "The run", [], panels.about)),
-    h("footer", {}, "Drag over a drawing to look at a part of the steps; double-click or ", h("kbd", {}, "r"), " for all of them. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
+    h("footer", {}, "Click on a rank for what a step would take without it. Drag over a drawing to look at a part of the steps; double-click or ", h("kbd", {}, "r"), " for all of them. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
     tip);
   document.addEventListener("keydown", e => {
     if (e.target.tagName === "SELECT" || e.ctrlKey || e.metaKey || e.altKey) return;
@@ -346,7 +351,7 @@ function fillRuns() {
     const done = a.total && a.step !== null ? Math.min(1, a.step / a.total) : 0;
     const made = h("div", {class: "run " + (a.state === "stopped" ? "" : a.health) + (many ? " pick" : "") + (many && at === state.run ? " chosen" : ""), on: {click: () => { if (many) choose(at); }}},
       h("div", {class: "top"}, h("h1", {}, name), h("span", {class: "badge"}, badge), h("span", {class: "muted"}, a.phase !== a.state ? a.phase : ""),
-        h("span", {class: "right"}, a.behind ? "reading the log …" : a.state === "running" ? "last sign " + duration(age) + " ago" : age === null ? "" : "ended " + duration(age) + " ago")),
+        h("span", {class: "right"}, a.behind ? "reading the log …" : a.state === "running" ? (a.step_age === null ? "" : "last step " + duration(a.step_age + age - a.age) + " ago" + (a.step_age - a.age > 2 ? ", " : "")) + (a.step_age === null || a.step_age - a.age > 2 ? "last sign " + duration(age) + " ago" : "") : age === null ? "" : "ended " + duration(age) + " ago")),
       h("ul", {class: "says"}, a.says.slice(0, 6).map(([level, words]) => h("li", {class: level}, words))),
       h("div", {class: "bar"}, h("i", {style: {width: (done * 100).toFixed(2) + "%"}})),
       h("div", {class: "facts"},
@@ -359,7 +364,7 @@ function fillRuns() {
         fact("a step", duration(a.seconds), a.predicted ? "predicted " + duration(a.predicted) : ""),
         fact("goodput", percent(a.goodput), (a.starts > 1 ? "started " + a.starts + " times, " : "") + a.incidents + (a.incidents === 1 ? " incident" : " incidents")),
         a.checkpoint !== null ? fact("next checkpoint", "in " + whole(a.checkpoint), a.saved !== null ? "steps; last one " + duration(a.saved_age) + " ago" : "steps; none saved yet") : a.saved !== null ? fact("checkpoint", "step " + whole(a.saved), "") : null,
-        a.dollars !== null ? fact("cost", "$" + whole(a.dollars), a.kilowatt_hours !== null ? count(a.kilowatt_hours) + " kWh, of the devices" : "") : null),
+        a.dollars !== null ? fact("cost", "$" + whole(a.dollars), a.kilowatt_hours !== null ? count(a.kilowatt_hours) + " kWh, of the devices" : "") : a.kilowatt_hours !== null ? fact("energy", count(a.kilowatt_hours) + " kWh", "of the devices") : null),
       at === state.run ? actions() : null);
     return made;
   }));
@@ -409,15 +414,18 @@ function fillLoss() {
 function fillSpeed() {
   const found = now().speed;
   if (!found) return;
-  panels.rate.set([points(found, "tokens_per_second", {name: "tokens a second", colour: "c0"})]);
+  const rate = found.expected.tokens_per_second, steps = found.step, mfu = found.expected.mfu, here = now().alive;
+  panels.rate.set([points(found, "tokens_per_second", {name: "tokens a second", colour: "c0"}), ...(rate && steps.length ? [{name: "predicted", x: [steps[0], steps[steps.length - 1]], y: [rate, rate], colour: "c6", dash: true}] : [])]);
+  panels.ratelegend.replaceChildren(rate ? legend([["measured" + (here && here.mfu !== null ? ", MFU " + percent(here.mfu) : ""), "c0"], ["predicted " + count(rate) + (mfu ? ", MFU " + percent(mfu) : ""), "c6"]]) : "");
   const measured = found.now, predicted = found.predicted, most = Math.max(measured ? measured.step : 0, predicted ? predicted.step : 0) || 1;
   const rows = [];
   if (measured) for (const name of ["step", ...Object.keys(TERMS)]) {
+    if (measured[name] === null) continue; // nothing was saved yet
     const a = measured[name], b = predicted ? predicted[name] : undefined, colour = name === "step" ? "ink" : TERMS[name];
     const bars = h("div", {class: "pair"}, h("div", {class: "track"}, h("i", {style: {width: 100 * a / most + "%", background: "var(--" + colour + ")"}})), predicted ? h("div", {class: "track"}, h("i", {style: {width: 100 * (b || 0) / most + "%", background: "var(--" + colour + ")", opacity: 0.42}})) : null);
     rows.push(h("span", {}, name), bars, h("span", {class: "num"}, duration(a), h("span", {class: "muted"}, predicted && b !== undefined ? "  /  " + duration(b) : "  " + percent(a / measured.step))));
   }
-  panels.split.replaceChildren(h("div", {class: "rows"}, rows), h("div", {class: "legend"}, predicted ? "above measured on the first rank, mean of the last 50 steps; below, paler, predicted" : measured ? "measured on the first rank, mean of the last 50 steps" : "no step yet", !predicted && found.why ? ". Prediction: " + found.why : ""));
+  panels.split.replaceChildren(h("div", {class: "rows"}, rows), h("div", {class: "legend"}, predicted ? "above measured on the first rank, mean of the last 50 steps; below, paler, predicted, with data and saving hidden" : measured ? "measured on the first rank, mean of the last 50 steps" : "no step yet", measured && measured.saving !== null ? ". Saving comes on top of a step" : "", !predicted && found.why ? ". Prediction: " + found.why : ""));
 }
 
 function fillHeat() {
@@ -437,7 +445,17 @@ function fillHeat() {
 function fillCauses() {
   const found = now()["what-if"];
   if (!found) return;
-  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "Nothing can be said yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Other plans, by the planner: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "Nothing can be said yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(found.without.length ? [h("ul", {class: "withouts"}, found.without.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Other plans, by the planner: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+}
+
+let questions = 0;
+async function whatIf(row) { // of the row's rank; of its node, stage or data rank where the rows are sorted by these
+  const axis = {node: "node", stage: "pipeline", data: "data"}[state.sort], here = axis && row[axis], mine = ++questions;
+  const question = here === undefined ? {rank: row.slowest} : {[state.sort]: here};
+  panels.without.textContent = "…";
+  const answer = await fetch("panel/what-if?" + new URLSearchParams({run: state.run, ...question}), {cache: "no-store"}).catch(() => null);
+  const found = answer && answer.ok ? await answer.json() : null;
+  if (mine === questions) panels.without.textContent = found && found.without.length ? found.without[0].words : "Nothing can be said yet: too few steps of all ranks are known.";
 }
 
 function fillMemory() {
@@ -545,7 +563,7 @@ async function fetchNow(names) {
 }
 function lost(is) { if (is) for (const d of state.data) if (d.alive) { d.alive.says = [["bad", "This page has lost its server: what it shows is old."]]; d.alive.health = "bad"; } }
 function zoom(from, to) { if (from !== null && to - from < 1) to = from + 1; state.from = from; state.to = to; showTip(null, null); fetchNow(["loss", "speed", "rank-heatmap", "memory", "experts"]); fill(); }
-function choose(run) { if (run === state.run) return; state.run = run; fill(); fetchNow(); }
+function choose(run) { if (run === state.run) return; state.run = run; panels.without.textContent = ""; fill(); fetchNow(); }
 
 // ---- Orders, for who has the second token: it stands behind # in the address, which browsers send nowhere
 

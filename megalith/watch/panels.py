@@ -21,6 +21,8 @@ from megalith.watch import causes, law
 from megalith.watch.alive import alive
 from megalith.watch.index import PARTS
 from megalith.watch.source import Source
+from megalith.watch.window import WINDOW, window
+from megalith.watch.without import Steps
 
 Asked = Mapping[str, str]
 
@@ -98,15 +100,21 @@ def _plan(start: RunStarted) -> Any:
 
 
 def speed(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return tokens a second, MFU, and the seconds of a step by use on the first rank, measured and predicted."""
+    """Return tokens a second, MFU, and the seconds of a step by use on the first rank, measured and predicted. `saving`, the pause of
+    training for checkpoints, is spread over all steps and comes on top of them. `expected`: predicted tokens a second and MFU."""
     found = _curves(source, asked, "tokens_per_second", "mfu", "seconds", *PARTS)
     recent = source.recent(["seconds", *PARTS], 50)
     measured = {name: float(np.nanmean(recent[name])) for name in ("seconds", *PARTS)} if len(recent["step"]) else None
-    return found | {"now": measured and terms(measured), "predicted": predicted_time(source), "why": _why(source)}
+    now = measured and terms(measured) | {"saving": source.saving()}
+    expected = {name: (source.predicted or {}).get(name) for name in ("tokens_per_second", "mfu")}
+    return found | {"now": now, "predicted": predicted_time(source), "expected": expected, "why": _why(source)}
 
 
 TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
-"""Term of a prediction -> parts of a step in the log. Waiting for data is separate, because no prediction has it."""
+"""Term of a prediction -> parts of a step in the log. Waiting for data is separate."""
+
+HIDDEN = {"data": 0.0, "saving": 0.0}
+"""Terms that predictions assume to be hidden behind computation."""
 
 
 def terms(measured: Mapping[str, float]) -> dict[str, float]:
@@ -116,7 +124,8 @@ def terms(measured: Mapping[str, float]) -> dict[str, float]:
 
 def predicted_time(source: Source) -> dict[str, float] | None:
     """Return the planner's seconds of a step by term; None where it has none."""
-    return (source.predicted or {}).get("time")
+    found = (source.predicted or {}).get("time")
+    return found and found | HIDDEN
 
 
 def _why(source: Source) -> str:
@@ -145,10 +154,15 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
         codes = _against(codes, places["pipeline"])
     order = _order(asked.get("sort", "rank"), codes, places, world)
     cells, groups = _grouped(codes[:, order].T, whole(asked, "rows", ROWS, least=1, most=ROWS))
+    late = _late(codes)[order]
     return {
         "ranks": world,
         "row": row,
-        "rows": [{"ranks": order[a:b][:8].tolist(), "of": int(b - a), **_place(order[a:b], places)} for a, b in groups],
+        "rows": [
+            {"ranks": order[a:b][:8].tolist(), "of": int(b - a), "slowest": int(order[a + late[a:b].argmax()])}
+            | _place(order[a:b], places)
+            for a, b in groups
+        ],
         "step": view.last.tolist(),
         "first": view.first.tolist(),
         "piece": view.piece.tolist(),
@@ -179,8 +193,13 @@ def _order(sort: str, codes: NDArray[np.uint8], places: Mapping[str, NDArray[np.
     if axis in places:
         return np.lexsort((ranks, places[axis]))
     if sort == "slowest":
-        return np.argsort(-codes[-32:].astype(np.int64).mean(axis=0), kind="stable")
+        return np.argsort(-_late(codes), kind="stable")
     return ranks
+
+
+def _late(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the mean code of each rank in the newest columns."""
+    return codes[-32:].astype(np.int64).mean(axis=0)
 
 
 def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
@@ -197,12 +216,36 @@ def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) ->
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """Explain long steps: the slow rank, the cost and the remedy, the most expensive first; the best changes of the plan."""
-    seconds = source.recent(["seconds"], causes.WINDOW)["seconds"]
+    """Explain long steps: the slow rank, the cost and the remedy, the most expensive first; the best changes of the plan; `without`: what
+    a step would take if the slowest rank, node, data rank, stage, or a kind of computation, were as fast as the median.
+
+    One of the arguments `rank`, `node`, `data`, `stage` and `kind` asks this about another one.
+    """
+    seconds = source.recent(["seconds"], WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
     found = causes.causes(source)
-    words = "" if found or causes.window(source) is not None else "too few steps of all ranks are known"
-    return {"step": step, "causes": causes.as_json(found, step), "plans": causes.plans(source), "why": words}
+    without, question = found.without, _question(asked)
+    if question is not None:
+        steps = Steps.of(source)
+        answer = None if steps is None else steps.ask(*question)
+        without = () if answer is None else (answer,)
+    words = "" if found.causes or window(source) is not None else "too few steps of all ranks are known"
+    return {
+        "step": step, "causes": [asdict(one) | _seconds(one.gain, step) for one in found.causes], "plans": causes.plans(source),
+        "without": [asdict(one) | _seconds(one.gain, step) for one in without], "why": words,
+    }  # fmt: skip
+
+
+def _question(asked: Asked) -> tuple[str, int | str] | None:
+    """Return the what-if question in the arguments of a panel, if there is one."""
+    if "kind" in asked:
+        return "kind", asked["kind"]
+    return next(((what, whole(asked, what, -1, least=-1)) for what in ("rank", "node", "data", "stage") if what in asked), None)
+
+
+def _seconds(gain: float, step: float | None) -> dict[str, float | None]:
+    """Return the seconds that a gain saves of a step."""
+    return {"seconds": None if step is None else gain * step}
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The planner's prediction for a run, computed in a process of its own: tracing a part needs torch and seconds, which would block
-a server. `python -m megalith.watch.predict RUN_DIR` prints it as one JSON object."""
+a server. `python -m megalith.watch.predict RUN_DIR PHASE` prints it as one JSON object."""
 
 import json
 import subprocess
@@ -14,6 +14,7 @@ from megalith.planner.measured import unreadable
 from megalith.spec import cluster as clusters
 from megalith.spec.base import AbsentError
 from megalith.spec.files import SPEC_FILE
+from megalith.spec.phases import Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.run import RunSpec
 
@@ -69,10 +70,10 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
         found["why"] = "; ".join(filter(None, (found["why"], f"memory is not predicted: {error or type(error).__name__}")))
 
 
-def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any]:
-    """Return `predicted` of the run in a folder, from a process of its own; only `why` if that fails. `plan`: another plan to
-    predict."""
-    more = [] if plan is None else [plan.model_dump_json()]
+def ask(run_dir: Path, plan: Plan | None = None, phase: int = 0) -> dict[str, Any]:
+    """Return `predicted` of the run in a folder in one of its phases, from a process of its own; only `why` if that fails. `plan`:
+    another plan to predict."""
+    more = [str(phase), *([] if plan is None else [plan.model_dump_json()])]
     command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=True, stdin=subprocess.DEVNULL)
@@ -83,14 +84,16 @@ def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the prediction of the run in the folder that is the first argument."""
+    """Print the prediction of the run in the folder that is the first argument, in the phase whose number is the second."""
     try:
         spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:
         print(json.dumps({"why": unreadable(error)}))
         return
-    if len(sys.argv) > 2:
-        spec = spec.model_copy(update={"plan": Plan.model_validate_json(sys.argv[2])})
+    phases, number = Phases.of(spec).all, int(sys.argv[2])
+    spec = during(spec, phases[min(number, len(phases) - 1)])
+    if len(sys.argv) > 3:
+        spec = spec.model_copy(update={"plan": Plan.model_validate_json(sys.argv[3])})
     print(json.dumps(predicted(spec)))
 
 

@@ -139,7 +139,7 @@ class Server:
         try:
             causes.refresh(source)
         except Exception as error:  # whatever is wrong with a run's files, its page goes on without them
-            source.causes = source.revision, time.monotonic() + causes.LONGEST, []
+            source.causes = source.revision, time.monotonic() + causes.LONGEST, causes.Found()
             print(f"the causes of long steps are unknown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if source.causes is not before:
             source.revision += 1

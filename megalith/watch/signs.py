@@ -1,13 +1,14 @@
 """Signs of trouble in a run, in words, each with its likely cause: for the card of the live page and for alerts."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from megalith.control import times
 from megalith.events import Skipped, Spike
+from megalith.planner.gains import TERMS
 from megalith.report import units
 from megalith.spec.alerts import Sign
 from megalith.watch import causes
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SPIKE = 6.0  # times the usual difference of the loss from its recent median
 LATER = 30  # steps after a start in which slowness means nothing
+LEAST = 0.01  # share of a step below which a part of it has not grown
+NOW = 10  # newest steps whose speed is compared with the usual one
 STANDING = 20  # steps over which experts' loads are looked at
 
 Health = Literal["good", "warn", "bad"]
@@ -57,7 +60,8 @@ def _of_the_end(found: "Alive", source: Source) -> Iterator[Say]:
     if found.state in ("failed", "lost"):
         last = next((one for one in reversed(source.problems) if getattr(one, "severity", "") == "error"), None)
         cause = getattr(last, "message", "").partition("\n")[0]
-        yield Say("bad", f"The run has ended: {found.state}." + (f" {cause}" if cause else ""), "ended", cause)
+        words = f"The run has ended: {found.state}." + (f" {cause}" if cause else "")
+        yield Say("bad", words, "ended", cause or "no error was logged")
     if found.phase == "recovering":
         one = source.incidents[-1]
         yield Say("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
@@ -77,7 +81,8 @@ def _of_loss(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
     """Compare the newest loss with earlier ones of this generation. The run's own checks know more about a cause."""
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
-    cause = spike.words if spike is not None and found.step is not None and spike.step > found.step - 10 else ""
+    near = spike is not None and found.step is not None and spike.step > found.step - 10
+    cause = spike.words if spike is not None and near else "the run's own watch over the loss has named none"
     if number and not math.isfinite(loss[-1]):
         yield Say("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:
@@ -90,21 +95,37 @@ def _of_loss(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
 def _of_pace(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
     if found.state != "running":
         return
-    known = causes.causes(source)
+    known = causes.causes(source).causes
     cause = f"{known[0].words}. {known[0].change}" if known else ""
     rate, number = recent["tokens_per_second"], len(recent["tokens_per_second"])
+    newest = _terms(recent, slice(-NOW, None))
     if number > 2 * LATER:
-        usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-10:]))
+        usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-NOW:]))
         if now < source.alerts.slower * usual:
             words = f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."
-            yield Say("warn", words, "slow", cause)
+            yield Say("warn", words, "slow", cause or _grown(newest, _terms(recent, slice(LATER, -NOW)), "is usual"))
     if found.predicted and found.seconds and number > LATER and found.seconds > source.alerts.predicted * found.predicted:
         times_longer = f"{found.seconds / found.predicted:.2f} times what was predicted"
-        yield Say("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause)
+        grown = _grown(newest, (source.predicted or {})["time"], "was predicted")
+        yield Say("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause or grown)
     for one in known:
         if one.kind in ("slow rank", "slow node"):
             words = f"{one.words}. Without it a step would take {units.percent(one.gain)} less."
             yield Say("warn", words, "slow", one.change)
+
+
+def _terms(recent: Recent, at: slice) -> dict[str, float]:
+    """Return the seconds of a step by the terms of a prediction, in the median of some steps."""
+    return {name: sum(float(np.nanmedian(recent[part][at])) for part in parts) for name, parts in TERMS.items()}
+
+
+def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> str:
+    """Name the term of a step that has grown most."""
+    term = max(now, key=lambda name: now[name] - before.get(name, 0.0))
+    if now[term] - before.get(term, 0.0) < LEAST * sum(now.values()):
+        return "no part of a step has grown"
+    earlier = units.duration(before[term]) if before.get(term) else "none"
+    return f"{term} takes {units.duration(now[term])} of a step, where {earlier} {how}"
 
 
 def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:

@@ -51,12 +51,14 @@ from megalith.spec.plan import Plan
 from megalith.watch import index, predict
 
 if TYPE_CHECKING:
+    from megalith.watch.causes import Found
     from megalith.watch.law import Law
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
 """A spike, an impossible update, a large rounding error or a pause of released gradients, and the run's response to it."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
+SAVES = 5  # checkpoints that the usual pause for one is known from
 SPANS = 8  # drawings of the pipeline that are held
 TAIL = 1 << 20  # bytes of a log in which its last step lies
 ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is made from
@@ -101,6 +103,7 @@ class Source:
         self.holdings: dict[int, Holding] = {}
         self.finished: RunFinished | None = None
         self.last_time = 0.0  # of the newest event
+        self._came = 0.0  # when the newest event came, by this machine's clock; 0: it was there before
         self.revision = 0
         self.behind = True  # the log is being read for the first time
         self._base = run_dir / index.FOLDER
@@ -121,9 +124,7 @@ class Source:
         self._index = index.Index(run_dir, self._scratch, begin=begin)
         self._account: tuple[int, float, ledger.Goodput] | None = None
         self.predicted: dict[str, Any] | None = None
-        self.causes: tuple[int, float, list[Any]] | None = (
-            None  # of `watch.causes`: at which revision, until when, what was found
-        )
+        self.causes: tuple[int, float, Found] | None = None  # at which revision, until when, what was found
         self.law: Law | None = None  # fitted to other runs: the loss is drawn beside it
         self.own_law: tuple[int, Law] | None = None  # of `watch.law`: fitted to this run up to a step
         self.rules: AlertsSpec | None = None  # the rules given to the process that follows the run
@@ -143,20 +144,23 @@ class Source:
             found = self._index.poll()
             for event in found:
                 self._take(event)
+            if not self.behind and any(not isinstance(event, Sample) for event in found):
+                self._came = time.time()
             self.revision += bool(found)
             self.behind = self.behind and bool(found)
         self._predict()
         return bool(found)
 
     def _predict(self) -> None:
-        """Ask the planner, in a thread, once for each plan."""
-        plan = self.plan
-        key = plan.model_dump_json() if plan else ""
+        """Ask the planner, in a thread, once for each plan and phase."""
+        plan, phase = self.plan, self.phase_at(self.last_step() or 0)
+        number = phase.number if phase else 0
+        key = f"{number} {plan.model_dump_json()}" if plan else ""
         if self._predicts and plan and key != self._asked and not self.behind:
             self._asked = key
 
             def work() -> None:
-                found = predict.ask(self.run_dir, plan)
+                found = predict.ask(self.run_dir, plan, number)
                 with self.lock:
                     self.predicted = found
                     self.revision += 1
@@ -290,6 +294,10 @@ class Source:
         own = self._own_steps.newest()
         return own[1] if own else self._until[1] if self._until else None
 
+    def phase_at(self, step: int) -> PhaseBegan | None:
+        """Return the phase of a step; None if it is the first one of the run."""
+        return next((one for one in reversed(self.phases) if one.step <= step), None)
+
     def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
         """Return numbers of the steps from `first` to `last`, in about `most` records; repeated steps are there repeatedly."""
         at = [index.VALUES.index(name) for name in names]
@@ -299,11 +307,12 @@ class Source:
         return _joined(base, own) if self._until else own
 
     def recent(self, names: Sequence[str], number: int) -> dict[str, NDArray[np.float64]]:
-        """The newest steps one by one, since the newest start: their numbers, and "step" and "time"."""
+        """The newest steps one by one, since the newest start and in the newest phase: their numbers, and "step" and "time"."""
         newest = self.last_step()
         if newest is None:
             return {name: np.zeros(0) for name in (*names, "step", "time")}
-        view = self.steps(names, first=newest - number + 1, most=2 * number)
+        phase = self.phase_at(newest)
+        view = self.steps(names, first=max(newest - number + 1, phase.step if phase else 0), most=2 * number)
         kept = (view.steps == 1) & (view.piece == view.piece[-1]) if len(view) else np.zeros(0, dtype=bool)
         found = {name: view.mean[kept, at].astype(np.float64) for at, name in enumerate(names)}
         return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
@@ -350,9 +359,15 @@ class Source:
         """Return the tokens a byte of the held-out text: see `report.history.tokens_a_byte`."""
         return tokens_a_byte({"data": {"path": self.setting("data", "path")}})
 
+    def saving(self) -> float | None:
+        """Return the seconds a step for which training stood still for its newest checkpoints; None while there is none."""
+        every, saved = self.setting("checkpoint", "every"), list(self.checkpoints)[-SAVES:]
+        return sum(one.wait_seconds for one in saved) / len(saved) / every if every and saved else None
+
     def age(self) -> float | None:
-        """Seconds since the newest event."""
-        return max(0.0, time.time() - self.last_time) if self.last_time else None
+        """Seconds since the newest event. Its time is by the clock of another machine, perhaps, so an event that came while this process
+        watched is dated by its coming."""
+        return max(0.0, time.time() - (self._came or self.last_time)) if self.last_time else None
 
     def free(self) -> int | None:
         """Return the free bytes on the disk of the run folder."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli import app
+from megalith.control.orders import Orders
+from tests.patience import PATIENCE
 from tests.report.run_folder import write_run
 
 
@@ -58,3 +61,27 @@ def test_it_serves_until_it_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     assert process.wait(30) == 0
     process.stdout.close()
     assert not list(scratch.iterdir()) and sorted(path.name for path in run.iterdir()) == before
+
+
+def test_an_order_given_with_the_printed_link_becomes_a_file_for_the_controller(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-m", "megalith.cli", "watch", str(run), "--act"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        address, _, second = lines[2].split()[-1].partition("#act=")
+        for token, status in ((second + "x", 403), (second, 202)):
+            request = urllib.request.Request(
+                f"{address}order", data=b'{"run": 0, "what": "save"}', headers={"X-Megalith-Act": token}
+            )
+            try:
+                answer = urllib.request.urlopen(request, timeout=PATIENCE)
+            except urllib.error.HTTPError as error:
+                answer = error
+            with answer:
+                assert answer.status == status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    (order,) = Orders(run).take()
+    assert (order.what, order.node) == ("save", "")

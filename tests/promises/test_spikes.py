@@ -191,7 +191,9 @@ def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Pat
     ended, told = train(tmp_path, spec, (), 33)
     (rewound,) = of_kind(told, Rewound)
     longer = spiky_run(data, plan={"data": 2}, answers=("rewind",), steps=48)
-    more, _ = train(tmp_path, longer)
+    more, told = train(tmp_path, longer)
+    losses, marks, _ = one_page(tmp_path, tmp_path / "page")
+    assert list(losses) == [one.step for one in of_kind(told, Step)] and marks.count("rewound") == 1, "one curve on the page"
     assert more.position.history.rewinds == ended.position.history.rewinds == ((rewound.step, rewound.to),)
     assert more.position.samples == ended.position.samples + 3 * BATCH
     assert min(more.read) >= ended.position.samples

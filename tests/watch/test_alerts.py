@@ -40,7 +40,11 @@ def _live(folder: Path, *, age: float = 0.2, steps: int = 80, **changes: Any) ->
 
 
 def _looked(source: Source, rules: AlertsSpec = ALL) -> list[Alert]:
-    return Alerts(source, rules, lambda _: None).look(time.monotonic())
+    """Return the alerts of a process that has followed a run for a while. Each says a cause."""
+    alerts = Alerts(source, rules, lambda _: None)
+    found = [*alerts.look(0.0), *alerts.look(50.0)]
+    assert all(one.cause for one in found if one.sign != "finished")
+    return found
 
 
 def _more(folder: Path, source: Source, *written: events.Event) -> None:
@@ -62,6 +66,25 @@ def test_silence_says_what_the_run_did_last(tmp_path: Path) -> None:
     assert _looked(_live(tmp_path / "more", age=500.0), ALL.model_copy(update={"silent": 1000.0})) == []
 
 
+def test_a_log_of_a_machine_whose_clock_is_wrong_is_not_silent(tmp_path: Path) -> None:
+    """Its clock is an hour behind, so the newest event looks old until the next one comes."""
+    source = _live(tmp_path, age=3600.0)
+    alerts = Alerts(source, ALL, lambda _: None)
+    assert alerts.look(0.0) == []
+    _more(tmp_path, source, step(81, seconds=1.0, time=time.time() - 3600.0))
+    assert alerts.look(5.0) == [] == alerts.look(500.0) and (source.age() or 99) < 60
+
+
+def test_silence_of_a_machine_whose_clock_is_ahead_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _live(tmp_path, age=-3600.0)
+    alerts = Alerts(source, ALL, lambda _: None)
+    _more(tmp_path, source, step(81, seconds=1.0, time=time.time() + 3600.0))
+    assert alerts.look(0.0) == []
+    later = time.time() + 500.0
+    monkeypatch.setattr("time.time", lambda: later)
+    assert [one.sign for one in alerts.look(500.0)] == ["silent"]
+
+
 def test_a_spike_says_its_likely_cause(tmp_path: Path) -> None:
     source = _live(tmp_path, loss=3.0)
     spike = events.Spike(81, 4.5, 2.0, {"loss": 3.2}, "none", [{"cause": "data", "evidence": "sample 7 has loss 11"}])
@@ -72,8 +95,11 @@ def test_a_spike_says_its_likely_cause(tmp_path: Path) -> None:
 
 def test_throughput_memory_experts_disk_and_prediction(tmp_path: Path) -> None:
     source = _live(tmp_path)
-    _more(tmp_path, source, *(step(81 + i, tokens_per_second=4000.0, seconds=1.0, time=time.time()) for i in range(12)))
-    assert [one.sign for one in _looked(source)] == ["slow"]
+    parts = step(1).breakdown | {"optimizer": 0.65}
+    late = {"tokens_per_second": 4000.0, "seconds": 1.0, "breakdown": parts}
+    _more(tmp_path, source, *(step(81 + i, time=time.time(), **late) for i in range(12)))
+    (alert,) = _looked(source)
+    assert alert.sign == "slow" and alert.cause == "optimizer takes 650 ms of a step, where 50 ms is usual"
     assert _looked(source, ALL.model_copy(update={"slower": 0.4})) == []
     source.predicted = {"time": {"step": 0.7}}
     assert "1.43 times what was predicted" in _looked(source, ALL.model_copy(update={"slower": 0.4}))[0].words
@@ -113,7 +139,7 @@ def test_an_end_is_told_with_its_error_and_a_good_one_if_asked_for(tmp_path: Pat
 def test_the_same_sign_is_sent_once_until_it_was_gone(tmp_path: Path) -> None:
     source = _live(tmp_path, age=500.0)
     alerts = Alerts(source, ALL, lambda _: None)
-    assert len(alerts.look(0.0)) == 1
+    assert alerts.look(-1000.0) == [] and len(alerts.look(0.0)) == 1
     assert not any(alerts.look(float(now)) for now in range(2, 8000, 30)), "it lasts"
     source.last_time = time.time()
     assert alerts.look(8000.0) == []

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from megalith import events
 from megalith.control.times import decode, encode
 from megalith.mesh import Mesh
-from megalith.schedule import SCHEDULES, build, lower, simulate
-from megalith.schedule.action import Action, Slot, parts
+from megalith.schedule import SCHEDULES
 from megalith.spec.plan import Plan
 from megalith.watch import panels, predict
-from megalith.watch.causes import WINDOW, Window, _of_samples, _of_stages, slow_ranks, steady
+from megalith.watch.causes import _of_samples, _of_stages
 from megalith.watch.source import Source
-from megalith.watch.whatif import WEIGHTS, Replay, levelled
+from megalith.watch.whatif import Replay, levelled
+from megalith.watch.window import ENOUGH, WINDOW, Window, slow_ranks, steady
 from tests.report import run_folder
 from tests.specs import tiny_run
+from tests.watch.timed import true_seconds, write_timed
 
 SLOW = 1.2
 
@@ -43,22 +43,7 @@ def _window(plan: Plan, *, slow: dict[int, float], noise: float, seed: int = 0) 
 
 
 def _replay(plan: Plan, seen: Window, microbatches: int = 8) -> Replay:
-    return Replay(plan, microbatches, steady(seen, [rank for rank, _ in slow_ranks(seen)])[0], seen.pipeline, seen.data)
-
-
-def _true_seconds(plan: Plan, work: NDArray[np.float64], microbatches: int = 8) -> float:
-    """Simulate a step: `work` seconds of each pipeline rank, divided by WEIGHTS among its computations."""
-    program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks), plan.zero)
-    computing = [[a for slot in row for a in parts(slot) if isinstance(a, Action) and a.kind in WEIGHTS] for row in program.rows]
-    seconds = {}
-    for rank, actions in enumerate(computing):
-        whole = sum(WEIGHTS[action.kind] for action in actions)
-        seconds |= {action: work[rank] * WEIGHTS[action.kind] / whole for action in actions}
-
-    def cost(slot: Slot) -> float:
-        return sum(seconds.get(action, 0.0) for action in parts(slot))
-
-    return simulate(program, cost).end
+    return Replay(plan, microbatches, steady(seen, slow_ranks(seen))[0], seen.pipeline, seen.data)
 
 
 def _run(folder: Path, written: Sequence[events.Event]) -> Source:
@@ -82,10 +67,10 @@ def test_a_rank_slower_by_a_fifth_is_named_with_its_cost_within_20_steps(schedul
     one = _replay(plan, _window(plan, slow={rank: SLOW}, noise=0.01))
     work = np.array([0.5, 0.5, 0.5, 0.55])
     whole, slowed = (
-        _true_seconds(plan, work),
-        _true_seconds(plan, np.where(np.arange(4) == seen.pipeline[rank], SLOW * work, work)),
+        true_seconds(plan, work),
+        true_seconds(plan, np.where(np.arange(4) == seen.pipeline[rank], SLOW * work, work)),
     )
-    gain = one.without([rank], steady(_window(plan, slow={rank: SLOW}, noise=0.01), [rank])[1])
+    gain = one.without([rank], steady(_window(plan, slow={rank: SLOW}, noise=0.01), [(rank, SLOW)])[1])
     assert 1 / (1 - gain) == pytest.approx(slowed / whole, rel=0.02)
 
 
@@ -101,10 +86,26 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
     assert not slow_ranks(seen)
 
 
-def test_a_rank_without_peers_is_measured_by_its_own_past() -> None:
-    seen = _window(Plan(pipeline=4), slow={}, noise=0.01)
-    seen.own[len(seen.own) // 2 - 8 :, 2] *= 1.5
-    assert not slow_ranks(Window(seen.own[:4].repeat(5, axis=0), seen.steps, seen.places))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_without_peers_is_compared_with_its_past(ranks: int, tmp_path: Path) -> None:
+    """It was well in ten steps of its generation and phase. Its last stage has a little more work than the others from the beginning."""
+    plan, usual = Plan(pipeline=ranks), np.array([0.5] * (ranks - 1) + [0.52])
+    slow = np.where(np.arange(ranks) == 1, SLOW, 1.0)
+    named = lambda folder, *works: panels.panel(write_timed(tmp_path / folder, plan, works), "what-if")["causes"]  # noqa: E731
+    assert not [one for one in named("well", *[usual] * 40) if one["kind"] == "slow rank"]
+    (found,) = [one for one in named("slow", *[usual] * ENOUGH, *[usual * slow] * WINDOW) if one["kind"] == "slow rank"]
+    assert found["who"] == (1,) and "1.2" in found["words"] and "as long as it did" in found["words"]
+    whole, calm = (true_seconds(plan, work, run_folder.BATCH) for work in (usual * slow, usual))
+    assert 1 / (1 - found["gain"]) == pytest.approx(whole / calm, rel=0.02)
+    assert named("long slow", *[usual] * ENOUGH, *[usual * slow] * 300)[0]["who"] == (1,), "also when it has been slow for long"
+    assert not [one for one in named("always", *[usual * slow] * 40) if one["kind"] == "slow rank"], "perhaps its stage is larger"
+
+
+def test_a_new_phase_in_which_stages_share_the_work_differently_blames_nobody(tmp_path: Path) -> None:
+    plan, before, after = Plan(pipeline=4), np.full(4, 0.5), np.array([0.5, 0.5, 0.5, 0.7])
+    begun = events.PhaseBegan(31, 30 * run_folder.BATCH, 1, 512, run_folder.BATCH, {})
+    source = write_timed(tmp_path, plan, [*[before] * 30, *[after] * 40], begun)
+    assert [one["kind"] for one in panels.panel(source, "what-if")["causes"]] == ["unbalanced stage"]
 
 
 @pytest.mark.parametrize("slowdown", [1.1, 1.5, 3.0])
@@ -120,7 +121,7 @@ def test_a_step_replayed_without_a_slow_stage_is_the_simulated_one(slowdown: flo
     slowed = np.where(np.arange(4) == place, slowdown * work, work)
     levelled_work = slowed.copy()
     levelled_work[place] = np.median(slowed)
-    expected = _true_seconds(plan, slowed) / _true_seconds(plan, levelled_work)
+    expected = true_seconds(plan, slowed) / true_seconds(plan, levelled_work)
     assert one.seconds() / one.seconds(levelled(one.own, seen.pipeline, place)) == pytest.approx(expected, rel=0.02)
 
 
@@ -146,6 +147,45 @@ def test_uneven_samples_slow_another_data_rank_each_time() -> None:
     )
     calm = _window(plan, slow={}, noise=0.03)
     assert not list(_of_samples(_replay(plan, calm), calm, 1.0, set()))
+
+
+PARTS = {"forward": 0.3, "backward": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("data", "data"), ("other", "pauses"), ("communication", "communication"), ("optimizer", ""), ("bubble", "")],
+)
+def test_a_part_of_a_step_that_is_too_long_is_named(part: str, kind: str, tmp_path: Path) -> None:
+    short = dict.fromkeys(("data", "other", "communication", "optimizer", "bubble"), 0.02)
+    for number, much in enumerate((0.02, 0.5)):
+        parts = PARTS | short | {part: much}
+        steps = [run_folder.step(at, seconds=sum(parts.values()), breakdown=parts) for at in range(1, 31)]
+        found = panels.panel(_run(tmp_path / str(number), [run_folder.start(), *steps]), "what-if")["causes"]
+        assert [one["kind"] for one in found] == ([kind] if kind and number else [])
+        assert all(one["change"] and one["gain"] > 0.1 and one["seconds"] > 0.1 for one in found)
+
+
+@pytest.mark.parametrize(("pause", "named"), [(0.1, False), (2.0, True)])
+def test_saving_that_stops_the_training_is_named(pause: float, named: bool, tmp_path: Path) -> None:
+    begun = run_folder.start()
+    begun.spec["checkpoint"] = {"every": 10}
+    steps = [run_folder.step(at, seconds=1.0, breakdown={"forward": 1.0}) for at in range(1, 31)]
+    saves = [events.Checkpoint(at, "x", 1, 3.0, pause) for at in (10, 20, 30)]
+    source = _run(tmp_path, [begun, *steps, *saves])
+    found = panels.panel(source, "what-if")["causes"]
+    assert [(one["kind"], pytest.approx(one["gain"])) for one in found] == ([("saving", 0.2)] if named else [])
+    assert panels.panel(source, "speed")["now"]["saving"] == pytest.approx(pause / 10)
+
+
+def test_a_node_whose_ranks_are_all_slow_is_named_and_no_rank(tmp_path: Path) -> None:
+    plan, nodes = Plan(data=8, pipeline=2), 8
+    own = np.full(16, 0.5)
+    own[2:4] *= 1.3
+    source = write_timed(tmp_path, plan, [own] * 30, nodes=nodes)
+    assert np.flatnonzero(source.places()["node"] == 1).tolist() == [2, 3]
+    kinds = [(one["kind"], one["node"], one["who"]) for one in panels.panel(source, "what-if")["causes"]]
+    assert len(kinds) == 1 and kinds[0][:2] == ("slow node", 1) and set(kinds[0][2]) == {2, 3}
 
 
 def test_a_cause_that_another_plan_remedies_says_what_the_planner_expects(tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ from megalith.report import units
 from megalith.report.live import Follow
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
-from megalith.watch import causes, index, panels
+from megalith.watch import causes, index, panels, predict
 from megalith.watch.alerts import Alert, Alerts
 from megalith.watch.source import Source
 from tests.report import run_folder
 from tests.report.run_folder import start, step, write_run
+from tests.specs import tiny_run
 from tests.watch import synthetic
+from tests.watch.timed import write_timed
 
 
 def _source(folder: Path) -> Source:
@@ -86,6 +88,28 @@ def test_a_run_that_is_well(tmp_path: Path) -> None:
     assert (alive["state"], alive["health"], alive["phase"]) == ("running", "good", "training")
     assert [words for _, words, *_ in alive["says"]] == ["The run is well."]
     assert alive["left"] == 0 and alive["age"] < 5
+
+
+def test_terms_of_a_step_and_its_speed_are_beside_their_prediction(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    assert panels.panel(source, "speed")["now"]["saving"] is None, "nothing was saved yet"
+    source.predicted = {"time": {"step": 0.9, "compute": 0.8, "communication": 0.1}, "tokens_per_second": 9000.0, "mfu": 0.3}
+    found = panels.panel(source, "speed")
+    assert found["now"].keys() >= {"compute", "communication", "bubble", "data", "saving"}
+    assert found["predicted"] == {**source.predicted["time"], "data": 0.0, "saving": 0.0}
+    assert found["expected"] == {"tokens_per_second": 9000.0, "mfu": 0.3}
+
+
+def test_money_and_energy_are_of_all_devices_since_the_first_start(tmp_path: Path) -> None:
+    source = _live(tmp_path, steps=60)
+    assert panels.panel(source, "alive")["dollars"] is None is panels.panel(source, "alive")["kilowatt_hours"]
+    source.predicted = {"price_per_hour": 3.6, "watts": 700.0}
+    found = panels.panel(source, "alive")
+    hours = 4 * (65 + 0) / 3600
+    assert found["dollars"] == pytest.approx(3.6 * hours, rel=0.01) and found["kilowatt_hours"] == pytest.approx(
+        0.7 * hours, rel=0.01
+    )
+    assert found["step_age"] == pytest.approx(found["age"], abs=0.1)
 
 
 def test_a_silent_run_is_in_trouble(tmp_path: Path) -> None:
@@ -177,6 +201,34 @@ def test_a_kill_another_plan_a_shrink_and_a_rewind_are_one_page_without_a_false_
     source.close()
 
 
+def test_a_phase_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
+    """Longer sequences and another mixture change loss and speed."""
+    source = _live(tmp_path, loss=3.0)
+    log = events.EventLog(tmp_path)
+    log.write(events.PhaseBegan(61, 60 * 16, 1, 1024, 32, {"code": 1.0}))
+    for i in range(70):
+        log.write(step(61 + i, loss=3.8, tokens_per_second=3000.0, seconds=8.0, time=time.time()))
+        source.poll()
+        assert panels.panel(source, "alive")["health"] == "good"
+    assert [mark["kind"] for mark in panels.panel(source, "loss")["marks"]] == ["phase"]
+    asked = list[tuple[Any, ...]]()
+    source._predicts = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "ask", lambda *given: asked.append(given) or {"time": None})
+        source.await_prediction()
+    assert [number for _, _, number in asked] == [1]
+
+
+def test_a_prediction_is_for_the_sizes_of_a_phase(tmp_path: Path) -> None:
+    """Twice the sequences in a step take longer."""
+    ramp = [{"begin": 64, "global_batch": 32}]
+    spec = tiny_run(plan={"data": 2}, train={"seq_len": 256, "global_batch": 16, "batch_ramp": ramp})
+    spec = spec.model_copy(update={"cluster": "h100:2"})
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    first, second = (predict.ask(tmp_path, spec.plan, number)["time"]["step"] for number in (0, 1))
+    assert second > 1.5 * first
+
+
 def test_recovering_and_failing(tmp_path: Path) -> None:
     source = _live(tmp_path)
     log = events.EventLog(tmp_path)
@@ -211,6 +263,7 @@ def test_the_heatmap_shows_and_the_causes_name_the_slow_rank(tmp_path: Path) -> 
     assert found["step"] == list(range(1, 61)) and found["rows"][3] == {
         "ranks": [3],
         "of": 1,
+        "slowest": 3,
         "pipeline": 1,
         "data": 1,
         "context": 0,
@@ -227,13 +280,20 @@ def test_the_heatmap_shows_and_the_causes_name_the_slow_rank(tmp_path: Path) -> 
 
 
 def test_rows_and_orders_of_the_heatmap(tmp_path: Path) -> None:
-    source = _live(tmp_path, steps=20)
-    _beat(tmp_path, 4, 20, slow=2, times_slow=1.5)
+    source = write_timed(tmp_path, run_folder.PLAN, [np.array([0.5, 0.5, 0.8, 0.5])] * 20, nodes=2)
     for row in (*ROWS, "nonsense"):
         for sort in ("rank", "node", "stage", "data", "slowest", "nonsense"):
             found = panels.panel(source, "rank-heatmap", {"row": row, "sort": sort, "columns": "7", "from": "-3", "to": "x"})
             assert len(base64.b64decode(found["codes"])) == len(found["rows"]) * len(found["step"])
             assert sorted(rank for one in found["rows"] for rank in one["ranks"]) == [0, 1, 2, 3]
+    for sort, axis in (("node", "node"), ("stage", "pipeline"), ("data", "data")):
+        rows = panels.panel(source, "rank-heatmap", {"sort": sort})["rows"]
+        assert [row[axis] for row in rows] == [0, 0, 1, 1]
+        assert all(source.places()[axis][row["ranks"][0]] == row[axis] for row in rows)
+    assert [row["ranks"][0] for row in panels.panel(source, "rank-heatmap")["rows"]] == [0, 1, 2, 3]
+    (row,) = panels.panel(source, "rank-heatmap", {"rows": "1"})["rows"]
+    assert (row["of"], row["slowest"]) == (4, 2)
+    assert panels.panel(source, "rank-heatmap", {"sort": "slowest"})["rows"][0]["slowest"] == 2
 
 
 def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: Path) -> None:
@@ -251,7 +311,7 @@ def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: P
 
 def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, calls = _live(tmp_path), []
-    monkeypatch.setattr(causes, "_find", lambda one: calls.append(1) or time.sleep(0.05) or [])
+    monkeypatch.setattr(causes, "_find", lambda one: calls.append(1) or time.sleep(0.05) or causes.Found())
     for _ in range(5):
         source.revision += 1
         causes.causes(source)
