@@ -302,11 +302,14 @@ Span = tuple[int, str, float, float]
 
 @dataclass(frozen=True)
 class Spans(Event):
-    """Actions of each pipeline rank in one step, with their times."""
+    """Actions of each pipeline rank in one step, with their times. `collecting`: the most seconds that a rank spent in Python's garbage
+    collector during the `since` steps up to this one; both 0 in logs of earlier versions."""
 
     kind: ClassVar[str] = "spans"
     step: int
     spans: list[Span]
+    collecting: float = 0.0
+    since: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
+from megalith.train.measure.collector import Collector
 from megalith.train.measure.peak import Yardstick, counted_flops
 from megalith.train.measure.precision import PrecisionWatch
 from megalith.train.own.callbacks import Done, same_on_all
@@ -111,7 +112,8 @@ class Loop:
         )
         self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard, healer=healer)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
-        self._first = position.step
+        self._first = self._drew = position.step
+        self._collector = Collector()
         self._noise = (0.0, 0.0)  # moving averages of the gradients' signal and noise
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
@@ -370,16 +372,18 @@ class Loop:
         return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: Stepped) -> None:
-        """Log the times of all actions in the first pipeline."""
+        """Log the times of all actions in the first pipeline, and those of garbage collections on all ranks."""
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
-        everyone: list[list[tuple[int, str, float, float]]] | None = (
-            [[] for _ in range(groups.world.size())] if groups.rank == 0 else None
-        )
-        dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
+        everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
+        dist.gather_object((mine, self._collector.take()), everyone, group=groups.world, group_dst=0)
+        step, since, self._drew = done.step + 1, done.step + 1 - self._drew, done.step + 1
         if self.log and everyone:
-            self.log.write(Spans(step=done.step + 1, spans=[span for spans in everyone for span in spans]))
+            spans, collecting = zip(*everyone, strict=True)
+            self.log.write(
+                Spans(step=step, spans=[span for one in spans for span in one], collecting=max(collecting), since=since)
+            )
 
     def _validate(self, validator: Validator) -> None:
         self.heartbeat.beat("validation", self.step, measured=self._measured)

@@ -18,8 +18,9 @@ from megalith.watch.without import Steps, Without
 GAIN = 0.02  # share of a step below which nothing is named
 UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
 STAGE = 1.08  # times the median stage that a stage works
-PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
-"""Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
+PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15, "collecting": 0.02}
+"""Shares of a step from which on waiting for data, saving, communication, unexplained time and garbage collection are named."""
+COLLECTED = 50  # steps over which garbage collections are counted, at least: a start has many
 REST, LONGEST = 500, 120.0  # a result is kept this many times as long as its search took, and for so many seconds at most
 FABRIC = 1.3  # times the predicted seconds of communication
 PLANNED = ("unbalanced stage", "communication", "slow fabric")
@@ -187,7 +188,23 @@ def _of_step(source: Source) -> Iterator[Cause]:
             "A plan that sends less, or hides more: `megalith plan` lists them.",
             shares["communication"] / 2,
         )
+    yield from _of_collections(source, whole)
     yield from _of_saving(source, whole)
+
+
+def _of_collections(source: Source, whole: float) -> Iterator[Cause]:
+    counted = [one.collecting / one.since for one in source.spans if one.since >= COLLECTED]
+    share = counted[-1] / whole if counted else 0.0
+    if share > PART["collecting"]:
+        words = (
+            f"Garbage collection: a rank spends {units.percent(share)} of a step in Python's collector, and others wait for it"
+        )
+        yield Cause(
+            "garbage collection",
+            words,
+            "Keep fewer objects in callbacks and own parts, or call gc.freeze() once they exist.",
+            share,
+        )
 
 
 def _of_saving(source: Source, whole: float) -> Iterator[Cause]:

@@ -166,6 +166,15 @@ def test_a_part_of_a_step_that_is_too_long_is_named(part: str, kind: str, tmp_pa
         assert all(one["change"] and one["gain"] > 0.1 and one["seconds"] > 0.1 for one in found)
 
 
+@pytest.mark.parametrize(("since", "seconds", "named"), [(100, 0.5, False), (100, 10.0, True), (2, 1.0, False), (0, 0.0, False)])
+def test_garbage_collection_is_named(since: int, seconds: float, named: bool, tmp_path: Path) -> None:
+    """A start has many collections. Logs of earlier versions have none."""
+    steps = [run_folder.step(at, seconds=1.0, breakdown={"forward": 1.0}) for at in range(1, 31)]
+    spans = events.Spans(30, [], collecting=seconds, since=since)
+    found = panels.panel(_run(tmp_path, [run_folder.start(), *steps, spans]), "what-if")["causes"]
+    assert [(one["kind"], pytest.approx(one["gain"])) for one in found] == ([("garbage collection", 0.1)] if named else [])
+
+
 @pytest.mark.parametrize(("pause", "named"), [(0.1, False), (2.0, True)])
 def test_saving_that_stops_the_training_is_named(pause: float, named: bool, tmp_path: Path) -> None:
     begun = run_folder.start()
