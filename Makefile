@@ -39,7 +39,7 @@ test-engines: setup ## Run those: machines as network namespaces or behind agent
 test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
 	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises
 
-test-full: setup ## Prove 400 combinations of parallelisms rather than 117, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
+test-full: setup ## Prove all pairs of choices, also in 8 and 4 bits, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest $(WORKERS) $$(grep -rl --include='test_*.py' 'from tests.full import' tests)
 
 engines: setup ## Install the engines that tests can run for real: Ray in .ray; Slurm and iproute2 (for machines as namespaces) from Debian, as root

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from megalith.prove.axes import Draw, key_of
 from megalith.prove.compare import Recording, Row
-from megalith.prove.draw import Draw, draw, key_of
+from megalith.prove.draw import draw
 from megalith.prove.parity import record, reference
 from megalith.prove.verdict import judge
 from megalith.prove.worlds import run_ranks

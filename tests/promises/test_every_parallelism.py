@@ -1,30 +1,60 @@
 """Any combination of parallelisms trains like one process. Every pair of compatible choices is in the sample."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megalith.prove.axes import AXES, BELOW_FP32, Draw, legal, only
 from megalith.prove.compare import Recording, compare
-from megalith.prove.draw import AXES, Draw, draw, legal, uncovered
+from megalith.prove.draw import draw, refusal, uncovered
 from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU, prove, recorded
-from megalith.spec.numbers import FAST, PRECISIONS
+from megalith.spec.numbers import FAST
+from tests.full import FULL, sampled
 from tests.specs import tiny_run
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
-DRAWS = draw(400, seed=1) if FULL else draw(117, seed=0, precisions=FAST)
-
 RELEASED = "bf16, gradients released"
-STREAMED = {f"state {name}" for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
+STREAMED = {choice for choice in BELOW_FP32 if choice[0] == "state"}
 """Weights made at each gather: this needs ZeRO 3, and a precision below fp32."""
+
+QUICK = {**only(*FAST), "state": {name: asked for name, asked in AXES["state"].items() if ("state", name) not in STREAMED}}
+"""Axes that `make test` draws from: `test_state_elsewhere.py` covers plans with weights made at each gather, `IN_FEW_BITS` narrow
+formats."""
+
+DRAWN = AXES if FULL else QUICK
+DRAWS = draw(None, 1 if FULL else 0, DRAWN)
+
+REFUSED: dict[tuple[str, ...], set[str]] = {
+    ("model", "expert"): {"plan.expert", "plan.expert_tensor"},  # a dense model has no experts
+    ("recompute", "retain"): {"plan.retain.share"},  # only all of the inputs of segments
+    ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
+    ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
+}
+if FULL:
+    streamed, released, lion = "plan.state.weights", "plan.state.release", "optimizer.kind"
+    REFUSED |= {
+        ("expert", "precision"): {"plan.expert_tensor"},  # no scale spans the ranks of an expert
+        ("tensor", "precision"): {"plan.overlap_tensor", "precision.kept"},  # nor pieces
+        ("zero", "state"): {streamed},
+        ("pipeline", "state"): {streamed, "plan.zero"},
+        ("state", "optimizer"): {streamed, lion},
+        ("state", "precision"): {streamed, released},
+        ("pipeline", "precision"): {released, "plan.microbatch"},  # released gradients are those of one microbatch
+        ("norm", "precision"): {released},
+        ("phases", "precision"): {released},
+        ("clipping", "precision"): {released},
+        ("optimizer", "precision"): {released, lion},
+    }
+"""Axes with pairs that cannot be drawn -> keys of the objections to them that can be left whatever else is chosen. All but that to
+Lion are of `check`."""
 
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 REFERENCES: dict[Any, Recording] = {}
 
 
+@sampled(25)
 @pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
 def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
     """A tie proves nothing, so draw again with another seed."""
@@ -50,22 +80,14 @@ def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, 
 
 
 def test_every_pair_of_choices_is_shown_or_refused() -> None:
-    """A pair that is in no draw cannot be drawn: `check` refuses it whatever else is chosen. `make test` draws none in 8 bits. Released
-    gradients, and weights made at each gather, are compatible with too few values of other axes to promise their pairs;
-    `test_release.py` and `test_state_elsewhere.py` cover their plans."""
-    shown = tuple(name for name in AXES["precision"] if name != RELEASED) if FULL else FAST
-    wide = {*AXES["precision"]} - {*shown}
-    drawn = [name for name in shown if PRECISIONS[AXES["precision"][name]["precision"]].draws]
-    spanning = [name for name in shown if "granularity" in AXES["precision"][name]]
-    promised = {pair for pair in uncovered(DRAWS) if not STREAMED & {*pair}}
-    assert {pair for pair in promised if pair[1].removeprefix("precision ") not in wide} == {
-        *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
-        *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
-        ("recompute sqrt", "retain half on disk"),
-        *(("optimizer lion", f"precision {name}") for name in shown if name != "fp32"),
-        *((f"expert {value}", f"precision {name}") for value in ("2, each of 2", "each of 2") for name in spanning + drawn),
-        *(("tensor 2, whole sequence, in pieces", f"precision {name}") for name in spanning + drawn if "row" not in name),
-    }
+    """The objections to a pair that no draw has are those of `check`, or of the drawer, whatever else is chosen."""
+    refused: dict[tuple[str, ...], set[str]] = {}
+    for pair in uncovered(DRAWS, DRAWN):
+        keys = {problem.key for problem in refusal(pair)}
+        assert keys, f"no draw has {sorted(pair)}, and nothing refuses them"
+        refused.setdefault(tuple(axis for axis in AXES if axis in dict(pair)), set()).update(keys)
+    assert refused.keys() == REFUSED.keys()
+    assert all(keys <= REFUSED[axes] for axes, keys in refused.items()), refused
 
 
 def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
@@ -79,8 +101,7 @@ def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
         if legal(tuple((plain | {axis: value}).items())) is None
     }
     experts = {("expert", value) for value in AXES["expert"] if value != plain["expert"]}
-    streamed = {("state", name.removeprefix("state ")) for name in STREAMED}
-    assert refused == {("precision", RELEASED)} | experts | streamed, (
+    assert refused == {("precision", RELEASED)} | experts | STREAMED, (
         "the first model has no experts, the first place of the state is the device, and the first plan is no ZeRO 3"
     )
 

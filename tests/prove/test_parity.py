@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from megalith.prove.axes import AXES, legal
 from megalith.prove.compare import compare
-from megalith.prove.draw import AXES, legal
 from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU
 from megalith.schedule.file import dump

@@ -10,7 +10,7 @@ from megalith.planner.answer import short
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import neighbours
 from megalith.planner.search import Scorer, assumed
-from megalith.prove.draw import AXES
+from megalith.prove.axes import AXES
 from megalith.report import guide
 from megalith.schedule import lower, problems
 from megalith.schedule.action import Action, Schedule, loop

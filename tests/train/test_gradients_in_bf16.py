@@ -15,7 +15,7 @@ from megalith.cost.foreseen import foresee, of_run
 from megalith.parallel.data import Weight, local
 from megalith.parallel.gradients import sum_of_squares
 from megalith.planner.beside import beside
-from megalith.prove.draw import Draw
+from megalith.prove.axes import Draw
 from megalith.prove.parity import shrink
 from megalith.prove.prove import prove
 from megalith.spec.optimizers import OPTIMIZERS

@@ -18,7 +18,7 @@ from megalith.events import RunStarted, of_kind, read
 from megalith.kernels.halves import split
 from megalith.parallel.data import Weight, local
 from megalith.planner.beside import beside
-from megalith.prove.draw import Draw
+from megalith.prove.axes import Draw
 from megalith.prove.dryrun import count, single_documents
 from megalith.prove.parity import _together, shrink
 from megalith.prove.prove import prove

@@ -1,0 +1,245 @@
+"""Choices that can be combined, the small run of each combination, and the reasons why a combination has none."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from megalith.check import Problem, check
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, clearly_routed, small_choices
+from megalith.schedule.table import SCHEDULES
+from megalith.spec.families import read
+from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
+from megalith.spec.run import RunSpec
+from megalith.spec.state import LOWER
+
+MOST_RANKS = 8
+LAYERS = 4
+SAMPLES = 8
+"""Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
+released."""
+
+PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
+"""Each of the three steps is in a different phase."""
+
+UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
+"""Schedules that are drawn with the embedding and the head in stages of their own."""
+
+Axes = Mapping[str, Mapping[str, dict[str, Any]]]
+
+AXES: Axes = {
+    "model": {
+        "dense": {"preset": "tiny"},
+        "experts": {"preset": "mixtral-8x7b"},
+        "latent attention, experts, tokens ahead": {"preset": "deepseek-tiny"},
+    },
+    "shards": {"1": {}, "2": {"data": 2}},
+    "copies": {"1": {}, "2": {"replicate": 2}},  # each of this many shards: `run_of` multiplies
+    "zero": {str(stage): {"zero": stage} for stage in range(4)},
+    "tensor": {
+        "1": {},
+        "2": {"tensor": 2},
+        "2, whole sequence, in pieces": {"tensor": 2, "sequence": False, "overlap_tensor": 2},
+    },
+    "context": {
+        "1": {},
+        "ring of 2": {"context": 2},
+        "gather of 2": {"context": 2, "context_method": "gather"},
+        "ulysses of 2": {"context": 2, "ulysses": 2},
+    },
+    "pipeline": {
+        "1": {},
+        **{
+            name: {"pipeline": 2, "schedule": name, "chunks": row.chunks.usual} | UNEVEN.get(name, {})
+            for name, row in SCHEDULES.items()
+        },
+    },
+    "expert": {
+        "1": {},
+        "2": {"expert": 2},
+        "2, each of 2": {"expert": 2, "expert_tensor": 2},
+        "each of 2": {"expert_tensor": 2},
+    },
+    "recompute": {
+        "none": {},
+        "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
+        **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
+    },
+    "retain": {
+        "kept": {},
+        "on the host": {"retain": {"blocks": "host"}},
+        "half on disk": {"retain": {"blocks": "disk", "share": 0.5}},
+    },
+    "state": {
+        "on the device": {},
+        "half on the host": {"state": {"optimizer": "host", "share": 0.5}},
+        "on disk": {"state": {"optimizer": "disk"}},
+        "on disk, weights too": {"state": {"optimizer": "disk", "weights": "disk"}},
+        "half on the host, weights too": {"state": {"optimizer": "host", "weights": "host", "share": 0.5}},
+    },
+    "norm": {"known at once": {}, "known late": {"post_validation": True}},
+    "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
+    "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
+    "moments": {number: {"moments": number} for number in ("fp32", "bf16", "fp8")},
+    "clipping": {
+        "by the global norm": {},
+        "each gradient": {"adaptive_clip": 1.01},
+        "each gradient and attention": {"adaptive_clip": 1.01, "qk_clip": 1e-3},
+    },
+    "precision": {name: {"precision": name} for name in TRAINED}
+    | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
+    | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
+    | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
+    | {"fp8, also gradients of results": {"precision": "fp8", "dispatch": "fp8", "combine_gradients": "fp8"}}
+    | {"fp8, inputs kept in fp8": {"precision": "fp8", "kept": "fp8"}}
+    | {"fp8, weights gathered in fp8": {"precision": "fp8", "gather": "fp8"}}
+    | {"fp8, weights gathered with scales in fp32": {"precision": "fp8", "gather": "fp8", "scale": "fp32"}}
+    | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
+    | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
+    | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
+    | {"bf16, gradients released": {"precision": "bf16", "release": True}},
+}
+
+
+def only(*precisions: str) -> Axes:
+    """Return the axes with some precisions only."""
+    return {**AXES, "precision": {name: AXES["precision"][name] for name in precisions}}
+
+
+PLAIN = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
+"""Values that ask for nothing, which names leave out."""
+
+EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
+"""Relative cost of a step of each model, softened like the cost of ranks."""
+
+Choice = tuple[str, str]  # axis and value
+Choices = tuple[Choice, ...]
+Pair = frozenset[Choice]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One combination and the small run that has it."""
+
+    choices: Choices
+    spec: RunSpec
+
+    @property
+    def name(self) -> str:
+        """The choices in words, without the default ones."""
+        return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in PLAIN)
+
+    @property
+    def pairs(self) -> frozenset[Pair]:
+        """Pairs of choices that this draw proves to work together."""
+        return pairs_of(self.choices)
+
+
+ROUNDED = frozenset(
+    ("precision", name) for name, asked in AXES["precision"].items() if isinstance(PRECISIONS[asked["precision"]].parity, Rounded)
+)
+
+BELOW_FP32 = ROUNDED | {("state", name) for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
+"""Choices that no run in fp32 has: weights that are made at each gather are made from fp32."""
+
+
+def pairs_of(choices: Choices) -> frozenset[Pair]:
+    """Return the pairs that a combination proves. Rounding may hide a fault: a rounded precision proves only pairs with choices that
+    are never exact."""
+    rounded = ROUNDED.intersection(choices) and BELOW_FP32
+    return frozenset(_pair(*two) for two in combinations(choices, 2) if not rounded or rounded.intersection(two))
+
+
+@cache
+def _pair(one: Choice, other: Choice) -> Pair:
+    return frozenset((one, other))
+
+
+def effort_of(choices: Choices) -> float:
+    """Return the processor time of a combination, softened, so that enough pairs make up for it."""
+    asked = _asked(choices)
+    return _ranks(asked) ** 0.5 * EFFORT[asked["preset"]]
+
+
+def legal(choices: Choices) -> RunSpec | None:
+    """Return the run of a combination; None if there are objections."""
+    return None if any(True for _ in objections(choices)) else run_of(choices)
+
+
+def objections(choices: Choices) -> Iterator[Problem]:
+    """Yield the reasons why a combination is not drawn: it has too many ranks, its optimizer would amplify the rounding of a narrow
+    format, or `check` refuses it."""
+    if (ranks := _ranks(_asked(choices))) > MOST_RANKS:
+        yield Problem("error", "ranks", ranks, f"are more than the {MOST_RANKS} of a drawn run", "Split fewer axes.")
+    spec = run_of(choices)
+    kind, precision = spec.optimizer.kind, spec.train.precision
+    if OPTIMIZERS[kind].amplifies and precision != "fp32":
+        reason = f"amplifies the rounding of {precision}, so that no comparison is possible"
+        yield Problem("error", "optimizer.kind", kind, reason, "Compare it in fp32.")
+    yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
+
+
+def _asked(choices: Choices) -> dict[str, Any]:
+    return {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
+
+
+def _ranks(asked: Mapping[str, Any]) -> int:
+    return prod(asked.get(name, 1) for name in ("data", "replicate", "tensor", "context", "pipeline"))
+
+
+def run_of(choices: Choices) -> RunSpec:
+    """Return the small run of a combination, legal or not."""
+    asked = _asked(choices)
+    preset, precision, kind, phases, moments = (
+        asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
+    )
+    narrow = {
+        key: asked.pop(key)
+        for key in ("granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
+        if key in asked
+    }
+    summed = asked.pop("gradients", "fp32")
+    master = asked.pop("master", "fp32")
+    clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
+    data = asked.get("data", 1) * asked.get("replicate", 1)
+    microbatches = 4 if "pipeline" in asked else 2
+    if asked.pop("release", False):  # `check` refuses it in any other place
+        asked["state"], microbatches = asked.get("state", {}) | {"release": True}, 1
+    plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
+    return RunSpec.model_validate(
+        {
+            "name": preset,
+            "model": _small(preset, precision).model_dump(),
+            "plan": plan.model_dump(),
+            "data": {"path": "none", "phases": phases},
+            "precision": small_choices(precision, LAYERS) | narrow if is_narrow(precision) else {},
+            "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision, "gradients": summed},
+            "optimizer": OPTIMIZER
+            | {"kind": kind, "moments": moments, "master": master}
+            | clipping
+            | (SMALL_MOMENTS if moments != "fp32" else {}),
+            "loss_scale": {"initial": LOSS_SCALE},
+        }
+    )
+
+
+@cache
+def _small(preset: str, precision: str) -> Any:
+    """The preset's family in sizes that every combination can split: one reference serves all its plans."""
+    return clearly_routed(read(presets()[preset].values).small(layers=LAYERS, unit=4, heads_unit=4), precision)
+
+
+def key_of(spec: RunSpec) -> Any:
+    """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
+    microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span
+    those
+    of one rank's microbatch."""
+    rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
+    sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
+    choices = (spec.precision, spec.plan.microbatch) if is_narrow(spec.train.precision) else None
+    return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences
