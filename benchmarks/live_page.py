@@ -76,6 +76,8 @@ class Watched:
     def close(self) -> None:
         self.process.terminate()
         self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 @contextlib.contextmanager

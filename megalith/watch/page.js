@@ -445,7 +445,8 @@ function fillHeat() {
 function fillCauses() {
   const found = now()["what-if"];
   if (!found) return;
-  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "Nothing can be said yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(found.without.length ? [h("ul", {class: "withouts"}, found.without.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Other plans, by the planner: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+  const others = found.without.filter(w => w.what !== "rank" || !found.causes.some(c => c.who.includes(w.which))); // a cause has said it
+  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "Nothing can be said yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Other plans, by the planner: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
 }
 
 let questions = 0;

@@ -80,13 +80,15 @@ class Steps:
                     levelled(now, self.seen.pipeline, int(which)),
                 )
             else:  # these ranks are compared with all others, whether or not they are so slow that they are named
-                now, then = steady(self.seen, {**dict.fromkeys(at.tolist(), 1.0), **dict(self.slow)}.items())
-                then = np.where(np.isin(np.arange(len(now)), at), then, now)
+                now, usual = steady(self.seen, {**dict.fromkeys(at.tolist(), 1.0), **dict(self.slow)}.items())
+                then = now.copy()
+                then[at] = usual[at]
                 condition = f"Without rank {which}" if what == "rank" else f"With {NAMES[what]} {which} as fast as the others"
         return self._answer(what, which, condition, now, np.minimum(now, then))
 
     def table(self) -> list[Without]:
-        """Return the answers for the slowest rank, node, data rank and stage and for each kind, the largest gain first."""
+        """Return the answers for the slowest rank, node, data rank and stage and for each kind, the largest gain first. A node or data
+        rank that is slow because of one rank is left out."""
         over = np.nan_to_num(self.one.own / self.usual, nan=1.0)
         asked: list[tuple[str, int | str]] = [("kind", kind) for kind in KINDS]
         for what in ("rank", "node", "data"):
@@ -97,7 +99,8 @@ class Steps:
         middles = [np.nanmedian(self.one.own[self.seen.pipeline == place]) for place in range(self.seen.pipeline.max() + 1)]
         asked.append(("stage", int(np.argmax(middles))))
         found = [one for what, which in asked if (one := self.ask(what, which)) is not None and one.gain >= LEAST]
-        return sorted(found, key=lambda one: -one.gain)
+        alone = max((one.gain for one in found if one.what == "rank"), default=0.0)
+        return sorted((one for one in found if one.what not in NAMES or one.gain >= alone + LEAST), key=lambda one: -one.gain)
 
     @property
     def _places(self) -> Mapping[str, NDArray[np.int64]]:

@@ -11,7 +11,7 @@ import numpy as np
 from megalith import events
 from megalith.control.times import Times
 from megalith.events import Checkpoint, Event, Holding, Incident, Recovery, RunStarted, Sample, Step, Validation
-from megalith.fleet.heartbeat import KINDS, Beat
+from megalith.fleet.heartbeat import Beat
 from megalith.mesh import Mesh
 from megalith.spec import files
 from megalith.watch.server import Server
@@ -106,7 +106,7 @@ def write(folder: Path, *, steps: int = STEPS, slow: float = 1.2) -> Path:
                     own[r],
                     number - 1,
                     (11.1 + 0.1 * (r % 3)) * 2.0**30,
-                    (own[r],) * len(KINDS),
+                    (own[r], own[r] / 3, 2 * own[r] / 3, 0.25, max(own) - own[r] + 0.44, 0.01, 0.01, 0.2),
                 )
                 for r in range(64)
             ]
