@@ -13,7 +13,7 @@ from megalith.watch.whatif import Replay, medians, peers
 WINDOW = 20  # newest steps that are looked at
 ENOUGH = 10  # steps from which on anything is said
 SLOW = 1.1  # times its peers' work from which on a rank is called slow, in the median step ...
-OFTEN = 0.8  # ... and more than half as slow in this share of the steps
+OFTEN = 0.7  # ... and more than half as slow in this share of the steps
 STEADY = 4.0  # times the ranks' usual differences that the slowness must be
 
 
