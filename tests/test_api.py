@@ -89,6 +89,15 @@ def test_layouts_are_found_and_taken() -> None:
     assert run.with_plan(best).spec.plan == best
 
 
+@pytest.mark.slow
+def test_one_rank_is_counted_without_the_others() -> None:
+    found = Run.load("run.toml").set(plan={"data": 2, "zero": 3}, train={"global_batch": 4, "seq_len": 32}).dry_run(rank=1)
+    assert (found.run.rank, found.run.world, found.problems) == (1, 2, [])
+    assert {line.name: line.counted for line in found.lines}["memory.weights"] > 0
+    with pytest.raises(SpecErrors):
+        Run.load("run.toml").set(plan={"tensor": 3}).dry_run()
+
+
 def fake(monkeypatch: pytest.MonkeyPatch, *, code: ExitCode = ExitCode.FINISHED) -> None:
     """Replaces training: it only writes events."""
 

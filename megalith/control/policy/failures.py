@@ -57,7 +57,10 @@ def _after_fault_of_node(
 def hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
     """All ranks wait for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
     blamed."""
-    reason = f"no sign of life for {sign.silence:.3g} s (limit {sign.limit:.3g} s) in phase `{sign.phase}`"
+    if sign.silence < sign.limit:  # it works, but its start took too long
+        reason = f"was not ready within {sign.limit:.3g} s of its start, in phase `{sign.phase}`"
+    else:
+        reason = f"no sign of life for {sign.silence:.3g} s (limit {sign.limit:.3g} s) in phase `{sign.phase}`"
     if sign.node is None:
         return after_failure(state, [], sign, fleet, key=f"hang in {sign.phase}", reason=reason)
     reason = f"rank {sign.rank} on {sign.node}: {reason}"
