@@ -93,9 +93,8 @@ def test_it_is_resumed_and_trains_on_as_it_did(old: Path) -> None:
     """The older checkpoint resumed by this version ends in the newer one. Bits may depend on the processor and on torch."""
     expected = read_full(Path("run"))
     shutil.rmtree(_newest(Path("run")))
-    done = subprocess.run(
-        [sys.executable, "-m", "megalith.cli", "resume", "run"], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    command = [sys.executable, "-m", "megalith.cli", "resume", "run", "--set", "launch.start_timeout=600"]  # on a busy machine
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     starts = list(of_kind(read(Path("run")), RunStarted))
     assert [one.resumed_step for one in starts] == [0, SAVED]
