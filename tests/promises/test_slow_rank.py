@@ -22,6 +22,7 @@ from megalith.train import inject
 from megalith.watch import causes, panels
 from megalith.watch.source import Source
 from megalith.watch.window import ENOUGH, WINDOW, slow_ranks, window
+from tests.full import only_full
 from tests.patience import PATIENCE
 from tests.runs import finish, prepare_text, start
 from tests.specs import tiny_run
@@ -105,6 +106,7 @@ def _named(source: Source, step: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan.values())))
+@only_full
 def test_a_rank_slowed_by_a_fifth_is_named_within_20_steps_and_nobody_else(
     plan: dict[str, Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
