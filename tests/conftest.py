@@ -1,5 +1,6 @@
 """Settings that must be made before any test imports torch or starts a process."""
 
+import gc
 import os
 import random
 import signal
@@ -15,6 +16,8 @@ os.environ.setdefault("CUDA_HOME", "")  # on a machine without a GPU, torch's co
 # A suite that is started with nohup ignores SIGHUP, and every process that it starts would inherit this: tests of
 # SIGHUP would fail.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# A forked rank must not finalize the garbage of earlier tests: that of torch may belong to threads that a fork does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

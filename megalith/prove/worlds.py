@@ -3,6 +3,7 @@
 For checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from megalith.parallel import one_round
 def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     outcome: tuple[str, Any]
     try:
+        gc.freeze()  # garbage of the parent may belong to threads that this process does not have
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
         one_round.install()

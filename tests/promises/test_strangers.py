@@ -153,6 +153,7 @@ def test_whoever_reaches_the_agents_port_changes_nothing(commands: Commands, tmp
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_folder_that_others_may_write_to_is_named_and_no_state_is_taken_from_it(commands: Commands, tmp_path: Path) -> None:
     """The folder has the right name and the right copies, and its owner could insert any state."""
+    commands.run_file.write_text(commands.run_file.read_text().replace(MANY, "200"))
     first = commands.type("train")
     commands.await_step(5)
     (memory,) = _memories(commands.folder)
@@ -166,7 +167,6 @@ def test_a_folder_that_others_may_write_to_is_named_and_no_state_is_taken_from_i
     first.wait()
     commands.processes.clear()
     memory.chmod(0o777)
-    commands.run_file.write_text(commands.run_file.read_text().replace(MANY, str(commands.steps() + 10)))
 
     again = commands.type("train")
     assert again.wait(PATIENCE) == ExitCode.FINISHED, commands.said()
