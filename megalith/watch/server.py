@@ -30,6 +30,7 @@ HEAD_SECONDS, SEND_SECONDS = 5.0, 10.0
 HEAD_BYTES, BODY_BYTES = 16 << 10, 4 << 10
 POLL_SECONDS = 0.5  # between looks at the logs
 ALERT_SECONDS = 2.0  # between looks for news
+END_SECONDS = 2.0  # at most until a look at the logs that is under way has ended
 BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
 STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
 SHARE = 0.0005  # of a core that the same question about a panel may take, however often it is asked
@@ -85,6 +86,7 @@ class Server:
         self._answers: dict[tuple[str, ...], tuple[float, bytes]] = {}  # until when each stands
         self._keeping = threading.Lock()
         self._news, self._done = threading.Condition(), threading.Event()
+        self._following = threading.Thread(target=self._follow, daemon=True)
 
     @property
     def address(self) -> str:
@@ -98,21 +100,23 @@ class Server:
 
     def start(self) -> None:
         """Serve and follow, in threads."""
-        for loop in (self._accept, self._follow):
-            threading.Thread(target=loop, daemon=True).start()
+        threading.Thread(target=self._accept, daemon=True).start()
+        self._following.start()
 
     def close(self) -> None:
-        """End the server and its threads."""
+        """End the server and its threads. Its sources may be closed then."""
         self._done.set()
         with self._news:
             self._news.notify_all()
         self._socket.close()
+        if self._following.is_alive():
+            self._following.join(END_SECONDS)
 
     def _follow(self) -> None:
         while not self._done.is_set():
             began, busy = time.monotonic(), False
             for source in self.sources:
-                while source.poll() and time.monotonic() - began < POLL_SECONDS:
+                while not self._done.is_set() and source.poll() and time.monotonic() - began < POLL_SECONDS:
                     busy = True
                 busy |= source.behind
                 if not source.behind and self._look_for_causes(source):

@@ -22,6 +22,7 @@ from megalith.commands import watch
 from megalith.watch import panels, server
 from megalith.watch.server import Server
 from megalith.watch.source import Source
+from tests.patience import PATIENCE
 from tests.report.run_folder import start, step, write_run
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
@@ -267,6 +268,27 @@ def test_it_ends_well_when_it_is_told_to_while_it_speaks(tmp_path: Path, monkeyp
         pytest.fail("the command ended as if a person had stopped something else")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_no_source_is_read_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are closed then, and their numbers may be those of others."""
+    source, reading, ended = Source(write_run(tmp_path / "run")), threading.Event(), list[bool]()
+
+    def slow() -> bool:
+        reading.set()
+        time.sleep(0.2)
+        ended.append(True)
+        return True
+
+    monkeypatch.setattr(source, "poll", slow)
+    server = Server([source])
+    server.start()
+    reading.wait(PATIENCE)
+    server.close()
+    looks = len(ended)
+    assert looks
+    time.sleep(0.5)
+    assert len(ended) == looks
 
 
 def test_it_ends_when_it_is_told_to_whichever_thread_is_told(tmp_path: Path) -> None:
