@@ -236,8 +236,7 @@ def _small(preset: str, precision: str) -> Any:
 
 def key_of(spec: RunSpec) -> Any:
     """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
-    microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span
-    those
+    microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span those
     of one rank's microbatch."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0

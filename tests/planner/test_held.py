@@ -1,6 +1,5 @@
 """The memory that a plan states for a rank equals the count in a dry run of the written file."""
 
-import os
 import random
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from megalith.planner.answer import answer
 from megalith.planner.asked import Question, ask
 from megalith.planner.written import as_run
 from megalith.spec import files
+from tests.full import FULL
 from tests.prove.dry import dry
 
 pytestmark = pytest.mark.slow
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
 SMALL = [("llama-1b", "h100:4", 4096, 8), ("llama-1b", "2xa100-40gb", 2048, 8)]
 """Models with most of their memory in blocks. If most is in the head, plans are off by up to a fifth (docs/planner.md)."""
@@ -25,7 +24,7 @@ CLUSTERS = ("h100:8", "a100-40gb:8", "rtx-4090:8", "l40s:8", "mi300x:8")
 
 
 def questions() -> list[tuple[str, str, int, int]]:
-    """Return two small models, and with MEGALITH_FULL=1 also ten drawn ones."""
+    """Return two small models, and in `make test-full` also ten drawn ones."""
     from megalith.spec.presets import presets
 
     draw, known = random.Random(23), [name for name in MODELS if name in presets()]

@@ -1,7 +1,6 @@
 """A walk from a starting point to a plan: each row allows one more technique, and has the planner's numbers."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,11 @@ from megalith.planner.answer import answer, short
 from megalith.planner.asked import Question, ask
 from megalith.planner.thumb import MODELS, table, thumb
 from megalith.planner.walk import ELSEWHERE, PLAIN, TECHNIQUES, Walk, _host_too_small, walk
+from tests.full import FULL, only_full
 
 QUESTION = Question(model="llama3.2-1b", cluster="a10:8", seq_len=4096, global_batch=64, tokens="20B")
 WORDS = ["--model", "llama3.2-1b", "--cluster", "a10:8", "--seq-len", "4k", "--global-batch", "64"]
-FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
+
 PAGE = Path(__file__).parents[2] / "docs/guide/planning.md"
 
 
@@ -128,7 +128,7 @@ def test_a_walk_leads_to_no_prefill():
     assert [one["key"] for one in json.loads(result.stdout)["problems"]] == ["--guide"]
 
 
-@pytest.mark.skipif(not FULL, reason="`make test-full`: the walk of a large model takes a minute")
+@only_full  # the walk of a large model takes a minute
 def test_the_walk_in_the_guide_is_the_planners():
     found = walk(ask(Question(model="70b", cluster="64xh100", compute_optimal=True)))
     shown = re.findall(r"^   \| (\w+ ?\w*):? .*\| `(.*?)`.* \| ([\d.,]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -137,7 +137,7 @@ def test_the_walk_in_the_guide_is_the_planners():
 
 
 def test_the_rule_of_thumb_in_the_guide_is_the_planners():
-    """The smallest model's row is quick. With MEGALITH_FULL=1 all rows are tested."""
+    """The smallest model's row is quick. `make test-full` tests all rows."""
     shown = PAGE.read_text(encoding="utf-8")
     if FULL:
         assert table() in shown

@@ -35,7 +35,10 @@ REFUSED: dict[tuple[str, ...], set[str]] = {
 if FULL:
     streamed, released, lion = "plan.state.weights", "plan.state.release", "optimizer.kind"
     REFUSED |= {
-        ("expert", "precision"): {"plan.expert_tensor"},  # no scale spans the ranks of an expert
+        ("expert", "precision"): {
+            "plan.expert_tensor",
+            "plan.expert",
+        },  # no scale spans an expert's ranks; else the model is dense
         ("tensor", "precision"): {"plan.overlap_tensor", "precision.kept"},  # nor pieces
         ("zero", "state"): {streamed},
         ("pipeline", "state"): {streamed, "plan.zero"},

@@ -1,6 +1,5 @@
 """State in host memory or on disk changes no bit, under any plan, and any plan and place loads the checkpoints of any other."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.state import DISK_SLOTS, away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
-from tests.full import sampled
+from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -29,7 +28,6 @@ from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import brief_run
 from tests.train.offload.killed import train_killed, two_ranks
 
-FULL = os.environ.get("MEGALITH_FULL") == "1"
 DEVICE, HALF = {"optimizer": "device"}, {"optimizer": "host", "share": 0.5}
 HOST, DISK, SOME = {"optimizer": "host"}, {"optimizer": "disk"}, {"optimizer": "disk", "share": 0.6}
 STEPS = 3
@@ -234,8 +232,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("place", "zero"), [(DISK, 1), (WEIGHTS[0], 3)], ids=str)
 def test_kill_9_changes_no_bit(place: dict[str, Any], zero: int, data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written, and once a checkpoint has linked its file and is not complete; with MEGALITH_FULL at
-    fifty moments, else at four."""
+    """A rank dies when half of a chunk is written, and once a checkpoint has linked its file and is not complete; in
+    `make test-full` at fifty moments, else at four."""
     train(two_ranks(data, DEVICE, zero=zero), tmp_path / "whole")
     times = 50 if FULL else 4
     starts = train_killed(two_ranks(data, place, zero=zero), tmp_path / "killed", times=times, seed=22)

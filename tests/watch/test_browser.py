@@ -151,14 +151,19 @@ def test_orders_are_given_with_the_second_token_alone(browser: Browser, tmp_path
     server.close()
 
 
-def test_the_page_of_an_earlier_version_is_drawn(browser: Browser, tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parents[1] / "old_events.jsonl", tmp_path / events.FILE)
-    server = _serve(tmp_path)
+def _shows_no_null(browser: Browser, run_dir: Path, *, once: str) -> None:
+    """Open the page of a run and assert that it shows no value of a program, once a condition holds."""
+    server = _serve(run_dir)
     browser.open(server.address)
-    assert browser.until("document.querySelector('.facts strong').textContent !== ''")
+    assert browser.until(once)
     assert browser.run("document.body.innerText.match(/\\b(null|undefined|NaN)\\b/)") is None
     _is_clean(browser, server)
     server.close()
+
+
+def test_the_page_of_an_earlier_version_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "old_events.jsonl", tmp_path / events.FILE)
+    _shows_no_null(browser, tmp_path, once="document.querySelector('.facts strong').textContent !== ''")
 
 
 def test_what_a_run_does_not_know_is_not_shown_as_null(browser: Browser, tmp_path: Path) -> None:
@@ -166,12 +171,7 @@ def test_what_a_run_does_not_know_is_not_shown_as_null(browser: Browser, tmp_pat
     log.write(start())
     log.write(step(1))
     log.close()
-    server = _serve(tmp_path)
-    browser.open(server.address)
-    assert browser.until("document.body.innerText.includes('not known yet')")
-    assert browser.run("document.body.innerText.match(/\\b(null|undefined|NaN)\\b/)") is None
-    _is_clean(browser, server)
-    server.close()
+    _shows_no_null(browser, tmp_path, once="document.body.innerText.includes('not known yet')")
 
 
 def test_ten_million_steps_and_16384_ranks_are_painted_within_a_second(browser: Browser, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written: at fifty points with MEGALITH_FULL, otherwise at three."""
+    """A rank dies when half of a chunk is written: at fifty points in `make test-full`, otherwise at three."""
     clipped, folder = {"clip": 1.4}, tmp_path / "killed"
     train(two_ranks(data, {}, optimizer=clipped), tmp_path / "whole")
     train_killed(two_ranks(data, RELEASED, optimizer=clipped), folder, times=50 if FULL else 3, seed=7)

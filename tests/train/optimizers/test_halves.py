@@ -262,7 +262,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", [DISK, *[{}] * FULL], ids=str)
 def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of its weights are updated: at twenty points with MEGALITH_FULL, otherwise at one."""
+    """A rank dies when half of its weights are updated: at twenty points in `make test-full`, otherwise at one."""
     spec = tiny_run(
         model={"layers": 2, "vocab": 264},
         plan={"data": 2, "zero": 1, "state": place},
