@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import of_run
+from megalith.cost.predicted import workload_of
 from megalith.prove import calibrate, worlds
 from megalith.prove.dryrun import single_documents
 from megalith.spec.cluster import load
@@ -94,7 +94,9 @@ def compared(ranks: int, folder: Path, *, seconds: float, steps: int, count: int
     found = list[Compared]()
     for name, tables in cases(ranks, count, seed):
         took = max(worlds.run_ranks(seconds_of_step, ranks, tables, steps, measured.threads, timeout=600.0))
-        predicted = [estimate(of_run(RunSpec.model_validate(tables | {"cluster": str(file)}))).time.step for file in (own, plain)]
+        predicted = [
+            estimate(workload_of(RunSpec.model_validate(tables | {"cluster": str(file)}))).time.step for file in (own, plain)
+        ]
         found.append(Compared(name, took, *predicted))
         print(
             f"{name:<60} {took * 1e3:8.0f} ms {found[-1].errors[0]:+8.0%} {found[-1].errors[1]:+8.0%}",

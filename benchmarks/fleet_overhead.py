@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Batch as Samples
-from megalith.fleet.seat import Seat
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.secure.key import Key
 from megalith.prove.parity import RandomText
 from megalith.prove.worlds import run_ranks
@@ -38,9 +38,9 @@ from megalith.spec.files import load
 from megalith.spec.fleet import FleetSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import indices
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.step import train_step
-from megalith.train.watchers import tell
+from megalith.train.step_hooks import notify
 
 
 class Taken(NamedTuple):
@@ -66,7 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
 class Clocked:
     """A guard that measures the processor time which this thread spends in it."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: StateGuard) -> None:
         self.guard, self.seconds = guard, 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class Way:
         self.text, self.guard = text, None
         if not fleet.recover:
             return
-        seat = Seat(
+        seat = RankInfo(
             dist.get_rank(),
             dist.get_world_size(),
             tuple(f"n{slot}" for slot in range(fleet.nodes)),
@@ -104,7 +104,7 @@ class Way:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             memory.join(fleet.buddy_distance(fleet.nodes), group=group)
-        self.guard = Guard(self.trainer, seat=seat, read=self.read, memory=memory)
+        self.guard = StateGuard(self.trainer, seat=seat, read=self.read, memory=memory)
 
     def read(self, step: int, data_rank: int) -> list[Samples]:
         spec = self.trainer.spec
@@ -124,7 +124,7 @@ class Way:
         began, worked = time.perf_counter(), time.process_time()
         for step, microbatches in enumerate(samples, start=first):
             watchers: list[Any] = [clocked] if clocked else []
-            tell(watchers, "before_step", trainer, step)
+            notify(watchers, "before_step", trainer, step)
             train_step(trainer, microbatches, step=step, watchers=watchers)
             if clocked and clocked.guard.due(step + 1):
                 clocked.copy(step + 1, 0)

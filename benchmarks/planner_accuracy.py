@@ -23,13 +23,13 @@ from megalith.cost import doubt
 from megalith.cost.calibrate import mean
 from megalith.cost.constants import Calibration, calibration, parse
 from megalith.planner.published import judged
-from megalith.planner.published.express import Expressed, express
+from megalith.planner.published.express import ExpressedRow, express
 from megalith.planner.published.fit import left_out
 from megalith.planner.published.residuals import Result, predict
 from megalith.planner.published.rows import GIB, Row, read
 
 
-def predicted(said: Expressed, left: Mapping[str, Calibration], whole: Calibration) -> Result | str:
+def predicted(said: ExpressedRow, left: Mapping[str, Calibration], whole: Calibration) -> Result | str:
     """Return a row's prediction, or the reason why there is none."""
     try:
         return predict(said, left.get(said.row.group, whole))

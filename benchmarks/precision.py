@@ -165,7 +165,7 @@ def gradients(trainer: Trainer, weights: Mapping[str, Tensor], samples: list[Any
         for name, parameter in trainer.parameters.items():
             local(parameter).copy_(weights[name])
     accumulate(trainer, samples[0])
-    trainer.take_in_loads()
+    trainer.update_router_biases()
     trainer.drop()
     accumulate(trainer, samples[1])
     found = [local(p.grad).flatten().double() for p in trainer.parameters.values() if p.grad is not None]

@@ -33,7 +33,7 @@ from megalith.train.batches import indices
 from megalith.train.stability.findings import Findings
 from megalith.train.stability.healer import Data, Healer
 from megalith.train.step import decision_of, remember, train_step, vitals_of
-from megalith.train.tally import Totals
+from megalith.train.tally import StepTotals
 
 ROOT, BLOCK, WARM = Path(__file__).resolve().parents[1], 2, 20
 
@@ -106,7 +106,7 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
         known = trainer.state.history
         for _ in range(200):
             trainer.state.history = known
-            totals = Totals(squares=known.norms[-1] ** 2, loss=known.losses[-1], stop=False, resident=0)
+            totals = StepTotals(squares=known.norms[-1] ** 2, loss=known.losses[-1], stop=False, resident=0)
             began = time.thread_time()
             vitals = vitals_of(trainer, totals, None, step=step, healer=healer)
             remember(

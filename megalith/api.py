@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megalith.commands.shared.arguments import RunRequest
 
 if TYPE_CHECKING:
-    from megalith.commands.dryrun import Dried
+    from megalith.commands.dryrun import DryRunReport
     from megalith.events import Event
-    from megalith.planner.answer import Answer
+    from megalith.planner.answer import PlanResult
     from megalith.report.summary import Summary
     from megalith.spec.plan import Plan
     from megalith.spec.problem import Problem
@@ -89,18 +89,18 @@ class Run:
         except SpecErrors as errors:
             return errors.problems
 
-    def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "Answer":
+    def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "PlanResult":
         """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own): `.found.choices`, best first.
 
         Without `offload`, return only plans that the trainer can run. Raises SpecErrors."""
-        from megalith.planner import answer, asked
+        from megalith.planner import answer, request
 
-        question = asked.Question(
+        question = request.PlanRequest(
             path=self.request.file, cluster=cluster, overrides=tuple(self.request.overrides), offload=offload
         )
-        return answer.answer(asked.ask(question), top=top)
+        return answer.answer(request.resolve(question), top=top)
 
-    def dry_run(self, *, rank: int = 0, world: int | None = None) -> "Dried":
+    def dry_run(self, *, rank: int = 0, world: int | None = None) -> "DryRunReport":
         """Count the bytes, messages and FLOPs of a step on one rank, without running the other ranks. Raises SpecErrors."""
         from megalith.commands.dryrun import dryrun
 

@@ -292,7 +292,7 @@ def rank_bytes(case: Case) -> float:
     state = state_bytes(case, plan) + _held(case, plan, ends, places=1) / min(places, 2)  # embedding and head are on two ranks
     each = bytes_each([gradient(case.spec.train.gradients)])
     part = max(ends.total / 2, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
-    return state + activation_bytes(case) + 2 * part * (each * (plan.holders > 1) + each)
+    return state + activation_bytes(case) + 2 * part * (each * (plan.dp_size > 1) + each)
 
 
 def activation_bytes(case: Case) -> float:
@@ -321,7 +321,7 @@ def disk_bytes(case: Case, plan: Plan) -> int:
     """Lower bound of the size of a rank's file for the blocks' state: one slot of each chunk."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
-    shares = numbers.dense / (plan.tensor * plan.shards) + numbers.experts / (
+    shares = numbers.dense / (plan.tensor * plan.dp_shard) + numbers.experts / (
         plan.expert * plan.expert_tensor * max(1, mesh.experts[2])
     )
     return int(plan.state.away * bytes_each(_elsewhere(case)) * shares / places) if plan.state.optimizer == "disk" else 0
@@ -340,7 +340,7 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     held = 0.0
     for count, split, shards in (
-        (parameters.dense, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
+        (parameters.dense, plan.tensor, max(1, plan.dp_shard)),  # 0 where it asks for more copies than ranks
         (parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
     ):
         cut = {"zero": plan.zero, "shards": shards}

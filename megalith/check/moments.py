@@ -89,10 +89,10 @@ def halves_can_be_had(case: Case) -> Found:
     if (
         case.plan.zero
         and case.plan.data % case.plan.replicate == 0
-        and case.plan.shards > 1
+        and case.plan.dp_shard > 1
         and spec.optimizer.master == "split16"
     ):
-        reason = f"saves nothing over {case.plan.shards} shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"
+        reason = f"saves nothing over {case.plan.dp_shard} shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"
         yield advice("optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3.')
 
 

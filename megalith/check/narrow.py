@@ -240,8 +240,8 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
     if choices.input_gradient == "wide":
         reason = 'with precision.input_gradient = "wide": these products need the weights as they are'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
-    if plan.zero == 0 or plan.shards == 1:
-        reason = f"changes nothing with plan.zero = {plan.zero} and {plan.shards} shards: no weights are gathered"
+    if plan.zero == 0 or plan.dp_shard == 1:
+        reason = f"changes nothing with plan.zero = {plan.zero} and {plan.dp_shard} shards: no weights are gathered"
         yield advice("precision.gather", choices.gather, reason, "Leave it out.")
     elif choices.granularity == "tile":
         yield from _cut_by_shards(case, case.model) if case.model is not None else ()

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.memory import state_bytes
-from megalith.schedule.table import FILE, SCHEDULES, Kind, kind, misfits
+from megalith.schedule.table import FILE, SCHEDULES, Kind, kind, schedule_problems
 from megalith.spec.base import AbsentError
 
 
@@ -49,8 +49,8 @@ def schedule_is_there(case: Case) -> Found:
     """The schedule is one of the table, or of a file."""
     name = case.plan.schedule
     if not name.startswith(FILE) and name not in SCHEDULES:
-        for misfit in misfits(name, ranks=1, microbatches=1, chunks=1):
-            yield error("plan.schedule", misfit.value, misfit.reason, misfit.way_out)
+        for problem in schedule_problems(name, ranks=1, microbatches=1, chunks=1):
+            yield error("plan.schedule", problem.value, problem.reason, problem.way_out)
 
 
 def schedule_can_be_built(case: Case) -> Found:
@@ -59,10 +59,10 @@ def schedule_can_be_built(case: Case) -> Found:
     fields = {"ranks": "pipeline", "microbatches": "microbatch"}
     known = plan.schedule.startswith(FILE) or plan.schedule in SCHEDULES
     if known and case.spec.microbatches:  # else the batch does not divide, which another rule reports
-        for misfit in misfits(
+        for problem in schedule_problems(
             plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
         ):
-            yield error(f"plan.{fields.get(misfit.field, misfit.field)}", misfit.value, misfit.reason, misfit.way_out)
+            yield error(f"plan.{fields.get(problem.field, problem.field)}", problem.value, problem.reason, problem.way_out)
     chunks = kind(plan.schedule).chunks
     if chunks.least <= plan.chunks < chunks.usual and plan.pipeline > 1:
         reason = f'interleaves nothing with schedule = "{plan.schedule}"'

@@ -27,7 +27,7 @@ NONE = Change({}, 0)
 def changes(spec: RunSpec) -> Iterator[list[Change]]:
     """Yield alternatives for each kind of change; the first one is to leave the run as it is."""
     plan, narrow = spec.plan, PRECISIONS[spec.train.precision].compute.name != MASTER.number
-    more = range(plan.zero + 1, 4) if plan.holders > 1 else ()
+    more = range(plan.zero + 1, 4) if plan.dp_size > 1 else ()
     yield [NONE, *(Change({"plan.zero": zero}, zero) for zero in more)]
     light = ("full", "sqrt")
     left = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.check.case import Case, Found, advice, error
-from megalith.schedule.table import misfits
+from megalith.schedule.table import schedule_problems
 from megalith.spec import cluster as clusters
 from megalith.spec.model import MoeSpec
 from megalith.spec.numbers import PRECISIONS
@@ -214,12 +214,12 @@ def returned_samples_can_be_trained(case: Case) -> Found:
         if share == 1 or rest or not few:  # it never reads less, or another rule says that the batch does not divide
             continue
         numbers = {"ranks": plan.pipeline, "chunks": plan.chunks, "zero": plan.zero}
-        usual = {str(each) for each in misfits(plan.schedule, microbatches=share * few, **numbers)}
-        for misfit in misfits(plan.schedule, microbatches=few, **numbers):
-            if str(misfit) not in usual:
+        usual = {str(each) for each in schedule_problems(plan.schedule, microbatches=share * few, **numbers)}
+        for problem in schedule_problems(plan.schedule, microbatches=few, **numbers):
+            if str(problem) not in usual:
                 reason = (
                     f"cannot train what a lost site hands back: as little as {reads * few} samples in a step, and "
-                    f"microbatches = {few} {misfit.reason}"
+                    f"microbatches = {few} {problem.reason}"
                 )
                 way_out = "Use another schedule, a larger train.global_batch or equal shares."
                 yield error(f"sites.each.{number}.plan.schedule", plan.schedule, reason, way_out)

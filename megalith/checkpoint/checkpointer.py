@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 
 from megalith import disk
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.load import Accept, Loaded, Wanted, Warn, load, silent, whatever
+from megalith.checkpoint.load import Accept, LoadResult, Wanted, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Held, Laid, Place, Share, can_wait, frozen, owners, shares
+from megalith.checkpoint.shares import HeldShare, Laid, Place, Share, can_wait, frozen, owners, shares
 from megalith.checkpoint.staging import Staging
-from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
+from megalith.checkpoint.storage import FolderWriter, SharesToWrite, WrittenFile, describe_error, save_alone
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class _Job:
     began: float
     wait_seconds: float = 0.0
     ended: float = 0.0
-    written: Written | None = None
+    written: WrittenFile | None = None
     thread: threading.Thread | None = None
 
 
@@ -89,7 +89,7 @@ class Checkpointer:
         self._party, self._warn = Party(group), warn
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
-        self._planned: tuple[Held, ...] | None = None
+        self._planned: tuple[HeldShare, ...] | None = None
         self._mine: set[Place] = set()
         self._staging = Staging()
 
@@ -187,7 +187,7 @@ class Checkpointer:
         partial: bool = False,
         cast: bool = False,
         accept: Accept = whatever,
-    ) -> Loaded | None:
+    ) -> LoadResult | None:
         """Fill the tensors of `state` in place from the newest intact checkpoint, or from that of `step`; None if there is none.
 
         See `megalith.checkpoint.load.load` for `accept`, and for what it raises. With `step`, no other checkpoint takes its place.
@@ -250,12 +250,12 @@ class Checkpointer:
 
         return work
 
-    def _failed(self, error: BaseException) -> Written:
+    def _failed(self, error: BaseException) -> WrittenFile:
         """Turn an error into a result. A transport raises RuntimeError; errors that the ranks met themselves are known to all ranks
         already."""
-        return Written(error=describe_error(error), parted=self._party.group is not None and isinstance(error, RuntimeError))
+        return WrittenFile(error=describe_error(error), parted=self._party.group is not None and isinstance(error, RuntimeError))
 
-    def _write(self, mine: dict[str, Share], writer: FolderWriter) -> Written:
+    def _write(self, mine: dict[str, Share], writer: FolderWriter) -> WrittenFile:
         if self._party.group is None:
             metadata = save_alone(mine, writer)
         else:
@@ -274,7 +274,7 @@ class Checkpointer:
             return
         if job.thread:
             job.thread.join()
-        written = job.written or Written(error="the writing thread died")
+        written = job.written or WrittenFile(error="the writing thread died")
         if self._party.leads:
             for warning in written.warnings:
                 self._warn(warning)
@@ -286,7 +286,7 @@ class Checkpointer:
             self._outcomes.append(Saved(job.step, written.path, written.bytes, seconds, job.wait_seconds))
 
 
-def _assign(answers: list[tuple[str | None, tuple[Held, ...]]]) -> list[tuple[set[Place], list[str]]]:
+def _assign(answers: list[tuple[str | None, tuple[HeldShare, ...]]]) -> list[tuple[set[Place], list[str]]]:
     """Return for each rank the boxes that it writes, and the reasons why the ranks cannot save."""
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if refused:

@@ -32,7 +32,7 @@ from megalith.spec.parts import named_by
 
 __all__ = [
     "ForeignModelError",
-    "Imported",
+    "ImportResult",
     "configuration",
     "export",
     "import_",
@@ -300,7 +300,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """A checkpoint made of another program's weights."""
 
     path: Path
@@ -309,7 +309,7 @@ class Imported:
     """Return the optional parts that config.json counts but whose weights are not in the folder; "" if there are none."""
 
 
-def import_(folder: Path, out: Path) -> Imported:
+def import_(folder: Path, out: Path) -> ImportResult:
     """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta.
 
     It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. Other training state, such as routers' loads, is zero as
@@ -329,7 +329,7 @@ def import_(folder: Path, out: Path) -> Imported:
     if isinstance(outcome, Failed):
         raise OSError(f"{checkpoints}: {outcome.error}")
     tokenizers.copy(folder, out)
-    return Imported(outcome.path, spec, left_out)
+    return ImportResult(outcome.path, spec, left_out)
 
 
 def read_model(folder: Path) -> tuple[Model, str]:

@@ -28,7 +28,7 @@ class MismatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """Result of a load: its source, its step, the saved meta, and the names of all tensors in the checkpoint."""
 
     path: Path
@@ -55,7 +55,7 @@ def load(
     rows: Collection[str] = (),
     accept: Accept = whatever,
     warn: Warn = silent,
-) -> Loaded:
+) -> LoadResult:
     """Fill the tensors of `state` in place from the newest intact checkpoint that `path` means (see `folder.locate`).
 
     Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are
@@ -103,7 +103,7 @@ def _load(
     cast: bool,
     rows: Collection[str],
     accept: Accept,
-) -> tuple[Loaded | None, list[str]]:
+) -> tuple[LoadResult | None, list[str]]:
     """Load one checkpoint, or return what is wrong with it. The leading rank holds it against pruning until all ranks have
     read."""
     opened = _Opened(path) if party.leads else None
@@ -122,7 +122,7 @@ def _load(
         mine, refused = _shares(wanted)
         _compare(path, index, mine, set(wanted), refused, party, partial=partial, cast=cast, rows=rows)
         _read(FolderReader(path, index), mine, party)
-        return Loaded(path, manifest.step, manifest.meta, frozenset(index)), []
+        return LoadResult(path, manifest.step, manifest.meta, frozenset(index)), []
     finally:
         if opened:
             opened.close()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalith.checkpoint.buffers import Buffers, views, write_layout
 from megalith.checkpoint.tensors import DTYPES
-from megalith.fleet.seat import Seat, node_folder, ranks_of
+from megalith.fleet.rank_info import RankInfo, node_folder, ranks_of
 from megalith.fleet.secure import private
 from megalith.fleet.tiers import Source, Tier
 from megalith.fleet.tiers.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Label, Layout, file_name, parse_name
@@ -31,7 +31,7 @@ ON_DISK = 3  # copies of a rank: where one writes the newest and another still t
 RNG, TOLD = "rng.cpu", "told"
 
 
-def words(tensors: Iterable[Tensor]) -> Tensor:
+def checksum_words(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of the tensors' 64-bit words modulo 2^64 as an int64 scalar, an incomplete last word filled up with zeros, on the
     first one's device. One pass over their memory, and no waiting."""
     sums: list[Tensor] = []
@@ -47,9 +47,9 @@ def words(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
-def digest(tensors: Iterable[Tensor]) -> int:
+def checksum(tensors: Iterable[Tensor]) -> int:
     """The same as a number, from which a copy's digest is made."""
-    return int(words(tensors)) % WORDS
+    return int(checksum_words(tensors)) % WORDS
 
 
 def _words(octets: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ def _aligned(octets: Tensor) -> bool:
     return bool(octets.storage_offset() % 8 == 0 and octets.data_ptr() % 8 == 0)
 
 
-class Digest:
-    """Repeated `digest` of the same tensors: their views as whole words are looked up only once."""
+class ChecksumInPlace:
+    """Repeated `checksum` of the same tensors: their views as whole words are looked up only once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -73,7 +73,7 @@ class Digest:
             self._look_up()
             self._places = places
         sums = [view.sum() for view in self._views]
-        sums += [words(self._others)] if self._others else []  # of nothing it would be a number of the CPU's
+        sums += [checksum_words(self._others)] if self._others else []  # of nothing it would be a number of the CPU's
         return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) % WORDS if sums else 0
 
     def _look_up(self) -> None:
@@ -113,7 +113,7 @@ class Memory:
         self,
         state: Mapping[str, Tensor],
         *,
-        seat: Seat,
+        seat: RankInfo,
         keep: int = 2,
         pinned: bool = False,
         good: int = 0,
@@ -226,7 +226,7 @@ class Memory:
         text = self._text(told)
         if self.room:
             into[TOLD].copy_(text)
-        total = ((digest(self._live) if known is None else known) + digest([rng, text])) % WORDS
+        total = ((checksum(self._live) if known is None else known) + checksum([rng, text])) % WORDS
         label = replace(self._label, step=step, samples=samples, updates=updates if updates >= 0 else step, digest=total)
         self.own.commit(number, label)
         good = good and self._most_good > 0
@@ -431,7 +431,7 @@ class Memory:
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
         rng = found[RNG].clone()
         told = found[TOLD].clone() if self.room else torch.empty(0, dtype=torch.uint8)
-        total = (digest(self._live) + digest([rng, told])) % WORDS  # of what was loaded: an error on the way counts as well
+        total = (checksum(self._live) + checksum([rng, told])) % WORDS  # of what was loaded: an error on the way counts as well
         if total != label.digest:
             raise Damaged(tier, label.step, self.seat.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
         torch.set_rng_state(rng)

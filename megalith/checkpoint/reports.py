@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from megalith.checkpoint.checkpointer import Failed, Saved
 from megalith.events import Checkpoint, EventLog, Problem
+from megalith.fleet.observations import SaveFailed, SaveWorks
 from megalith.fleet.report import report
-from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
 
 

@@ -18,7 +18,7 @@ Place = tuple[str, tuple[int, ...]]  # identifies a box: its tensor's name and w
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShare:
     """A box of a tensor that some rank holds. `shape` is the whole tensor's; sizes are in elements."""
 
     key: str
@@ -94,7 +94,7 @@ class Stored(Protocol):
 class Laid:
     """A share that is not on this rank's device, and which box of its tensor it is."""
 
-    held: Held
+    held: HeldShare
     data: Tensor | Stored
 
     @classmethod
@@ -106,7 +106,7 @@ class Laid:
             assert place is not None
             offset, sizes = box_of(key, cut, place)
         size = prod(sizes) * data.element_size()
-        return cls(Held(key, tuple(cut.shape), DTYPES[data.dtype], offset, sizes, size), data)
+        return cls(HeldShare(key, tuple(cut.shape), DTYPES[data.dtype], offset, sizes, size), data)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Share:
     """This rank's box of a tensor, and its values: `data`, of shape `held.sizes`, is a view of the tensor, or stands for values not in
     memory."""
 
-    held: Held
+    held: HeldShare
     data: Tensor | Stored
 
 
@@ -183,7 +183,7 @@ def _share(key: str, tensor: Tensor) -> Share | None:
         raise ValueError(f"{key} {shape}: this rank holds {tuple(data.shape)}, its layout {_layout(tensor)} says {sizes}")
     if prod(sizes) == 0 and prod(shape) > 0:
         return None
-    return Share(Held(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data.detach())
+    return Share(HeldShare(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data.detach())
 
 
 def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -225,14 +225,14 @@ def _layout(tensor: Tensor) -> str:
     return f"{tensor.placements} on {tuple(tensor.device_mesh.shape)}"
 
 
-def owners(held: Sequence[Sequence[Held]]) -> tuple[list[set[Place]], list[str]]:
+def owners(held: Sequence[Sequence[HeldShare]]) -> tuple[list[set[Place]], list[str]]:
     """Assign each box to one rank that writes it, bytes spread evenly; also return the contradictions, as text.
 
     `held[rank]` is what each rank holds. Each replicated box is assigned to the holder with the fewest bytes to write so far,
     largest boxes first.
     """
     holders: dict[Place, list[int]] = {}
-    boxes: dict[Place, Held] = {}
+    boxes: dict[Place, HeldShare] = {}
     whole: dict[str, tuple[tuple[int, ...], str]] = {}
     problems: list[str] = []
     for rank, items in enumerate(held):

@@ -38,7 +38,7 @@ from torch.futures import Future
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
 from megalith.checkpoint.linked import Placed, link
-from megalith.checkpoint.shares import Held, Share
+from megalith.checkpoint.shares import HeldShare, Share
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES, box
 from megalith.disk import Place
 
@@ -57,7 +57,7 @@ class SharesToWrite(DefaultSavePlanner):
         return self.state_dict[write_item.index.fqn]
 
 
-def _write_item(held: Held) -> WriteItem:
+def _write_item(held: HeldShare) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(held.key, held.offset),
         type=WriteItemType.SHARD,
@@ -70,7 +70,7 @@ def _write_item(held: Held) -> WriteItem:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """Result of a write by one rank or by all, passed between ranks as a value, because not every exception can be sent."""
 
     path: Path | None = None
@@ -137,7 +137,7 @@ class FolderWriter(StorageWriter):
         except Exception as error:  # whatever the error, the run goes on and the save is reported as failed
             self.error = describe_error(error)
         if self.error is not None:
-            results = [Written(error=f"rank {self.rank}: {self.error}")]
+            results = [WrittenFile(error=f"rank {self.rank}: {self.error}")]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -154,15 +154,15 @@ class FolderWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, write index and manifest, commit, and prune. All ranks get the outcome as
         `metadata.storage_data`."""
-        errors = [item.error for items in results for item in items if isinstance(item, Written) and item.error]
+        errors = [item.error for items in results for item in items if isinstance(item, WrittenFile) and item.error]
         try:
-            metadata.storage_data = Written(error="; ".join(errors)) if errors else self._commit(metadata, results)
+            metadata.storage_data = WrittenFile(error="; ".join(errors)) if errors else self._commit(metadata, results)
         except (OSError, ValueError, TypeError) as error:
-            metadata.storage_data = Written(error=f"rank {self.rank}: {describe_error(error)}")
+            metadata.storage_data = WrittenFile(error=f"rank {self.rank}: {describe_error(error)}")
         if metadata.storage_data.error and self.folder.is_dir():
             files.clean(self.folder)
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> Written:
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> WrittenFile:
         written = [item for items in results for item in items]
         if not written:
             raise ValueError("the state is empty on every rank")
@@ -173,7 +173,7 @@ class FolderWriter(StorageWriter):
         manifest = files.Manifest(self.step, files.next_order(self.folder), dict(self.meta), dict(sorted(digests.items())))
         files.write_manifest(temporary, manifest)
         final = files.commit(temporary, self.step)
-        return Written(path=final, bytes=manifest.bytes, warnings=tuple(files.prune(self.folder, keep=self.keep)))
+        return WrittenFile(path=final, bytes=manifest.bytes, warnings=tuple(files.prune(self.folder, keep=self.keep)))
 
 
 def describe_error(error: BaseException) -> str:

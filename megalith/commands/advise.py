@@ -19,7 +19,7 @@ Train = Callable[["Trial", Path], int]
 
 
 @dataclass(frozen=True)
-class Advised:
+class AdviceResult:
     """The advice, the folder of the branches, and the run's own gradient noise scale in sequences, if its log has one."""
 
     advice: "Advice"
@@ -82,7 +82,7 @@ def advise(
     tolerance: float,
     out: Path | None,
     train: Train,
-) -> Advised:
+) -> AdviceResult:
     """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has
     no such checkpoint or a branch has problems; RuntimeError if a branch fails."""
     from megalith.check import check
@@ -112,7 +112,7 @@ def advise(
         losses[trial.factor].append(_loss(trial, folder / trial.name, train))
     phase = Phases.of(spec).at(position["samples"])
     advice = judge(losses, batch=phase.global_batch, seq_len=phase.seq_len, tolerance=tolerance)
-    return Advised(advice, folder, manifest.step, _noise_scale(run_dir, manifest.step))
+    return AdviceResult(advice, folder, manifest.step, _noise_scale(run_dir, manifest.step))
 
 
 def _loss(trial: "Trial", folder: Path, train: Train) -> float:
@@ -142,20 +142,20 @@ def _trainer(console: Console) -> Train:
         from megalith.commands.shared.arguments import RunRequest
         from megalith.commands.train import train
         from megalith.spec import files
-        from megalith.spec.files import Resolved
+        from megalith.spec.files import ResolvedRun
         from megalith.spec.toml import dotted
         from megalith.spec.validate import leaves
 
         origins = {dotted(leaf.path): "megalith advise batch" for leaf in leaves(trial.spec)}
         file = folder.with_suffix(".toml")
-        write(files.dump(Resolved(trial.spec, origins)), file, overwrite=True)
+        write(files.dump(ResolvedRun(trial.spec, origins)), file, overwrite=True)
         console.print(f"{trial.name}: {trial.factor:g} times the batch")
         return train(RunRequest(file, (), folder), console=console).code
 
     return run
 
 
-def _show(found: Advised) -> None:
+def _show(found: AdviceResult) -> None:
     """Print the table and the advice."""
     from megalith.report import advice as tables  # drawing
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.train import Trained, ended, followed, show
+from megalith.commands.train import TrainResult, ended, followed, show
 
 
 def command(
@@ -29,7 +29,7 @@ def command(
     return trained.code
 
 
-def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> Trained:
+def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> TrainResult:
     """Run one machine of a multi-node run, named `machine` (default: its own name): with ranks of its own, or warm as a spare.
 
     The process that the engine numbers first also directs the run, shows its progress on `console`, and starts the process that sends
@@ -58,7 +58,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     host = agents.Host(job, spec.fleet, agents.own_name(machine), runs.identity(spec), lambda: agents.open_data(spec))
     if not directs:
         runs.refuse(runs.differences(checked.resolved, folder))
-        return Trained(folder, agents.serve_node(host, place), "", None)
+        return TrainResult(folder, agents.serve_node(host, place), "", None)
     assert place is not None  # else it would not direct
     with hold(folder, wide=True) as owner:
         runs.refuse(runs.differences(checked.resolved, folder))

@@ -19,10 +19,10 @@ from megalith.commands.shared.output import print_json
 from megalith.report.units import counted
 
 if TYPE_CHECKING:
-    from megalith.rehearse.campaign import Ran
+    from megalith.rehearse.campaign import CampaignRun
     from megalith.rehearse.hangs import Hangs
     from megalith.rehearse.judge import Aims, Judgement
-    from megalith.spec.files import Resolved
+    from megalith.spec.files import ResolvedRun
     from megalith.spec.run import RunSpec
 
 
@@ -138,16 +138,18 @@ def campaign(
     )  # fmt: skip
 
 
-def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path) -> "Ran":
+def _hurt(
+    resolved: "ResolvedRun", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path
+) -> "CampaignRun":
     """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed,
     each node has one."""
     from megalith.commands.shared import runs
     from megalith.fleet import local
-    from megalith.fleet.seat import node_folder
+    from megalith.fleet.rank_info import node_folder
     from megalith.fleet.tiers import roots
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
-    from megalith.rehearse.crew import Crew
+    from megalith.rehearse.supervised_agents import SupervisedAgents
 
     names = local.node_names(spec.fleet)
     disk = runner.disk_of(folder, like=like, small="full" in kinds)
@@ -155,14 +157,14 @@ def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, 
     if "agent" in kinds:  # on one machine: no node has processors of its own to burn in
         spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
         with disk:
-            return run(_training(resolved, spec, folder, verb="agent"), crew=Crew(names, runner.REPAIR_SECONDS))
+            return run(_training(resolved, spec, folder, verb="agent"), crew=SupervisedAgents(names, runner.REPAIR_SECONDS))
     memory = roots.memory_root(folder, runs.identity(spec))
     nodes = [node_folder(memory, name) for name in names]
     with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:
         return run(_training(resolved, spec, folder), nodes=nodes, network=network)
 
 
-def _training(resolved: "Resolved", spec: "RunSpec", run_dir: Path, verb: str = "train") -> list[str]:
+def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str = "train") -> list[str]:
     """Return the command that trains `resolved`, changed to `spec`, and write its run file beside the run's folder."""
     from megalith.spec import files
 

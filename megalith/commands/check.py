@@ -12,7 +12,7 @@ from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settin
 from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows
 
 if TYPE_CHECKING:
-    from megalith.commands.shared.runs import Checked
+    from megalith.commands.shared.runs import CheckResult
     from megalith.planner.formats import Gains
     from megalith.planner.price import Price
     from megalith.spec.problem import Problem
@@ -68,18 +68,19 @@ def command(
     if fp8:
         _show_gains(gained, checked.resolved.spec)
     _show_treated(checked.resolved.spec)
-    _show_legal(checked.resolved.spec)
+    _show_run(checked.resolved.spec)
     _show_phases(checked.resolved.spec)
     return 0
 
 
 def _prices(request: RunRequest) -> "tuple[Price, ...]":
     """Predict what each broken rule of a run's plan costs on its cluster. Raises SpecErrors where the cluster cannot be predicted."""
-    from megalith.planner import asked, price  # the planner takes long to import
+    from megalith.planner import price  # the planner takes long to import
+    from megalith.planner.request import PlanRequest, resolve
     from megalith.spec.cluster import CALIBRATE
     from megalith.spec.problem import Problem, SpecErrors
 
-    question = asked.ask(asked.Question(path=request.file, overrides=tuple(request.overrides)))
+    question = resolve(PlanRequest(path=request.file, overrides=tuple(request.overrides)))
     plan = question.run.plan
     used = question.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
@@ -96,7 +97,7 @@ def _show_prices(priced: "Sequence[Price]") -> None:
     Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
 
 
-def _in_8_bits(checked: "Checked", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
+def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
     """Return the problems, with advice about layers that products in 8 bits make slower; and, if `asked`, what they gain each layer: None
     if the run's devices have no such products, or if nobody published their figures."""
     from megalith.spec import cluster as clusters
@@ -104,10 +105,10 @@ def _in_8_bits(checked: "Checked", *, asked: bool) -> "tuple[Sequence[Problem], 
     spec = checked.resolved.spec
     if spec.cluster == "local" or not (asked or spec.precision.multiply == "codes"):
         return checked.problems, None
-    from megalith.planner import formats, refused  # the planner takes long to import
+    from megalith.planner import formats, problems  # the planner takes long to import
 
     used = clusters.load(spec.cluster)
-    if refused.unpublished(spec.cluster, used):
+    if problems.unpublished(spec.cluster, used):
         return checked.problems, None
     return (*checked.problems, *formats.advice_on(spec, used)), formats.gains(spec, used) if asked else None
 
@@ -156,7 +157,7 @@ def _show_treated(spec: "RunSpec") -> None:
         print(f"a number of a large matrix: {kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}")
 
 
-def _show_legal(spec: "RunSpec") -> None:
+def _show_run(spec: "RunSpec") -> None:
     """Print the size of a run in one line."""
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"

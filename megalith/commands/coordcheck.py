@@ -12,7 +12,7 @@ from megalith.commands.shared.arguments import Json, RunFile, Settings
 from megalith.commands.shared.output import print_json, write
 
 if TYPE_CHECKING:
-    from megalith.prove.coordcheck import Axis, Checked
+    from megalith.prove.coordcheck import Axis, CoordinateCheck
     from megalith.spec.run import RunSpec
 
 LIMIT = 0.25  # a factor of 1.19 for each doubling
@@ -46,7 +46,7 @@ def command(
     if not wanted:
         raise typer.BadParameter("nothing to compare. Give at least two sizes: --widths 64,128,256.")
     console = Console(stderr=True)
-    found: list[Checked] = []
+    found: list[CoordinateCheck] = []
     with console.status("") as status:
         for axis, sizes in wanted:
             for kind in _kinds(spec, axis):
@@ -86,7 +86,7 @@ def _kinds(spec: "RunSpec", axis: "Axis") -> list[Any]:
     return ["standard", scaled]
 
 
-def _show(found: "list[Checked]", limit: float) -> None:
+def _show(found: "list[CoordinateCheck]", limit: float) -> None:
     from megalith.report import coordcheck as tables  # drawing
 
     console = Console()

@@ -11,13 +11,13 @@ from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settin
 from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows, write
 
 if TYPE_CHECKING:
-    from megalith.cost.foreseen import Comparison
+    from megalith.cost.predicted import Comparison
     from megalith.prove.dryrun import DryRun
     from megalith.spec.problem import Problem
 
 
 @dataclass(frozen=True)
-class Dried:
+class DryRunReport:
     """Count of what one rank of a run holds, sends and computes, beside the planner's prediction. `limit`: bytes of the cluster's device,
     None if unknown."""
 
@@ -66,7 +66,7 @@ def command(
     return BAD_SPECIFICATION if dried.problems else 0
 
 
-def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> Dried:
+def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> DryRunReport:
     """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
 
     `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan with problems and for a
@@ -84,31 +84,31 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
     if errors:
         raise SpecErrors(errors)
     limit = None if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.memory
-    from megalith.cost.foreseen import foresee, of_run  # needs torch, which a plan that is refused does not
-    from megalith.planner.beside import beside
+    from megalith.cost.predicted import predict, workload_of  # needs torch, which a plan that is refused does not
+    from megalith.planner.compared import compare
     from megalith.prove import dryrun as dry
     from megalith.prove import fits
     from megalith.spec.phases import Phases, during
 
-    phases = [(foresee(of_run(during(spec, phase)), rank=rank), phase) for phase in Phases.of(spec).shapes]
-    foreseen, worst = max(phases, key=lambda one: sum(one[0].memory.values()))
+    phases = [(predict(workload_of(during(spec, phase)), rank=rank), phase) for phase in Phases.of(spec).shapes]
+    predicted, worst = max(phases, key=lambda one: sum(one[0].memory.values()))
     words = f"from sample {worst.first:,} on, {worst.words}" if len(phases) > 1 else ""
     step = during(spec, worst)
     run = dry.dryrun(step, rank=rank)
     problem = fits.does_not_fit(step, run.counted.memory, limit) if limit else None
-    return Dried(run, beside(foreseen, run.counted), limit, [problem] if problem else [], words)
+    return DryRunReport(run, compare(predicted, run.counted), limit, [problem] if problem else [], words)
 
 
-def _drawn(dried: Dried, name: str, out: Path) -> str:
+def _drawn(dried: DryRunReport, name: str, out: Path) -> str:
     """Return the picture or the page of a dry run, by the name of the file it is for."""
     from megalith.report import dried as report  # drawing
 
     if out.suffix == ".html":
         return report.page(name, dried.run, {line.name: line for line in dried.lines}, dried.limit, dried.problems)
-    return report.course(dried.run.counted.course)
+    return report.memory_timeline(dried.run.counted.memory_timeline)
 
 
-def _show(dried: Dried) -> None:
+def _show(dried: DryRunReport) -> None:
     """Print memory, messages and work of a dry run beside their predictions."""
     from megalith.report import dried as tables  # drawing
     from megalith.report import units

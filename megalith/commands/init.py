@@ -83,7 +83,7 @@ def command(
 def init(wish: Wish) -> "RunSpec":
     """Return the run that is wished for: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
     everything that is wrong."""
-    from megalith.planner.asked import named_model
+    from megalith.planner.request import named_model
     from megalith.spec.run import RunSpec
 
     values = _for_cluster(wish) if wish.cluster else _for_this_machine(wish, named_model(wish.model))
@@ -102,11 +102,11 @@ def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
 
 def _for_cluster(wish: Wish) -> dict[str, Any]:
     """Return the values of a run on a cluster."""
-    from megalith.planner import answer, asked  # the planner takes long to import
+    from megalith.planner import answer, request  # the planner takes long to import
     from megalith.spec.problem import Problem, SpecErrors
 
-    question = asked.ask(
-        asked.Question(
+    question = request.resolve(
+        request.PlanRequest(
             model=wish.model, cluster=wish.cluster, seq_len=wish.seq_len, global_batch=wish.global_batch, offload=False, out=True
         )
     )

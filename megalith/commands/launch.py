@@ -81,7 +81,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchResult:
     """A launch with its place: `path` is None if it is not written. `submit`: the command that hands `file` to its engine."""
 
     file: str
@@ -137,15 +137,15 @@ def _variables(settings: list[str] | None) -> dict[str, str] | None:
     return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None
 
 
-def _placed(artefact: "Artefact", out: str | None) -> Launched:
+def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
     """Return an artefact's launch when it is written to `out`, a file or a folder. Its text and its command name the file in
     that place."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
-    return Launched(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)
+    return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)
 
 
-def _show(launched: Launched, advice: "Sequence[Problem]", *, text: bool, submit: bool) -> None:
+def _show(launched: LaunchResult, advice: "Sequence[Problem]", *, text: bool, submit: bool) -> None:
     """Print a launch file's text (if asked, or if it is not written to a file), advice, and how to start it."""
     if text or not launched.path:
         print(launched.text, end="")

@@ -15,9 +15,9 @@ from megalith.commands.shared.arguments import Json, Overwrite, Settings
 from megalith.commands.shared.output import print_json, progress, write
 
 if TYPE_CHECKING:
-    from megalith.planner.answer import Answer
-    from megalith.planner.asked import Question
+    from megalith.planner.answer import PlanResult
     from megalith.planner.price import Price
+    from megalith.planner.request import PlanRequest
 
 
 def whole(text: str) -> int:
@@ -155,7 +155,7 @@ def command(
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
-    from megalith.planner import answer, asked, price, varied, written  # the planner takes long to import
+    from megalith.planner import answer, price, request, varied, written  # the planner takes long to import
     from megalith.planner import measured as rows
 
     if explain and run is not None and run.is_dir():
@@ -163,7 +163,7 @@ def command(
         return
     if atlas:
         length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
-        question = asked.Question(
+        question = request.PlanRequest(
             cluster=cluster,
             seq_len=length,
             global_batch=global_batch,
@@ -173,7 +173,7 @@ def command(
         )
         _draw_atlas(question, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json)
         return
-    question = asked.Question(
+    question = request.PlanRequest(
         path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
         tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
         small=small_state, software=software, overrides=tuple(settings or ()), out=out is not None,
@@ -183,7 +183,7 @@ def command(
         return
     with _searching() as tick:
         others = [(change, varied.vary(question, change)) for change in what_if or ()]
-        wanted = asked.ask(question)
+        wanted = request.resolve(question)
         own = rows.measured(measured or (), software)
         answered = answer.answer(wanted, top=top, why=explain, pareto=pareto, what_ifs=others, measured=own, tick=tick)
     if out is not None:
@@ -214,7 +214,7 @@ def _searching() -> Iterator[Callable[[int, int], None]]:
         yield tick
 
 
-def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
+def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> None:
     """Print layouts."""
     from megalith.report import plans  # drawing
 
@@ -269,10 +269,10 @@ def _explain(run: Path, *, as_json: bool) -> None:
         console.print(plans.tries(found))
 
 
-def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
+def _walk(question: "PlanRequest", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
     """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the question is wrong."""
-    from megalith.planner import asked, written
     from megalith.planner import measured as rows
+    from megalith.planner import request, written
     from megalith.planner.walk import walk
     from megalith.report.walk import pages  # drawing
     from megalith.spec.problem import Problem, SpecErrors
@@ -283,7 +283,7 @@ def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, o
     if sys.stdin.isatty() and not as_json:
         question = _interview(question)
     with _searching() as tick:
-        found = walk(asked.ask(question), measured=rows.measured(measured, question.software), tick=tick)
+        found = walk(request.resolve(question), measured=rows.measured(measured, question.software), tick=tick)
     if found.answered is not None and out is not None:
         write(written.as_run(found.answered), out, overwrite=overwrite)
     if not as_json:
@@ -298,7 +298,7 @@ def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, o
         print(f"written: {out}\nnext: megalith check {out}")
 
 
-def _interview(question: "Question") -> "Question":
+def _interview(question: "PlanRequest") -> "PlanRequest":
     """Ask for the model, the devices, the sequence and the tokens that no option or run file gave; an empty answer takes the default."""
     if question.path is not None:
         return question
@@ -317,7 +317,7 @@ def _interview(question: "Question") -> "Question":
     return asked
 
 
-def _draw_atlas(question: "Question", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
+def _draw_atlas(question: "PlanRequest", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
     """Write a map of the best layouts by model and nodes as one HTML page. Raises FileExistsError."""
     from megalith.planner import atlas
     from megalith.report import atlas as pages  # drawing

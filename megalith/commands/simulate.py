@@ -15,10 +15,10 @@ from megalith.commands.shared.output import print_json, progress, write
 from megalith.report.units import counted
 
 if TYPE_CHECKING:
-    from megalith.rehearse.prepare import Prepared, Wanted
-    from megalith.rehearse.replay import Replayed
+    from megalith.rehearse.prepare import PreparedSimulation, SimulationRequest
+    from megalith.rehearse.replay import ReplayedCampaign
     from megalith.rehearse.scenario import Scenario
-    from megalith.rehearse.simulate import Simulated, Tried
+    from megalith.rehearse.simulate import SimulationResult, SweepPoint
     from megalith.spec.run import RunSpec
 
 ScenarioRun = Annotated[
@@ -118,9 +118,9 @@ def command(
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
         raise typer.BadParameter(f"--out {out} does not name a picture. Use a name that ends in .svg.")
-    from megalith.rehearse.prepare import Wanted  # numpy and specifications take 0.3 s to import
+    from megalith.rehearse.prepare import SimulationRequest  # numpy and specifications take 0.3 s to import
 
-    prepared = prepare(Wanted(cluster, run, latencies, options, tuple(settings or ())))
+    prepared = prepare(SimulationRequest(cluster, run, latencies, options, tuple(settings or ())))
     _play(prepared, sweep, seeds=seeds, out=out, as_json=as_json)
 
 
@@ -134,7 +134,7 @@ def _only_campaign(others: Sequence[str]) -> None:
         raise typer.BadParameter(f"--campaign replays a campaign unchanged. Leave out {', '.join(others)}, or --campaign.")
 
 
-def _play(prepared: "Prepared", over: str | None, *, seeds: int, out: Path | None, as_json: bool) -> None:
+def _play(prepared: "PreparedSimulation", over: str | None, *, seeds: int, out: Path | None, as_json: bool) -> None:
     """Simulate a scenario, or a sweep of it `over` "intervals" or "spares"; draw the result into `out`, and print it."""
     from megalith.rehearse import simulate
 
@@ -148,7 +148,7 @@ def _play(prepared: "Prepared", over: str | None, *, seeds: int, out: Path | Non
         return
     for note in prepared.notes:
         print(note)
-    _show_swept(found, seeds) if isinstance(found, Swept) else _show_simulated(found)
+    _show_swept(found, seeds) if isinstance(found, SweepResult) else _show_simulated(found)
     if out is not None:
         print(f"drawn: {out}")
 
@@ -161,7 +161,7 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.update(task, advance=1, refresh=True)
 
 
-def prepare(wanted: "Wanted") -> "Prepared":
+def prepare(wanted: "SimulationRequest") -> "PreparedSimulation":
     """Return the scenario that is wanted. Raises SpecErrors with everything that is wrong with the words."""
     from megalith.rehearse import prepare as words
 
@@ -182,11 +182,11 @@ def _state_bytes(run: "RunSpec") -> float | None:
 
 def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
     """Return a step as `megalith plan` predicts it; None where the cluster cannot be predicted, or the plan leaves some of it idle."""
-    from megalith.planner import answer, asked  # the planner takes long to import
+    from megalith.planner import answer, request  # the planner takes long to import
     from megalith.spec.problem import SpecErrors
 
     try:
-        found = asked.ask(asked.Question(path=run, cluster=cluster, overrides=tuple(overrides)))
+        found = request.resolve(request.PlanRequest(path=run, cluster=cluster, overrides=tuple(overrides)))
     except SpecErrors:
         return None
     if found.own is None:
@@ -195,7 +195,7 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes).
 
     `known`: values that have a name, such as the interval that Young's formula gives. They are among those that were tried.
@@ -203,11 +203,11 @@ class Swept:
 
     plan: "Scenario"
     what: str
-    tried: "list[Tried]"
+    tried: "list[SweepPoint]"
     known: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def best(self) -> "Tried":
+    def best(self) -> "SweepPoint":
         """The interval with the best goodput, or the number of spares with the best goodput over all devices paid for."""
         return max(self.tried, key=lambda one: one.goodput if self.what == "intervals" else one.per_device)
 
@@ -216,7 +216,7 @@ class Swept:
         """The unit that people read, and its name."""
         return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
 
-    def names(self, one: "Tried") -> list[str]:
+    def names(self, one: "SweepPoint") -> list[str]:
         """Return the name of a value: "best", or whose formula gives it."""
         return ["best"] * (one is self.best) + [name for name, value in self.known.items() if value == one.value]
 
@@ -247,21 +247,21 @@ def sweep_values(plan: "Scenario", what: str) -> list[float]:
     return sorted({0, plan.fleet.spares, *(count for count in powers if count <= max(4, plan.nodes // 32))})
 
 
-def sweep(plan: "Scenario", what: str, *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> Swept:
+def sweep(plan: "Scenario", what: str, *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> SweepResult:
     """Simulate a scenario with each of `sweep_values`. `tick` is called after each run."""
     from megalith.rehearse import simulate
 
     values = sweep_values(plan, what)
     if what == "intervals":
-        return Swept(plan, what, simulate.try_intervals(plan, values, seeds=seeds, tick=tick), known_intervals(plan))
-    return Swept(plan, what, simulate.try_spares(plan, [int(value) for value in values], seeds=seeds, tick=tick))
+        return SweepResult(plan, what, simulate.try_intervals(plan, values, seeds=seeds, tick=tick), known_intervals(plan))
+    return SweepResult(plan, what, simulate.try_spares(plan, [int(value) for value in values], seeds=seeds, tick=tick))
 
 
-def _picture(found: "Simulated | Swept") -> str:
+def _picture(found: "SimulationResult | SweepResult") -> str:
     """Return a simulation or a sweep as an SVG."""
     from megalith.report import goodput  # drawing
 
-    if not isinstance(found, Swept):
+    if not isinstance(found, SweepResult):
         return goodput.simulated(found)
     unit, label = found.scale
     marks = [
@@ -282,7 +282,7 @@ def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
     return f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')}{spares}{store}, {copies}, {counted(seeds, 'seed')}"
 
 
-def _show_simulated(found: "Simulated") -> None:
+def _show_simulated(found: "SimulationResult") -> None:
     """Print a simulation."""
     plan, (low, high) = found.scenario, found.band
     print(_setting(plan, len(found.lives)))
@@ -322,7 +322,7 @@ def _sum(what: str, parts: Mapping[str, float]) -> str:
     return f"{sum(parts.values()):,.1f} {what}s" + (f" = {' + '.join(listed)}" if listed else "")
 
 
-def _show_swept(found: Swept, seeds: int) -> None:
+def _show_swept(found: SweepResult, seeds: int) -> None:
     """Print a sweep; the best value is highlighted."""
     plan, (unit, heading) = found.plan, found.scale
     print(_setting(plan, seeds, besides=found.what))
@@ -338,7 +338,7 @@ def _show_swept(found: Swept, seeds: int) -> None:
         _show_formulas(found)
 
 
-def _show_formulas(found: Swept) -> None:
+def _show_formulas(found: SweepResult) -> None:
     """Print Young's and Daly's intervals beside the best of those that were tried."""
     plan, (unit, _) = found.plan, found.scale
     if not found.known:
@@ -364,7 +364,7 @@ def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
     print_json({"ok": True} | found.as_json()) if as_json else _show_replayed(found)
 
 
-def _show_replayed(found: "Replayed") -> None:
+def _show_replayed(found: "ReplayedCampaign") -> None:
     """Print a campaign and its simulation side by side."""
     table = Table("what time went to", "recorded", "predicted")
     for what, *seconds in found.rows():

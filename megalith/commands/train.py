@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megalith.events import Event
     from megalith.fleet.environment import Place
     from megalith.report.live import Follow
-    from megalith.spec.files import Resolved
+    from megalith.spec.files import ResolvedRun
     from megalith.spec.run import RunSpec
 
 
@@ -28,7 +28,7 @@ Profile = Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A 
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` a summary for the user.
 
     `report` is None if none could be written. Ranks other than the first have no report and no message. `unshown`: sentences
@@ -111,7 +111,7 @@ def _train_and_show(request: RunRequest, profile: str | None, *, as_json: bool, 
     return trained.code
 
 
-def _summarize(trained: Trained, page: Path, console: Console) -> None:
+def _summarize(trained: TrainResult, page: Path, console: Console) -> None:
     """Print the run's tables, and the path of its report page."""
     from megalith.fleet.exit_codes import ORDERLY
     from megalith.report import tables  # drawing
@@ -131,7 +131,7 @@ def train(
     profile: str | None = None,
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
-) -> Trained:
+) -> TrainResult:
     """Train what a run file describes, or resume the run that its folder holds.
 
     Under torchrun or Slurm this process becomes its rank. Otherwise the ranks are started on this machine, and `console` shows their
@@ -162,14 +162,14 @@ def train(
             runs.admit(spec, folder)
         if owner is None:
             assert place is not None
-            return Trained(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)
+            return TrainResult(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)
         with siblings.beside(request, spec, folder) as others:
             trained = _followed(resolved, owner, place, arguments, console, others.poll, watch=watch, on_event=on_event)
             return replace(trained, left=(*trained.left, *others.finish(trained.code, patience=spec.launch.timeout)))
 
 
 def _followed(
-    resolved: "Resolved",
+    resolved: "ResolvedRun",
     owner: "Owner",
     place: "Place | None",
     arguments: dict[str, Any],
@@ -178,7 +178,7 @@ def _followed(
     *,
     watch: bool,
     on_event: "Callable[[Event], None] | None",
-) -> Trained:
+) -> TrainResult:
     """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served. `look`
     is called often where this process starts the ranks, and ends them if it raises an error."""
     from megalith.commands.shared import runs
@@ -229,7 +229,7 @@ def followed(
         yield follow, tick
 
 
-def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
+def ended(folder: Path, code: int, message: str, follow: "Follow") -> TrainResult:
     """Write the report, and return how the training that `follow` has shown ended."""
     from megalith.commands import clean, report
     from megalith.fleet.exit_codes import ORDERLY
@@ -237,10 +237,10 @@ def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
     page, why = report.report_if_any(folder)
     left = () if code in ORDERLY else tuple(clean.left_by(folder))
     live = f"the live line ended early: {follow.failed}" if follow.failed else ""
-    return Trained(folder, code, message, page, tuple(filter(None, (live, why))), left, follow.raised)
+    return TrainResult(folder, code, message, page, tuple(filter(None, (live, why))), left, follow.raised)
 
 
-def show(trained: Trained, *, as_json: bool) -> None:
+def show(trained: TrainResult, *, as_json: bool) -> None:
     """Print how a training ended."""
     if as_json:
         print_json({"ok": trained.code == 0} | asdict(replace(trained, raised=None)) | _numbers(trained.run_dir))

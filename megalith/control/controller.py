@@ -22,19 +22,19 @@ from megalith.control.outcome import Outcome, without_ranks
 from megalith.control.owner import Owner, owned
 from megalith.control.pace import Pace
 from megalith.control.policy import Decision
-from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, Ended, Seen, ends
+from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, GenerationEnd, Seen, ends
 from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
 from megalith.events import EventLog, Incident, Order, Problem, Recovery, RunFinished
-from megalith.fleet import commands, local, signs
+from megalith.fleet import commands, local, observations
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation, Nodes
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import Copy, roots
 from megalith.spec.fleet import FleetSpec
 
@@ -100,7 +100,7 @@ class Controller:
         """Run until the last step, a request to stop, or a fault that needs a person."""
         try:
             if self._await_store():
-                self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
+                self._take(Seen(observations.Started(time=time.time()), time.time(), {}))
             else:
                 self._outcome = without_ranks(ExitCode.TERMINATED)
             while self._outcome is None:
@@ -192,11 +192,11 @@ class Controller:
             return
         self._turn()
         for sign in self._nodes.wait(IDLE_SECONDS):
-            if isinstance(sign, Sign):
+            if isinstance(sign, Observation):
                 self._take(Seen(sign, sign.time, {}))
         if self._wait_until is not None and time.monotonic() >= self._wait_until:
             self._wait_until = None
-            self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
+            self._take(Seen(observations.Waited(time=time.time(), step=self._step), time.time(), {}))
         if self._stop_code is not None:
             self._outcome = without_ranks(self._stop_code, report=self._report)
 
@@ -227,7 +227,7 @@ class Controller:
     def _step(self) -> int:
         return max(self._begun, 0)
 
-    def _observe(self, heard: list[Sign], beats: list[Beat]) -> bool:
+    def _observe(self, heard: list[Observation], beats: list[Beat]) -> bool:
         """Handle one turn of a generation's loop; return whether the generation must end."""
         for sign in heard:
             self._hear(sign)
@@ -246,11 +246,11 @@ class Controller:
         else:
             self._take(seen)
 
-    def _hear(self, sign: Sign) -> None:
+    def _hear(self, sign: Observation) -> None:
         """Handle a rank's report, or news of a node. Signs that end the generation are decided once all ranks have ended."""
         if _is_ours(sign, self._watch):
             return
-        if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
+        if isinstance(sign, observations.NodesLost) and not set(sign.nodes) & set(self._state.placement):
             self._take(Seen(sign, sign.time, {}))
             return
         if ends(sign):
@@ -271,7 +271,9 @@ class Controller:
         if least > self._done:
             self._done = least
             self._close_incidents(least, in_place=True)
-            self._state = policy.decide(self._state, signs.Progressed(time=time.time(), step=least), fleet=self._fleet).state
+            self._state = policy.decide(
+                self._state, observations.Progressed(time=time.time(), step=least), fleet=self._fleet
+            ).state
 
     def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
         """Close incidents when the ranks continue: all have begun a step, or, in place, are past the incident's step."""
@@ -291,10 +293,10 @@ class Controller:
         news = [one for one in late if not ends(one.sign)]
         seen, self._seen = [*news, *ended_by], []
         if self._requests:
-            return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
+            return [Seen(observations.StopRequested(time=time.time(), step=self._step), time.time(), {})]
         if self._next is not None or self._wait_until is not None or self._stop_code is not None:
             return [one for one in seen if isinstance(one.sign, OF_NODES)]  # it was ended on purpose
-        lost = [one for one in seen if isinstance(one.sign, signs.NodesLost)]
+        lost = [one for one in seen if isinstance(one.sign, observations.NodesLost)]
         if lost:
             return [one for one in seen if isinstance(one.sign, OF_NODES)]
         if ended_by:
@@ -303,7 +305,7 @@ class Controller:
         if outcome.first_cause is None:
             return [*news, *self._after_order(outcome)]
         if why := self._stores.run_folder_away:
-            away = signs.StoreAway(time=time.time(), step=self._step, path=str(self._job.run_dir), error=why)
+            away = observations.StoreAway(time=time.time(), step=self._step, path=str(self._job.run_dir), error=why)
             return [*news, Seen(away, away.time, self._ended(outcome).evidence())]
         if watch.hang is not None:
             return [*news, self._ended(outcome).hung(watch.hang)]
@@ -312,11 +314,11 @@ class Controller:
     def _after_order(self, outcome: Outcome) -> list[Seen]:
         """Handle an orderly end of all ranks: at the last step, or after a request to save and stop."""
         if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
-            return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
+            return [Seen(observations.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
 
-    def _ended(self, outcome: Outcome) -> Ended:
-        return Ended(outcome, self._nodes.beats(), self._placement, self._now.ranks, self._step)
+    def _ended(self, outcome: Outcome) -> GenerationEnd:
+        return GenerationEnd(outcome, self._nodes.beats(), self._placement, self._now.ranks, self._step)
 
     # Deciding and obeying
 
@@ -324,18 +326,16 @@ class Controller:
         """Let the policy decide on a sign, log the decision, and carry it out."""
         if seen.sign.step == 0:  # its observer does not know the step
             seen = replace(seen, sign=replace(seen.sign, step=self._step))
-        if self._end_now or not isinstance(
-            seen.sign, signs.Straggler
-        ):  # one that is borne needs no copies, which take time to survey
+        if self._end_now or not isinstance(seen.sign, observations.Straggler):  # one that is borne needs no survey of copies
             self._state = replace(self._state, copies=self._copies())
-        if isinstance(seen.sign, signs.StoreAway):
+        if isinstance(seen.sign, observations.StoreAway):
             self._stores.add(seen.sign.path)
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
         before, self._state = self._state, decision.state
         self._memory.note(before, self._state, at=seen.sign.time, reason=decision.reason)
         if not isinstance(seen.sign, NO_INCIDENT) and (decision.commands or isinstance(seen.sign, ALWAYS_TOLD)):
             self._tell(seen, decision)
-        if isinstance(seen.sign, signs.Ordered):
+        if isinstance(seen.sign, observations.Ordered):
             self._log.write(Order(what=seen.sign.what, node=seen.sign.node, answer=decision.reason))
         if isinstance(seen.sign, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
             self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` shows what is wrong)"))
@@ -380,7 +380,7 @@ class Controller:
                 reason=decision.reason,
                 node=decision.blamed,
                 rank=decision.blamed_rank,
-                evidence=signs.dump(seen.sign) | seen.evidence,
+                evidence=observations.dump(seen.sign) | seen.evidence,
                 commands=[commands.dump(command) for command in decision.commands],
             )
         )
@@ -412,9 +412,9 @@ class Controller:
                 pass  # the ranks run it again by themselves
 
 
-def _is_ours(sign: Sign, watch: Watch | None) -> bool:
+def _is_ours(sign: Observation, watch: Watch | None) -> bool:
     """True if a rank reports a signal by which we asked it to stop ourselves."""
-    return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
+    return isinstance(sign, observations.Preempted) and sign.rank is not None and watch is not None and watch.stopping
 
 
 def run_here(

@@ -28,7 +28,7 @@ from megalith.events import (
     Validation,
     of_kind,
 )
-from megalith.fleet.signs import Straggler
+from megalith.fleet.observations import Straggler
 
 
 class Cause(StrEnum):

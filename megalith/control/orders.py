@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megalith import disk
-from megalith.fleet.signs import Ordered
+from megalith.fleet.observations import Ordered
 
 FOLDER = "orders"
 LOOK_SECONDS = 0.5  # between looks at the folder

@@ -7,25 +7,27 @@ from typing import Any
 
 from megalith.control.outcome import Outcome
 from megalith.control.watch import Hang
-from megalith.fleet import commands, signs
+from megalith.fleet import commands, observations
 from megalith.fleet.causes import Failure
 from megalith.fleet.heartbeat import Beat
-from megalith.fleet.seat import slot_of
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
+from megalith.fleet.rank_info import slot_of
 
-OF_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
+OF_NODES = (observations.NodesLost, observations.NodeJoined, observations.HealthChecked, observations.Preempted)
 NO_INCIDENT = (
-    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks, signs.Ordered,
+    observations.Started, observations.Saved, observations.StopRequested, observations.NodeJoined, observations.HealthChecked,
+    observations.Waited, observations.SaveWorks, observations.Ordered,
 )  # fmt: skip
-ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
+ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.SaveFailed, observations.NodesLost)
 """Signs that are incidents even if nothing is ordered."""
 
-CHECKS, HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
+CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
 """Signs that cause a warning if they delay the run or a node, and the commands that delay it."""
 
 _ENDING = (
-    signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong, signs.DataDamaged,
-    signs.NotThisRun, signs.StoreAway,
+    observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,
+    observations.GradientWrong, observations.DataDamaged,
+    observations.NotThisRun, observations.StoreAway,
 )  # fmt: skip
 """Signs after which a generation is over, if `ends`."""
 
@@ -34,23 +36,23 @@ _ENDING = (
 class Seen:
     """A sign, the time at which its cause began (seconds since the epoch), and further evidence."""
 
-    sign: Sign
+    sign: Observation
     began: float
     evidence: dict[str, Any]
 
 
-def ends(sign: Sign) -> bool:
+def ends(sign: Observation) -> bool:
     """True if a generation is over with this sign. Ranks recover without help if they can repeat the step or read the shard
     elsewhere."""
-    if isinstance(sign, signs.DataDamaged):
+    if isinstance(sign, observations.DataDamaged):
         return sign.other_copy is None
-    if isinstance(sign, signs.Nonfinite):
+    if isinstance(sign, observations.Nonfinite):
         return sign.elsewhere != "not asked"
     return isinstance(sign, _ENDING)
 
 
 @dataclass(frozen=True)
-class Ended:
+class GenerationEnd:
     """The end of a generation. `beats`: each rank's last sign of life; `placement`: the node of each slot; `step`: the furthest step that
     any generation began."""
 
@@ -64,13 +66,13 @@ class Ended:
         """Return the sign of a rank that failed."""
         slot = self._slot_of(failure.rank or 0)
         step = self._step_of(failure.rank)
-        sign = signs.of_failure(failure, time=time.time(), step=step, slot=slot, node=self.placement[slot])
+        sign = observations.of_failure(failure, time=time.time(), step=step, slot=slot, node=self.placement[slot])
         return Seen(sign, failure.time, self.evidence())
 
     def hung(self, hang: Hang) -> Seen:
         """Return the sign of a hang, with the stack and the collectives of each rank as evidence."""
         slot = self._slot_of(hang.rank) if hang.rank is not None else None
-        sign = signs.Hang(
+        sign = observations.Hang(
             time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self.placement[slot],
             rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
         )  # fmt: skip

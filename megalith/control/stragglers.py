@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from megalith.fleet.heartbeat import Beat
-from megalith.fleet.seat import slot_of
-from megalith.fleet.signs import Straggler
+from megalith.fleet.observations import Straggler
+from megalith.fleet.rank_info import slot_of
 from megalith.spec.fleet import FleetSpec
 
 KEPT = 64  # steps that a rank's usual share of the median is learnt from

@@ -14,14 +14,14 @@ from megalith.control.answer import Request
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
 from megalith.control.times import Times
-from megalith.fleet import causes, standing
+from megalith.fleet import causes, collective_progress
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Look, Nodes
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, Source
 
 POLL_SECONDS = 0.02
@@ -33,7 +33,7 @@ STARVED = 0.5  # of a silence: if a machine's ranks all waited for a processor t
 MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
-Observe = Callable[[list[Sign], list[Beat]], bool]
+Observe = Callable[[list[Observation], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
 """Matches the innermost call of a rank that waits for others."""
@@ -84,7 +84,7 @@ class Watch:
         self._failed_at: float | None = None
         self._ended: list[int] = []
         self.hang: Hang | None = None
-        self.late_signs: list[Sign] = []  # that came while the ranks were being ended
+        self.late_signs: list[Observation] = []  # that came while the ranks were being ended
 
     @property
     def stopping(self) -> bool:
@@ -111,9 +111,9 @@ class Watch:
         self._times.close()
         return self._outcome()
 
-    def _hear(self) -> list[Sign]:
+    def _hear(self) -> list[Observation]:
         """Collect events: record ends, return signs."""
-        signs: list[Sign] = []
+        signs: list[Observation] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
                 self._note(what)
@@ -231,7 +231,9 @@ class Watch:
         def progress(rank: int) -> tuple[int, int]:
             return self._beats[rank].step, self._beats[rank].count if starting else 0
 
-        numbers = standing.behind({rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped})
+        numbers = collective_progress.behind(
+            {rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped}
+        )
 
         def place(rank: int) -> tuple[int, ...]:
             """Sort key: first ranks that do not answer, then ranks in no call that waits; of these, ranks that others wait for in

@@ -138,7 +138,7 @@ class _Spread(torch.autograd.Function):
 
 
 def fused_spread(x: Tensor, order: Order) -> Tensor:
-    """`kernels.permute.spread` with one kernel each way."""
+    """`kernels.permute.permute` with one kernel each way."""
     return _Spread.apply(x, order)  # pyright: ignore[reportReturnType]
 
 
@@ -154,7 +154,7 @@ class _Collect(torch.autograd.Function):
 
 
 def fused_collect(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """`kernels.permute.collect` with one kernel each way. The tokens' weights are factors of the experts' activation, as in
+    """`kernels.permute.unpermute` with one kernel each way. The tokens' weights are factors of the experts' activation, as in
     Megatron-Core, so that the rows themselves need not be kept."""
     return _Collect.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
 

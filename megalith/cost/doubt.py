@@ -67,7 +67,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Learnt:
+class LearnedSpread:
     """Knowledge of a stack after some rows: the logarithm of its factor, how certain that is, how far rows scatter, and the
     places of the rows that were ignored."""
 
@@ -92,7 +92,7 @@ class Spread:
     """Number of stacks behind it."""
     rows: int
 
-    def learn(self, logs: Sequence[float]) -> Learnt:
+    def learn(self, logs: Sequence[float]) -> LearnedSpread:
         """Return the estimate that rows of one stack give for it. A row that the others and all stacks make very unlikely is left
         out, the worst first."""
         left, wrong = dict(enumerate(logs)), list[int]()
@@ -110,14 +110,14 @@ class Spread:
         others = self._posterior([value for other, value in rows.items() if other != place])
         return abs(rows[place] - others.mean) / max(WRONG, FAR * sqrt(others.deviation**2 + others.within**2))
 
-    def _posterior(self, logs: Sequence[float], wrong: tuple[int, ...] = ()) -> Learnt:
+    def _posterior(self, logs: Sequence[float], wrong: tuple[int, ...] = ()) -> LearnedSpread:
         sure = 1 / self.between**2 + len(logs) / self.within**2
         mean = (self.bias / self.between**2 + sum(logs) / self.within**2) / sure
         scatter = sum((value - mean) ** 2 for value in logs)
         within = sqrt((PRIOR * self.within**2 + scatter) / (PRIOR + len(logs)))
-        return Learnt(mean, 1 / sqrt(sure), within, wrong)
+        return LearnedSpread(mean, 1 / sqrt(sure), within, wrong)
 
-    def interval(self, learnt: Learnt | None = None) -> Interval:
+    def interval(self, learnt: LearnedSpread | None = None) -> Interval:
         """Return the factors of an 80 % interval for a stack, given the estimate from its known rows, if any."""
         known = learnt or self._posterior(())
         reach = self.reach_known if learnt else self.reach

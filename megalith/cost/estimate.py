@@ -11,12 +11,12 @@ from megalith.cost import host, network, update
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import widths
 from megalith.cost.kept import kept
-from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares, updated
+from megalith.cost.memory import Memory, RankParts, fits, memory, numbers, shares, updated
 from megalith.cost.narrow.ways import Ways
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase, Profile
-from megalith.cost.time import Setting, Spent, line, router_of, spend
+from megalith.cost.time import Setting, SpentSeconds, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower, simulate
@@ -92,15 +92,15 @@ class Estimate:
 class StageTime:
     """Seconds of one microbatch on one pipeline rank, all its chunks."""
 
-    forward: Spent
-    backward: Spent
+    forward: SpentSeconds
+    backward: SpentSeconds
 
     @cached_property
     def total(self) -> float:
         return self.forward.total + self.backward.total
 
     @property
-    def whole(self) -> Spent:
+    def whole(self) -> SpentSeconds:
         """Both ways."""
         return self.forward + self.backward
 
@@ -133,9 +133,9 @@ def estimate(
 class PartTimes:
     """Seconds of each part: (forward, backward)."""
 
-    embedding: tuple[Spent, Spent]
-    head: tuple[Spent, Spent]
-    blocks: tuple[tuple[Spent, Spent], ...]
+    embedding: tuple[SpentSeconds, SpentSeconds]
+    head: tuple[SpentSeconds, SpentSeconds]
+    blocks: tuple[tuple[SpentSeconds, SpentSeconds], ...]
 
 
 def part_times(traced: Parts, setting: Setting) -> PartTimes:
@@ -143,9 +143,9 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
     format, router = setting.workload.format, router_of(setting.workload)
     wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")
-    known: dict[tuple[int, tuple[str, ...]], tuple[Spent, Spent]] = {}
+    known: dict[tuple[int, tuple[str, ...]], tuple[SpentSeconds, SpentSeconds]] = {}
 
-    def both(profile: Profile, kind: str, layers: tuple[str, ...] = ()) -> tuple[Spent, Spent]:
+    def both(profile: Profile, kind: str, layers: tuple[str, ...] = ()) -> tuple[SpentSeconds, SpentSeconds]:
         if (key := (id(profile), layers)) not in known:
             first: tuple[Phase, ...] = ("F",)
             rules = {"format": kind, "router": router, "ways": Ways.of(setting.workload, profile, layers)}
@@ -163,12 +163,12 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
 
 
 @lru_cache(1 << 14)
-def stage_time(here: Held, spent: PartTimes, *, sides: int = 1) -> StageTime:
+def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTime:
     """A pipeline rank's seconds for one microbatch; where it holds `sides` copies of stages, each sees that share of microbatches."""
     mine = [(*spent.blocks[kind], times) for kind, times in here.blocks]
     mine += [(*spent.embedding, 1)] if here.embedding else []
     mine += [(*spent.head, 1)] if here.head else []
-    forward, backward = Spent(), Spent()
+    forward, backward = SpentSeconds(), SpentSeconds()
     for f, b, times in mine:
         forward, backward = forward + f * (times / sides), backward + b * (times / sides)
     return StageTime(forward, backward)
@@ -224,7 +224,7 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
     if kind(plan.schedule).fills_and_drains:
         return others / plan.chunks + 2 * (plan.pipeline - 1) * sent
-    few = workload.enough
+    few = workload.representative_microbatches
     forward = sum(stage.forward.total for stage in stages) / len(stages)
     backward = sum(stage.backward.total for stage in stages) / len(stages)
     return _idle(plan.schedule, plan.pipeline, few, plan.chunks, round(backward / forward, 1)) * forward
@@ -245,14 +245,14 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
     return timeline.end - max(timeline.busy)
 
 
-def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
+def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
     """Return the seconds that gathers and reductions add to a step of one rank."""
     plan, practice = workload.plan, workload.practice
-    if workload.frozen or (plan.holders == 1 and not plan.state.weights_away):
+    if workload.frozen or (plan.dp_size == 1 and not plan.state.weights_away):
         return 0.0
     dense, expert = numbers(workload, traced, here)
-    whole, own = line("holders", workload), line("expert_holders", workload)
-    shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
+    whole, own = line("dp", workload), line("expert_dp", workload)
+    shards = network.Line(plan.dp_shard, whole.stride) if plan.zero else whole
     copies = Mesh.of(plan).experts[1] if plan.zero else 1
     expert_shards = network.Line(max(1, own.size // copies), own.stride)
     wires, m, width = setting.wires, workload.microbatches, widths(workload, traced)
@@ -264,9 +264,9 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
         return every + gather(of_expert * expert, expert_shards, wires, calls=calls)
 
     reductions, gathers = moved(workload.gradient_bytes, workload.gradient_bytes), moved(*width)
-    if plan.zero and plan.copies > 1:  # and the shards' sums over the groups
-        across = network.Line(plan.copies, whole.stride * plan.shards)
-        reductions += network.reduce(workload.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
+    if plan.zero and plan.dp_replicate > 1:  # and the shards' sums over the groups
+        across = network.Line(plan.dp_replicate, whole.stride * plan.dp_shard)
+        reductions += network.reduce(workload.gradient_bytes * dense / plan.dp_shard, across, wires, calls=calls)
         across = network.Line(copies, own.stride * expert_shards.size)
         reductions += network.reduce(workload.gradient_bytes * expert / expert_shards.size, across, wires, calls=calls)
     forward, backward = stage.forward.total, stage.backward.total
@@ -290,7 +290,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
 
 
-def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
+def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
     """Return the seconds that a step of one rank is longer because activations leave the device and come back."""
     away = workload.plan.retain.away
     if not away:
@@ -319,7 +319,7 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
     return never + max(0.0, moving - never - computing) + generation.contention * hidden
 
 
-def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held) -> float:
+def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts) -> float:
     """Seconds of the update: first of the state in the rank's memory, then of the state that its host keeps."""
     if workload.frozen:
         return 0.0

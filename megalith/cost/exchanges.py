@@ -9,8 +9,8 @@ from megalith.cost.profile import Core, Exchanged, Layout
 from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
 from megalith.models.batch import Batch
-from megalith.models.moe import Experts, Here, Moe, Traffic
-from megalith.models.router import Dealing, OneProcess
+from megalith.models.moe import Experts, LocalDispatcher, Moe, Traffic
+from megalith.models.router import EvenRouting, OneProcess
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.context import heads_for_each
 from megalith.parallel.expert import share_experts
@@ -49,7 +49,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
     for module in part.modules():
         if isinstance(module, Moe):
             share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
-            module.exchange = away = Away(recorder, layout)
+            module.dispatcher = away = Away(recorder, layout)
             module.sets = EvenShare(away.shares)
             module.router.register_forward_pre_hook(
                 lambda _, args: (Border.apply(args[0], recorder, "attention", "router"), *args[1:])
@@ -166,7 +166,7 @@ class EvenShare(OneProcess):
         return choices.chunk(self.shares, 1)[0]
 
 
-class Away(Here):
+class Away(LocalDispatcher):
     """Experts of several ranks: this rank's experts are traced, and messages are recorded.
 
     If all tensor ranks have the whole sequence, each dispatches a share of its tokens, and the results are gathered.
@@ -183,7 +183,7 @@ class Away(Here):
     def leave(self, x: Tensor) -> Tensor:
         return x if self.shares == 1 else _join(x, self)
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
+    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
         assert dealing is not None, "a trace knows no scores: the router deals tokens out"
         rows = dealing.batch * dealing.seq * dealing.active
         held = dealing.experts // self.ranks

@@ -71,7 +71,7 @@ PerChunk = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParts:
     """The parts of a pipeline rank; equal for ranks whose parts take the same memory."""
 
     chunks: tuple[Chunk, ...]
@@ -97,14 +97,14 @@ class Shares:
     """How a schedule divides the model: for each pipeline rank its parts, and for each of its chunks the largest number of
     microbatches in flight."""
 
-    held: tuple[Held, ...]
+    held: tuple[RankParts, ...]
     flying: PerChunk
 
     @cached_property
-    def fullest(self) -> tuple[int, ...]:
+    def worst_ranks(self) -> tuple[int, ...]:
         """Ranks that include the one with the peak memory: every other rank holds the same as one of these, and has no more
         microbatches of any kind of chunk in flight."""
-        found: dict[Held, dict[int, Counter[Chunk]]] = {}
+        found: dict[RankParts, dict[int, Counter[Chunk]]] = {}
         for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
             most = Counter[Chunk]()
             for chunk, times in zip(here.chunks, flying, strict=True):
@@ -118,18 +118,18 @@ class Shares:
 def shares(workload: Workload, parts: Parts) -> Shares:
     """Each pipeline rank's share of the model, from the schedule's own placement of stages; both copies of a bidirectional one."""
     plan = workload.plan
-    stages, flying = _program(plan.schedule, plan.pipeline, workload.enough, plan.chunks)
+    stages, flying = _program(plan.schedule, plan.pipeline, workload.representative_microbatches, plan.chunks)
     return _shares(stages, flying, plan.bounds(len(parts.blocks)), parts.kinds)
 
 
 @cache
 def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], ...], kinds: tuple[int, ...]) -> Shares:
     parts = ("embedding", *kinds, "head")
-    held: list[Held] = []
+    held: list[RankParts] = []
     for own in stages:
         mine = [Counter(parts[slice(*bounds[stage])]) for stage in own]
         chunks = tuple(tuple((kind, times) for kind, times in chunk.items() if isinstance(kind, int)) for chunk in mine)
-        held.append(Held(chunks, any("embedding" in chunk for chunk in mine), any("head" in chunk for chunk in mine)))
+        held.append(RankParts(chunks, any("embedding" in chunk for chunk in mine), any("head" in chunk for chunk in mine)))
     return Shares(tuple(held), flying)
 
 
@@ -138,10 +138,10 @@ def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Per
     """Return the stages of each rank, and the most microbatches of each that it holds."""
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = tuple(schedule.stages_of(rank) for rank in range(ranks))
-    return stages, tuple(map(_fullest, schedule.rows, stages))
+    return stages, tuple(map(_worst_ranks, schedule.rows, stages))
 
 
-def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
+def _worst_ranks(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
     held, most, now, top = Counter[int](), Counter[int](), 0, 0
     for slot in row:
         # in an overlap both are there before either is freed
@@ -157,7 +157,7 @@ def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
 def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
     """The worst rank's memory."""
     shared = shares(workload, parts)
-    return max(_ranks(workload, parts, generation, shared, shared.fullest), key=lambda memory: memory.total)
+    return max(_ranks(workload, parts, generation, shared, shared.worst_ranks), key=lambda memory: memory.total)
 
 
 def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
@@ -222,7 +222,7 @@ def _rank(
     )
 
 
-def _added_up(workload: Workload, parts: Parts, here: Held) -> float:
+def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
     """Bytes of the whole gradients of one chunk, which software adds up over a run of microbatches before ZeRO 2 reduces them."""
     if workload.plan.zero != 2 or workload.practice.reduces == "microbatch":
         return 0.0
@@ -232,12 +232,12 @@ def _added_up(workload: Workload, parts: Parts, here: Held) -> float:
     return workload.gradient_bytes * max(chunks[0] + first, *chunks, chunks[-1] + last)
 
 
-def _ends(parts: Parts, here: Held) -> tuple[float, float]:
+def _ends(parts: Parts, here: RankParts) -> tuple[float, float]:
     """Numbers of the embedding and of the head's own weights, as far as they are here."""
     return float(parts.embedding.weights) if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0
 
 
-def _released(workload: Workload, parts: Parts, here: Held) -> float:
+def _released(workload: Workload, parts: Parts, here: RankParts) -> float:
     """Bytes of gradients that are released part by part, with the buffers that send them."""
     embedding = float(parts.embedding.weights)
     largest = max(_own(parts, here).largest, *_ends(parts, here))
@@ -274,7 +274,7 @@ class _Own(NamedTuple):
     """The bytes of one block that can wait there, at most."""
 
 
-def numbers(workload: Workload, parts: Parts, here: Held) -> Numbers:
+def numbers(workload: Workload, parts: Parts, here: RankParts) -> Numbers:
     """Return how many weights a pipeline rank holds.
 
     On the embedding's own rank a tied output has only a norm of its own, and MTP modules share the embedding.
@@ -284,7 +284,7 @@ def numbers(workload: Workload, parts: Parts, here: Held) -> Numbers:
 
 
 @lru_cache(1 << 14)
-def _numbers(parts: Parts, here: Held, shared: int) -> Numbers:
+def _numbers(parts: Parts, here: RankParts, shared: int) -> Numbers:
     """`shared`: numbers of the head that are the embedding's as well."""
     held = [(parts.blocks[kind], times) for kind, times in here.blocks]
     if here.embedding or (here.head and parts.ahead):
@@ -295,7 +295,7 @@ def _numbers(parts: Parts, here: Held, shared: int) -> Numbers:
 
 
 @lru_cache(1 << 14)
-def _own(parts: Parts, here: Held) -> _Own:
+def _own(parts: Parts, here: RankParts) -> _Own:
     blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
     largest = max((block.weights + block.expert_weights for block, _ in blocks), default=0)
     if parts.segments is not None:
@@ -337,7 +337,7 @@ def _graphed(workload: Workload) -> frozenset[int]:
             return frozenset()
 
 
-def _recorded(parts: Parts, here: Held, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
+def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
     """Bytes that CUDA graphs of parts of blocks keep for themselves: the gradients of what goes in and comes out, as
     torch.cuda.make_graphed_callables does. Transformer Engine's can share some; that all are kept agrees with what was measured."""
     if not graphed:
@@ -346,7 +346,7 @@ def _recorded(parts: Parts, here: Held, flying: tuple[int, ...], graphed: frozen
     return 2 * sum(map(mul, flying, recorded))
 
 
-def _apart(workload: Workload, parts: Parts, here: Held, graphed: frozenset[int]) -> float:
+def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset[int]) -> float:
     """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, which nothing else may
     use."""
     if not graphed:
@@ -363,10 +363,10 @@ def non_torch(workload: Workload) -> float:
     plan, practice = workload.plan, workload.practice
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
-    axes = [plan.holders, plan.tensor, plan.pipeline, plan.context]
+    axes = [plan.dp_size, plan.tensor, plan.pipeline, plan.context]
     found = CONTEXT if workload.cluster.count > 1 else CONTEXT - PAIR
     if plan.expert > 1:
-        axes.append(line("expert_holders", workload).size)
+        axes.append(line("expert_dp", workload).size)
         if practice.deduplicated:  # those of HybridEP: tokens of all near ranks, once to be sent and once to be added up
             near = min(plan.expert, workload.cluster.per_node)
             tokens = plan.microbatch * workload.seq_len // plan.context
@@ -376,7 +376,7 @@ def non_torch(workload: Workload) -> float:
     return found + sum(GROUP if axis > 2 else PAIR for axis in axes if axis > 1)
 
 
-def whole_bytes(workload: Workload, parts: Parts, here: Held) -> float:
+def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
     """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
     of a block where there are three matrices or more. Where no other weights are on the device, the embedding or the head may be one of
     the two."""

@@ -18,7 +18,7 @@ from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile, twice
 from megalith.cost.workload import EXPERTS, Workload
 from megalith.kernels.chunks import chunk_rows
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
@@ -129,7 +129,7 @@ def _segment_size(workload: Workload) -> int:
 
 
 def _joining(model: ModelSpec) -> int:
-    """Numbers of an `Ahead`'s own weights, which tensor ranks do not split."""
+    """Numbers of an `MtpModule`'s own weights, which tensor ranks do not split."""
     assert model.head.ahead
     norm = model.dim * (2 if model.head.ahead.block.norm.bias else 1)
     return 2 * model.dim * model.dim + 3 * norm
@@ -253,7 +253,7 @@ def _found(key: Key) -> Profile:
 def _followed(key: Key) -> Profile | None:
     """From those of smaller microbatches."""
     if on := _line(key):
-        return _found(on.one).further(_found(on.other), on.times)
+        return _found(on.one).extrapolate(_found(on.other), on.times)
     return None
 
 
@@ -362,7 +362,7 @@ def _helper(parent: int) -> None:
     processes must."""
     import torch
 
-    lifeline.die_with_parent(parent)
+    parent_watch.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
 

@@ -3,10 +3,10 @@
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, Time, part_times
-from megalith.cost.memory import Held, Memory, fits, non_torch, shares
+from megalith.cost.memory import Memory, RankParts, fits, non_torch, shares
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Profile
-from megalith.cost.time import Setting, Spent, line
+from megalith.cost.time import Setting, SpentSeconds, line
 from megalith.cost.workload import Workload
 from megalith.spec.model import LatentAttentionSpec
 from megalith.spec.numbers import PRECISIONS
@@ -40,7 +40,7 @@ def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> M
     return max(found, key=lambda memory: memory.total)
 
 
-def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: float) -> Memory:
+def _rank(workload: Workload, traced: Parts, rank: int, here: RankParts, reserve: float) -> Memory:
     blocks = [(traced.blocks[kind], times) for kind, times in here.blocks]
     ends = (traced.embedding.weights if here.embedding else 0) + (traced.head.weights if here.head else 0)
     numbers = sum((block.weights + block.expert_weights) * times for block, times in blocks)
@@ -91,8 +91,8 @@ def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes)
     )  # fmt: skip
 
 
-def _stage(here: Held, spent: PartTimes) -> Spent:
-    total = spent.embedding[0] if here.embedding else Spent()
+def _stage(here: RankParts, spent: PartTimes) -> SpentSeconds:
+    total = spent.embedding[0] if here.embedding else SpentSeconds()
     for kind, times in here.blocks:
         total = total + spent.blocks[kind][0] * times
     return total

@@ -66,7 +66,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Collective:
     """One collective: `size` is the bytes of the whole tensor (the result of a gather, the input of a scatter), or the bytes that
     one rank sends in an all-to-all or a ring."""
 
@@ -104,7 +104,7 @@ class Profile:
 
     products: tuple[Product, ...]
     cores: tuple[Core, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[Collective, ...]
     moved: dict[Phase, float]
     """Bytes read and written by operations that are neither products nor fused attention."""
     kernels: dict[Phase, int]
@@ -142,16 +142,16 @@ class Profile:
         lists = {
             "products": tuple(Product(**item) for item in value["products"]),
             "cores": tuple(Core(**item) for item in value["cores"]),
-            "exchanges": tuple(Exchange(**item) for item in value["exchanges"]),
+            "exchanges": tuple(Collective(**item) for item in value["exchanges"]),
             "multiplied": tuple(Multiplied(item["layer"], tuple(item["shape"]), item["cut"]) for item in value["multiplied"]),
         }
         return cls(**{**value, **lists})
 
-    def further(self, other: "Profile", times: int) -> "Profile | None":
+    def extrapolate(self, other: "Profile", times: int) -> "Profile | None":
         """Extrapolate: this profile plus `times` the difference to `other`. Sequences of a microbatch are computed alike, so
         figures of larger microbatches lie on a line. None if the two profiles do not have the same operations."""
         try:
-            return _further(self, other, times)
+            return _extrapolate(self, other, times)
         except _UnlikeError:
             return None
 
@@ -182,7 +182,7 @@ class _UnlikeError(Exception):
     """Two profiles are of different operations."""
 
 
-def _further(one: Any, other: Any, times: int) -> Any:
+def _extrapolate(one: Any, other: Any, times: int) -> Any:
     match one:
         case bool() | str() | None:
             if one != other:
@@ -191,14 +191,14 @@ def _further(one: Any, other: Any, times: int) -> Any:
         case int() | float():
             return one + (other - one) * times
         case dict():
-            return {key: _further(value, other[key], times) for key, value in one.items()}
+            return {key: _extrapolate(value, other[key], times) for key, value in one.items()}
         case tuple():
             if len(one) != len(other):
                 raise _UnlikeError
-            return tuple(_further(a, b, times) for a, b in zip(one, other, strict=True))
+            return tuple(_extrapolate(a, b, times) for a, b in zip(one, other, strict=True))
         case _:
             both = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-            return replace(one, **{name: _further(a, b, times) for name, a, b in both})
+            return replace(one, **{name: _extrapolate(a, b, times) for name, a, b in both})
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Layout:
     permute: bool = True
     """Rows are put in the order of their experts by one kernel, in software that is `fused`."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
-    """How the logits become a loss: `workload.Practice.loss`."""
+    """How the logits become a loss: `workload.SoftwareProfile.loss`."""
     width: int = 2
     """Bytes of an activation's number."""
     kept: float = 2
@@ -240,5 +240,5 @@ class Layout:
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0
     """Numbers of such a row that share a scale; 0: all"""
-    sparing: bool = False
-    """Two more tensors are kept in fewer bits: `workload.Practice.sparing`."""
+    low_precision_kept: bool = False
+    """Two more tensors are kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""

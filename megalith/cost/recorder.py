@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalith.cost.profile import Core, Exchange, Exchanged, Layout, Phase, Product
+from megalith.cost.profile import Collective, Core, Exchanged, Layout, Phase, Product
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 FREE = frozenset(
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "F"
         self.products: Counter[Product] = Counter()
         self.cores: list[Core] = []
-        self.exchanges: Counter[Exchange] = Counter()
+        self.exchanges: Counter[Collective] = Counter()
         self.moved: dict[Phase, float] = {"F": 0.0, "I": 0.0, "W": 0.0}
         self.kernels: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
         self.apart: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
@@ -199,10 +199,10 @@ class Recorder(TorchDispatchMode):
         it too."""
         found = 0.0
         for key, times in self._factors.items():
-            both = TWELVE_BITS if layout.sparing else layout.width + layout.kept
+            both = TWELVE_BITS if layout.low_precision_kept else layout.width + layout.kept
             kept = both if self._packed[key] > times else layout.kept
             found += self._held.get(key, 0) * (1 - kept / layout.width)
-        for key in self._inner - self._factors.keys() if layout.sparing else ():
+        for key in self._inner - self._factors.keys() if layout.low_precision_kept else ():
             found += self._held.get(key, 0) * (1 - layout.kept / layout.width)
         return found
 
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(storage, self._release, key)  # forget it once it is freed: another tensor may get its address
 
     def exchange(self, axis: Any, kind: Exchanged, size: float, phase: Phase | None = None) -> None:
-        self.exchanges[Exchange(phase or self.phase, axis, kind, size)] += 1
+        self.exchanges[Collective(phase or self.phase, axis, kind, size)] += 1
 
 
 def _at_once(name: str, args: Sequence[Any]) -> Tensor | None:

@@ -23,12 +23,12 @@ def can_be(workload: Workload) -> bool:
 def held(workload: Workload, largest: float) -> float:
     """Return the bytes of gradients while the largest part, of `largest` numbers, is reduced and updated."""
     part = workload.gradient_bytes * largest
-    return part * (1 + SHARES / workload.shards[0]) if workload.plan.holders > 1 else part
+    return part * (1 + SHARES / workload.shards[0]) if workload.plan.dp_size > 1 else part
 
 
 def in_transit(workload: Workload, largest: float) -> float:
     """Return the bytes of the buffers that send gradients of parts of `largest` numbers."""
-    return TOGETHER * workload.gradient_bytes * largest if workload.plan.holders > 1 else 0.0
+    return TOGETHER * workload.gradient_bytes * largest if workload.plan.dp_size > 1 else 0.0
 
 
 def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:

@@ -4,10 +4,10 @@ torch."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megalith.cost.workload import Practice
+from megalith.cost.workload import SoftwareProfile
 from megalith.spec.plan import Plan
 
-PLAIN_2021 = Practice(
+PLAIN_2021 = SoftwareProfile(
     generation="plain",
     attention="plain",
     overlap_data=False,
@@ -16,11 +16,11 @@ PLAIN_2021 = Practice(
     causal_half=False,
     loss="whole",
 )
-EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
-FUSED_2024 = Practice(generation="fused")
+EAGER_2023 = SoftwareProfile(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+FUSED_2024 = SoftwareProfile(generation="fused")
 COMPILED_2024 = replace(EAGER_2023, generation="compiled")
 
-TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
+TRAINER = SoftwareProfile(generation="eager", loss="chunked", overlap_tensor=False)
 """This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
 
 OURS = "megalith"
@@ -32,7 +32,7 @@ class Software:
     """A training program: its full name, and how it runs a plan."""
 
     title: str
-    practice: Practice
+    practice: SoftwareProfile
 
 
 SOFTWARE: Mapping[str, Software] = {
@@ -45,7 +45,7 @@ SOFTWARE: Mapping[str, Software] = {
 }
 
 
-def practice(name: str, plan: Plan) -> Practice:
+def practice(name: str, plan: Plan) -> SoftwareProfile:
     """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; other
     software keeps its own practice."""
     found = SOFTWARE[name].practice

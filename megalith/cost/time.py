@@ -8,8 +8,8 @@ from megalith.cost import network
 from megalith.cost.constants import Calibration, Device, Generation
 from megalith.cost.narrow.ways import Ways
 from megalith.cost.network import Line, Wires
-from megalith.cost.profile import AMONG_EXPERTS, Core, Exchange, Phase, Product, Profile
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.profile import AMONG_EXPERTS, Collective, Core, Phase, Product, Profile
+from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.spec.cluster import Accelerator
 from megalith.spec.model import MoeSpec, RouterSpec
 from megalith.spec.numbers import BF16, PRECISIONS
@@ -31,7 +31,7 @@ UNFUSED = 72 - 31
 
 
 @dataclass(frozen=True)
-class Spent:
+class SpentSeconds:
     """Seconds of one phase, by use. For collectives: the seconds that computation does not hide."""
 
     products: float = 0.0
@@ -46,14 +46,14 @@ class Spent:
     def total(self) -> float:
         return self.products + self.attention + self.memory + self.host + self.tensor + self.context + self.expert
 
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(
+    def __add__(self, other: "SpentSeconds") -> "SpentSeconds":
+        return SpentSeconds(
             self.products + other.products, self.attention + other.attention, self.memory + other.memory, self.host + other.host,
             self.tensor + other.tensor, self.context + other.context, self.expert + other.expert,
         )  # fmt: skip
 
-    def __mul__(self, factor: float) -> "Spent":
-        return Spent(*(factor * a for a in self.values))
+    def __mul__(self, factor: float) -> "SpentSeconds":
+        return SpentSeconds(*(factor * a for a in self.values))
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -177,15 +177,15 @@ def line(axis: str, workload: Workload) -> Line:
         "pipeline": (plan.pipeline, plan.tensor * plan.context * plan.data),
         "expert": (plan.expert, plan.expert_tensor),
         "expert_tensor": (plan.expert_tensor, 1),
-        "holders": (plan.data * plan.context, plan.tensor),
-        "expert_holders": (
+        "dp": (plan.data * plan.context, plan.tensor),
+        "expert_dp": (
             max(1, plan.data * plan.context * plan.tensor // (plan.expert * plan.expert_tensor)), plan.expert * plan.expert_tensor,
         ),
     }  # fmt: skip
     return Line(*strides[axis])
 
 
-def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | None) -> float:
+def exchange_seconds(exchange: Collective, setting: Setting, router: RouterSpec | None) -> float:
     """Seconds of one collective, without contention."""
     where, wires = line(_way(exchange), setting.workload), setting.wires
     if exchange.kind == "sum":
@@ -200,7 +200,7 @@ def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | 
     return exchange.times * once
 
 
-def _way(exchange: Exchange) -> str:
+def _way(exchange: Collective) -> str:
     """Return the axis of an exchange: an all-to-all of context ranks is that of Ulysses."""
     return "ulysses" if exchange.axis == "context" and exchange.kind == "all_to_all" else exchange.axis
 
@@ -220,9 +220,9 @@ def spend(
     format: str,
     router: RouterSpec | None = None,
     ways: Ways | None = None,
-) -> Spent:
+) -> SpentSeconds:
     """Seconds of phases of a part that run one after the other. `ways`: how it multiplies, if some of its layers are narrow."""
-    device = Spent()
+    device = SpentSeconds()
     for phase in phases:
         device = device + _on_device(profile, phase, setting, format, router, ways)
     return replace(device, host=_lag(profile, phases, setting, device.total, format, router, ways))
@@ -258,7 +258,7 @@ def _lag(
 
 def _on_device(
     profile: Profile, phase: Phase, setting: Setting, format: str, router: RouterSpec | None, ways: Ways | None
-) -> Spent:
+) -> SpentSeconds:
     practice, generation = setting.workload.practice, setting.generation
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
@@ -270,7 +270,7 @@ def _on_device(
     for exchange in profile.exchanges:
         if exchange.phase == phase:
             waits[_way(exchange)] += exchange_seconds(exchange, setting, router)
-    return Spent(
+    return SpentSeconds(
         products=multiplying(mine, setting, format, ways),
         attention=attention,
         memory=generation.passes * passing + profile.kernels[phase] * setting.device.gap * 0.5 + rounded,
@@ -282,7 +282,7 @@ def _on_device(
     )
 
 
-def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
+def _sorted(profile: Profile, phase: Phase, practice: SoftwareProfile) -> float:
     """Return the bytes moved to sort rows from a plain all-to-all, which arrive by sender, by expert, and back."""
     if practice.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
         return 0.0
@@ -315,7 +315,7 @@ def _started(
             here = inside if product.expert else around
             here.operations += times
             here.launches += times * (product.count - 1) * (product.expert and not practice.grouped)
-            here.launches += times * product.count * practice.scattered
+            here.launches += times * product.count * practice.quantise_kernels
     before = 0.0 if practice.graphs == "parts" else around.seconds(generation)
     return before, inside.seconds(generation)
 

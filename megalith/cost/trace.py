@@ -185,7 +185,7 @@ def _run(
             torch.autograd.backward(result, grad)
         working = recorder.peak - saved
         recorder.phase = "W"
-        queue.drain()
+        queue.run_all()
     profile = _profile(module, recorder, layout, saved - spared, working, given, block)
     return replace(profile, leaves=float(max(0, held)))
 

@@ -16,7 +16,7 @@ from megalith.spec.state import GRADIENT, PIECES, Moments, bytes_each
 from megalith.spec.treatment import is_matrix, slots_of, treatment
 
 if TYPE_CHECKING:
-    from megalith.cost.memory import Held
+    from megalith.cost.memory import RankParts
     from megalith.cost.parts import Parts
 
 WIDTH = 2
@@ -63,7 +63,7 @@ def work(rows: int, columns: int) -> float:
     return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)
 
 
-def rest_bytes(workload: Workload, parts: "Parts", here: "Held") -> float:
+def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
     """Return the bytes on one rank beyond the optimizer's own slots: for parameters that another rule updates, and for parameters
     that keep moments in fp32 although others do not."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
@@ -106,7 +106,7 @@ def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> flo
     return own - sum(one.numel for one in each) * bytes_each(slots_of(optimizer))
 
 
-def home_bytes(workload: Workload, here: "Held") -> float:
+def home_bytes(workload: Workload, here: "RankParts") -> float:
     """Return the bytes of an update on the rank with the most whole matrices: its shares and send buffers, the receive buffers
     and the matrices made of them, and the iteration's buffers for the largest matrix."""
     found = _whole(workload, here)
@@ -150,7 +150,7 @@ def _opened(
     return tuple(found)
 
 
-def seconds(workload: Workload, setting: Setting, here: "Held") -> float:
+def seconds(workload: Workload, setting: Setting, here: "RankParts") -> float:
     """Return the seconds that whole matrices add to an update: the iteration on the rank with the most matrices, and two
     all-to-alls."""
     found = _whole(workload, here)
@@ -161,12 +161,12 @@ def seconds(workload: Workload, setting: Setting, here: "Held") -> float:
     if ranks == 1:
         return iteration
     share = max(found.numbers / ranks, found.largest[0] * found.largest[1])
-    holders = line("holders", workload)
+    holders = line("dp", workload)
     way = network.Line(workload.shards[0] * workload.plan.tensor, 1 if workload.plan.tensor > 1 else holders.stride)
     return iteration + 2 * network.all_to_all(WIDTH * share, way, setting.wires)
 
 
-def _whole(workload: Workload, here: "Held") -> Matrices | None:
+def _whole(workload: Workload, here: "RankParts") -> Matrices | None:
     """All matrices of a pipeline rank; None where the optimizer needs none whole."""
     if OPTIMIZERS[workload.optimizer].unit != "matrix" or workload.frozen or not here.blocks:
         return None

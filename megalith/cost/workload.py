@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from megalith.cost.profile import Layout
 from megalith.mesh import Mesh
-from megalith.schedule import enough
+from megalith.schedule import representative_microbatches
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, stays_wide, tile_of
@@ -17,7 +17,7 @@ from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, by
 
 
 @dataclass(frozen=True)
-class Practice:
+class SoftwareProfile:
     """How the software runs a plan, where that changes time or memory. Each field is a fact about a program, never a fitted number."""
 
     generation: str = "fused"
@@ -63,7 +63,7 @@ class Practice:
     linear)."""
     router: Literal["fused", "plain"] = "fused"
     """A router's arithmetic is fused into few kernels, or each step of it is one of torch's operations (`plain`)."""
-    scattered: int = 0
+    quantise_kernels: int = 0
     """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to reorder them for
     the products."""
     graphs: Literal["none", "router", "parts", "whole"] = "none"
@@ -73,7 +73,7 @@ class Practice:
     a fixed number of tokens."""
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
-    sparing: bool = False
+    low_precision_kept: bool = False
     """Keep the inputs of the experts' activations for backward in the products' low precision too, and the output of attention once, in 12
     bits, for itself and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
 
@@ -135,7 +135,7 @@ class Workload:
     """Sequences a step."""
     format: str = "bf16"
     """A name from PRECISIONS."""
-    practice: Practice = Practice()
+    practice: SoftwareProfile = SoftwareProfile()
     optimizer: str = "adamw"
     """A row of `spec.optimizers`."""
     moments: Moments = WIDE
@@ -157,9 +157,9 @@ class Workload:
         return self.global_batch // (self.plan.data * self.plan.microbatch)
 
     @property
-    def enough(self) -> int:
-        """The smallest number of microbatches with the same steady state as the full count (`schedule.enough`)."""
-        return enough(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
+    def representative_microbatches(self) -> int:
+        """The smallest number of microbatches with the same steady state as the full count (`schedule.representative_microbatches`)."""
+        return representative_microbatches(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
 
     @property
     def reductions(self) -> int:
@@ -256,5 +256,5 @@ class Workload:
             loss=practice.loss,
             width=self.width,
             kept=PRECISIONS[self.format].factors.width,
-            sparing=practice.sparing,
+            low_precision_kept=practice.low_precision_kept,
         )

@@ -50,7 +50,7 @@ _BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceFiles:
     """The files of a source in order; the files that are not read, with the reason; and the entries that the search
     skipped."""
 
@@ -67,13 +67,13 @@ class Found:
         return tuple(_left_out(reason, paths) for reason, paths in sorted(reasons.items()))
 
 
-def find(root: Path, reading: Reading) -> Found:
+def find(root: Path, reading: Reading) -> SourceFiles:
     """The files of a source. Raises DataError for a file of a kind that is not read, a folder without a file that is read, and a folder
     in it that cannot be listed."""
     if not root.is_dir():
         if is_named_binary(root) and not (is_parquet(root) and reads_parquet()):
             raise unreadable_kind(root)
-        return Found(root, (root,), {}, {})
+        return SourceFiles(root, (root,), {}, {})
     files: list[Path] = []
     passed: dict[Path, str] = {}
     for path, reason in _walk(root, reading):
@@ -81,13 +81,13 @@ def find(root: Path, reading: Reading) -> Found:
             passed[path] = reason
         else:
             files.append(path)
-    found = Found(root, tuple(files), {path: reason for path in files if (reason := _unread(path))}, passed)
+    found = SourceFiles(root, tuple(files), {path: reason for path in files if (reason := _unread(path))}, passed)
     if len(found.unread) == len(found.files):
         raise _nothing_read(found)
     return found
 
 
-def _nothing_read(found: Found) -> DataError:
+def _nothing_read(found: SourceFiles) -> DataError:
     left = found.left_out()
     reason = f"{found.root} holds no file that is read" + (f": left out are {'; '.join(map(str, left))}" if left else "")
     return DataError(reason, f"{KINDS_READ} {_conversion(next(iter(found.unread), found.root))}")

@@ -64,6 +64,8 @@ class OwnStream(Stream):
             faults.append(f"tokens has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}.")
         if not ((found.targets >= 0) & (found.targets < self.vocab_size) | (found.targets == NO_TARGET)).all():
             faults.append(f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for none.")
-        if min(found.pieces, default=0) < 1 or sum(found.pieces) != length:
-            faults.append(f"pieces = {found.pieces} are no lengths that add up to {length}. Use ({length},) for one document.")
+        if min(found.segments, default=0) < 1 or sum(found.segments) != length:
+            faults.append(
+                f"segments = {found.segments} are no lengths that add up to {length}. Use ({length},) for one document."
+            )
         return faults

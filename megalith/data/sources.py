@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from megalith.data import bundled, files
 from megalith.data.errors import DataError
-from megalith.data.files import Found
+from megalith.data.files import SourceFiles
 from megalith.data.manifest import DEFAULT_READING, Reading, SourceRecord, file_digest
 from megalith.data.parquet import rows
 
@@ -127,7 +127,7 @@ def _is_same(one: Source, other: Source) -> bool:
     return _exists(one.path) and _exists(other.path) and first.samefile(second)
 
 
-def find(source: Source, reading: Reading) -> Found | None:
+def find(source: Source, reading: Reading) -> SourceFiles | None:
     """The files of a source, None for the bundled text. Raises DataError if no file is read."""
     return None if source.path == bundled.AUSTEN else files.find(Path(source.path), reading)
 
@@ -141,7 +141,7 @@ def size(source: Source, reading: Reading) -> int:
 
 def record(
     source: Source, reading: Reading, advance: Advance = lambda _: None, seen: MutableMapping[str, Path] | None = None
-) -> tuple[SourceRecord, Found | None]:
+) -> tuple[SourceRecord, SourceFiles | None]:
     """Return the current state of a source (names, sizes and contents of its files, reduced to one digest), and its files to read.
 
     `seen`: digest -> file of the sources before this one, to which its files are added. A file with the same bytes as one of them is

@@ -55,7 +55,7 @@ class Sample:
     """One sequence. All arrays are int64 [seq_len] and the caller's own.
 
     `targets` holds the next token, or -100 where there is none: after the data's end and, with document masks, at the last token
-    of a document, since what the next document begins with cannot be known from this one. `pieces` are the lengths of
+    of a document, since what the next document begins with cannot be known from this one. `segments` are the lengths of
     the documents (or parts of documents) in the sequence, padding counting as one; `positions` restart in each. Without
     document masks there is one piece.
     """
@@ -63,7 +63,7 @@ class Sample:
     tokens: Ids
     targets: Ids
     positions: Ids
-    pieces: tuple[int, ...]
+    segments: tuple[int, ...]
     domain: str
 
 
@@ -103,12 +103,12 @@ class _Phase:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples stacked: int64 [samples, seq_len] each, and every sample's pieces and domain."""
+    """Samples stacked: int64 [samples, seq_len] each, and every sample's segments and domain."""
 
     tokens: Ids
     targets: Ids
     positions: Ids
-    pieces: tuple[tuple[int, ...], ...]
+    segments: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
     numbers: tuple[int, ...]
     """Each sample's number in the order of the data"""
@@ -201,13 +201,13 @@ class Stream:
             if self.document_mask:
                 targets[begins - 1] = NO_TARGET
             edges |= {run.at, *begins.tolist(), here.stop}
-        pieces: tuple[int, ...] = (length,)
+        segments: tuple[int, ...] = (length,)
         if self.document_mask:
             ends = np.array(sorted(edges))  # np.unique would import numpy.ma in every rank
             lengths = np.diff(ends)
             positions -= np.repeat(ends[:-1], lengths)
-            pieces = tuple(lengths.tolist())
-        return Sample(tokens, targets, positions, pieces, self.domains[domain])
+            segments = tuple(lengths.tolist())
+        return Sample(tokens, targets, positions, segments, self.domains[domain])
 
     def length_of(self, index: int) -> int:
         """Return the tokens of sample `index`."""
@@ -221,7 +221,7 @@ class Stream:
             tokens=np.stack([sample.tokens for sample in samples]),
             targets=np.stack([sample.targets for sample in samples]),
             positions=np.stack([sample.positions for sample in samples]),
-            pieces=tuple(sample.pieces for sample in samples),
+            segments=tuple(sample.segments for sample in samples),
             domains=tuple(sample.domain for sample in samples),
             numbers=numbers,
         )

@@ -17,16 +17,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megalith import disk
-from megalith.fleet import letters, signs
+from megalith.fleet import messages, observations
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.letters import Unreadable
 from megalith.fleet.local import LocalNodes
+from megalith.fleet.messages import Unreadable
 from megalith.fleet.nodes import Generation
+from megalith.fleet.observations import HealthChecked, Observation, Preempted
 from megalith.fleet.rank import heeded
 from megalith.fleet.rendezvous import Store
-from megalith.fleet.signs import HealthChecked, Preempted, Sign
 from megalith.fleet.tiers.copies import Piece
 
 POLL_SECONDS = 0.02
@@ -86,10 +86,10 @@ class Agent:
         return ExitCode.LOST
 
     def _join(self) -> None:
-        self._member = self._store.add(letters.JOINED, 1)
-        self._orders = letters.orders(self._store, self._member, self._unreadable)
-        self._answers = letters.answers(self._store, self._member)
-        self._store.set(letters.member_key(self._member), json.dumps({"name": self._name, "order": self._order}))
+        self._member = self._store.add(messages.JOINED, 1)
+        self._orders = messages.orders(self._store, self._member, self._unreadable)
+        self._answers = messages.answers(self._store, self._member)
+        self._store.set(messages.member_key(self._member), json.dumps({"name": self._name, "order": self._order}))
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
@@ -183,7 +183,9 @@ class Agent:
     def _tell_what_happened(self) -> None:
         happened = self._nodes.wait(POLL_SECONDS)
         running = self._nodes.running()
-        forked = running | {what.rank for what in happened if not isinstance(what, signs.Sign) and what.rank is not None}
+        forked = running | {
+            what.rank for what in happened if not isinstance(what, observations.Observation) and what.rank is not None
+        }
         if forked - self._forked:
             self._forked |= forked
             self._tell({"forked": sorted(forked)})
@@ -205,8 +207,8 @@ class Agent:
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1
             try:
-                self._beating.set(letters.beat_key(self._member), json.dumps({"count": count, **self._life}))
-                if self._beating.check([letters.expelled_key(self._member)]):
+                self._beating.set(messages.beat_key(self._member), json.dumps({"count": count, **self._life}))
+                if self._beating.check([messages.expelled_key(self._member)]):
                     self._lose_contact("this node was declared lost: its heartbeats did not arrive in time")
             except RuntimeError:
                 continue  # the thread that watches the contact decides how long that may go on
@@ -220,9 +222,9 @@ class Agent:
                 self._lose_contact(f"the store was not reached for {self._seconds:g} s")
 
 
-def _record(what: Exit | Failure | Sign) -> dict[str, Any]:
+def _record(what: Exit | Failure | Observation) -> dict[str, Any]:
     if isinstance(what, Exit):
         return {"exit": asdict(what)}
     if isinstance(what, Failure):
         return {"failure": FAILURE.dump_python(what, mode="json")}
-    return {"sign": signs.dump(what)}
+    return {"sign": observations.dump(what)}

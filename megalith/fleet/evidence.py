@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from megalith.fleet import standing
+from megalith.fleet import collective_progress
 
 STACKS = signal.SIGUSR2
 """Asks a process of ours to write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
@@ -104,7 +104,7 @@ def dumps(
             written_at = None
         elif all(now[rank] > before[rank] for rank in expected):
             written_at = clock.now() if written_at is None else written_at
-            told = all(standing.PREFIX in read_from(logs[rank], before[rank]) for rank in expected)
+            told = all(collective_progress.PREFIX in read_from(logs[rank], before[rank]) for rank in expected)
             if told or clock.now() > written_at + _STANDING_SECONDS:
                 break
         last = now
@@ -126,7 +126,7 @@ class _ProcessorClock:
 
 def main_stack(dump: str) -> str:
     """The main thread's innermost calls in a dump by `faulthandler`: it lists that thread last, and the innermost call first."""
-    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", standing.without(dump))
+    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", collective_progress.without(dump))
     return "\n".join(sections[-1].strip().splitlines()[:TAIL_LINES])
 
 

@@ -34,7 +34,7 @@ from megalith.fleet.evidence import STACKS, output, tail
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.processes import environment, kill_group
 from megalith.fleet.rank import REQUESTS, THREAD_VARIABLES, Assignment, begin, header
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 
 REAP_SECONDS = 1.0  # that the fork server may take to report a rank's end which the kernel shows already
 
@@ -94,7 +94,7 @@ class Handle:
 class ForkServer:
     """Ranks as forks of a `Server` in a process of its own, which has imported `preload` and reports their ends.
 
-    It takes its environment, module path and lifeline from the first assignment. `secret`: further variables for the ranks that
+    It takes its environment, module path and parent watch from the first assignment. `secret`: further variables for the ranks that
     must not be in a file.
     """
 
@@ -109,7 +109,7 @@ class ForkServer:
         self._alive = True
         self._preparing, self._forking = True, False
         self._unreported_since: float | None = None
-        command = [sys.executable, "-P", "-m", "megalith.fleet.fork_server", str(os.getpid()), str(assignment.lifeline)]
+        command = [sys.executable, "-P", "-m", "megalith.fleet.fork_server", str(os.getpid()), str(assignment.parent_watch)]
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # read when a library is loaded: before any rank can set its own
         with self._log.open("ab", buffering=0) as log:
             log.write(header(assignment.generation, "the fork server"))
@@ -119,7 +119,7 @@ class ForkServer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment(assignment.environment | single | dict(secret)),
-                pass_fds=(assignment.lifeline,),
+                pass_fds=(assignment.parent_watch,),
                 process_group=0,  # a Ctrl-C at the terminal is for the supervisor only
                 bufsize=0,
             )
@@ -274,10 +274,10 @@ def preload(modules: Sequence[str]) -> None:
 class Server:
     """The loop: one thread, woken by a command, a child's end, or the end of the input."""
 
-    def __init__(self, commands: int, reports: int, lifeline_end: int) -> None:
+    def __init__(self, commands: int, reports: int, parent_watch: int) -> None:
         self._commands = commands
         self._reports = reports
-        self._lifeline = lifeline_end
+        self._parent_watch = parent_watch
         self._pending = b""
         self._ranks: dict[int, int] = {}  # process id -> rank
         self._woken, self._wake = os.pipe()
@@ -358,12 +358,12 @@ class Server:
 
 
 def main() -> None:
-    """Arguments: the supervisor's process id, and the descriptor of the lifeline that the ranks will watch."""
-    parent, lifeline_end = int(sys.argv[1]), int(sys.argv[2])
+    """Arguments: the supervisor's process id, and the descriptor of the pipe by which the ranks will watch."""
+    parent, watched = int(sys.argv[1]), int(sys.argv[2])
     # Meant for the ranks; the server goes when its input ends. Blocked, not ignored: a rank inherits that, so a request to stop
     # that comes just after its fork waits until the rank has set its own handlers, instead of being lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
-    lifeline.die_with_parent(parent)
+    parent_watch.die_with_parent(parent)
     faulthandler.enable(2)
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
     commands, reports = os.dup(0), os.dup(1)
@@ -371,7 +371,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)  # what an imported module prints goes to the server's log, not among the reports
-    Server(commands, reports, lifeline_end).serve()
+    Server(commands, reports, watched).serve()
 
 
 if __name__ == "__main__":

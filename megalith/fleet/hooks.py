@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megalith.fleet.actions import happen, make_room
 from megalith.fleet.injection import VARIABLE, Injection, Moment, fired, load, marks
-from megalith.fleet.seat import Seat
+from megalith.fleet.rank_info import RankInfo
 
 
 class Faults:
     """The faults of one rank. `due` marks the faults that it returns, so none is injected twice."""
 
-    def __init__(self, path: Path, seat: Seat, generation: str = "") -> None:
+    def __init__(self, path: Path, seat: RankInfo, generation: str = "") -> None:
         self.seat, self._generation = seat, generation
         self._path = path
         listed = load(path)
@@ -63,7 +63,7 @@ class Faults:
 
 @cache
 def _find(path: str) -> Faults:
-    return Faults(Path(path), Seat.find(), os.environ.get("MEGALITH_GENERATION", ""))
+    return Faults(Path(path), RankInfo.find(), os.environ.get("MEGALITH_GENERATION", ""))
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Faults | None:

@@ -23,12 +23,12 @@ from megalith.fleet.fork_server import ForkServer
 from megalith.fleet.heartbeat import Beat, Heartbeats
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost, Observation
 from megalith.fleet.processes import FreshProcesses, Processes, method
 from megalith.fleet.rank import Assignment
-from megalith.fleet.seat import DISK, node_folder
+from megalith.fleet.rank_info import DISK, node_folder
 from megalith.fleet.secure import key, private
 from megalith.fleet.secure.key import Key
-from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy, Tier, copies, roots
 from megalith.fleet.tiers.roots import OWNER
 from megalith.machine import admission, link, networks
@@ -75,14 +75,14 @@ class LocalNodes:
         self._job, self._memory, self._disk = job, memory, disk
         self._now = job  # or its fallback: what the ranks of this generation do
         self._names, self._meeting = tuple(names), meeting
-        self._found: SimpleQueue[Sign] = SimpleQueue()
+        self._found: SimpleQueue[Observation] = SimpleQueue()
         self._processes: Processes | None = None
         self._assignment: Assignment | None = None
         self._heartbeats: Heartbeats | None = None
         self._failed: list[Exit | Failure] = []  # while this node was warmed
         self._oom_kills = 0
         # Only this process holds the writing end: when it ends, in whatever way, every rank sees the end of the pipe.
-        self._lifeline, self._held = os.pipe()
+        self._parent_watch, self._held = os.pipe()
         self._folder = (folder or job.run_dir / "ranks").resolve()
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
         self._claimed: list[IO[str]] = []
@@ -211,7 +211,7 @@ class LocalNodes:
             run_dir=str(job.run_dir.resolve()),
             generation=generation.name,
             path=[entry or str(Path.cwd()) for entry in sys.path],
-            lifeline=self._lifeline,
+            parent_watch=self._parent_watch,
             placement=list(generation.placement),
             memory="" if generation.shrunk else str(self._memory or ""),
             own=str(self._folder),
@@ -221,8 +221,8 @@ class LocalNodes:
             meeting=self._meeting,
         )
 
-    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
-        happened: list[Exit | Failure | Sign] = []
+    def wait(self, seconds: float) -> list[Exit | Failure | Observation]:
+        happened: list[Exit | Failure | Observation] = []
         if self._processes is None:
             time.sleep(seconds)
         else:
@@ -250,11 +250,11 @@ class LocalNodes:
             oom_kills=evidence.oom_kills() - self._oom_kills,
         )
 
-    def _came_and_went(self) -> list[Sign]:
+    def _came_and_went(self) -> list[Observation]:
         self._make_memory_anew()
         before, self._there = self._there, self.there()
         lost = tuple(name for name in before if name not in self._there)
-        signs: list[Sign] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
+        signs: list[Observation] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
         return [*signs, *(NodeJoined(time=time.time(), node=name) for name in self._there if name not in before)]
 
     def running(self) -> frozenset[int]:
@@ -339,7 +339,7 @@ class LocalNodes:
             with disk.if_available():
                 self._assignment.store.unlink(missing_ok=True)
         os.close(self._held)
-        os.close(self._lifeline)
+        os.close(self._parent_watch)
         for file in self._claimed:
             file.close()
         for root in (self._memory, self._disk):

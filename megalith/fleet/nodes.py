@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megalith.fleet import evidence, standing
+from megalith.fleet import collective_progress, evidence
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.heartbeat import Beat
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import Copy, Source
 
 
@@ -44,7 +44,7 @@ class Look:
     @classmethod
     def of(cls, dump: str, *, stopped: bool) -> "Look":
         """Parse a rank's answer."""
-        return cls(evidence.main_stack(dump), stopped, *standing.read(dump))
+        return cls(evidence.main_stack(dump), stopped, *collective_progress.read(dump))
 
     @property
     def where(self) -> str:
@@ -63,7 +63,7 @@ class Nodes(Protocol):
         """Start all ranks as new processes; those of the generation before must have ended."""
         ...
 
-    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
+    def wait(self, seconds: float) -> list[Exit | Failure | Observation]:
         """Wait at most `seconds` for events: orderly exits, failures with their cause, reports of ranks, and nodes that joined, left or
         were checked."""
         ...

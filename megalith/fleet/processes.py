@@ -95,7 +95,7 @@ class FreshProcesses:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(assignment.variables(rank) | self._secret),
-                pass_fds=(assignment.lifeline,),
+                pass_fds=(assignment.parent_watch,),
                 process_group=0,
             )
 

@@ -22,12 +22,12 @@ from time import time
 from typing import Any, NoReturn
 
 from megalith import disk
-from megalith.fleet import causes, heartbeat, seat
+from megalith.fleet import causes, heartbeat, rank_info
 from megalith.fleet.causes import RankError
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # a person, a scheduler, a terminal that closes: stop
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -35,7 +35,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """Everything that a rank must know: the job file that the supervisor wrote. `path` is Python's module path, `lifeline` a
+    """Everything that a rank must know: the job file that the supervisor wrote. `path` is Python's module path, `parent_watch` a
     descriptor.
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder for
@@ -52,7 +52,7 @@ class Assignment:
     run_dir: str
     generation: str
     path: list[str]
-    lifeline: int
+    parent_watch: int
     own: str
     agent: int
     placement: list[str] = field(default_factory=lambda: ["0"])
@@ -103,12 +103,12 @@ class Assignment:
             "MEGALITH_STORE": self.meeting or f"file://{self.store}",
             "MEGALITH_GENERATION": self.generation,
             "MEGALITH_RUN_DIR": self.run_dir,
-            seat.REPORTS: self.reports,
-            seat.PLACEMENT: ",".join(self.placement),
-            seat.AGENT: self.agent,
+            rank_info.REPORTS: self.reports,
+            rank_info.PLACEMENT: ",".join(self.placement),
+            rank_info.AGENT: self.agent,
         }
         if self.memory:
-            fixed[seat.MEMORY] = self.memory
+            fixed[rank_info.MEMORY] = self.memory
         if self.heartbeats:
             fixed[heartbeat.VARIABLE] = self.heartbeats
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.threads))
@@ -202,10 +202,10 @@ def begin(assignment: Assignment, rank: int, *, parent: int) -> NoReturn:
     """Become `rank`: tie its life to the parent's, send its output to its log, call the entry, leave."""
     status: int = ExitCode.FAILED
     try:
-        lifeline.die_with_parent(parent)
+        parent_watch.die_with_parent(parent)
         open_log(assignment, rank)
         set_signals()
-        lifeline.watch(assignment.lifeline)
+        parent_watch.watch(assignment.parent_watch)
         os.environ.update(assignment.variables(rank))
         set_threads(assignment.threads)
         status = call(assignment, rank, Heartbeat.find())

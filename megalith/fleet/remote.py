@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalith.fleet import letters, signs
+from megalith.fleet import messages, observations
 from megalith.fleet.agent import FAILURE, GENERATION, ORDER, PIECES
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
-from megalith.fleet.letters import Letters, Unreadable
+from megalith.fleet.messages import Messages, Unreadable
 from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost, Observation
+from megalith.fleet.rank_info import ranks_of
 from megalith.fleet.rendezvous import RunStore
-from megalith.fleet.seat import ranks_of
-from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy
 from megalith.fleet.tiers.copies import in_place, together
 from megalith.spec.fleet import FleetSpec
@@ -41,8 +41,8 @@ class Member:
     number: int
     name: str
     order: int
-    orders: Letters
-    answers: Letters
+    orders: Messages
+    answers: Messages
     seen: float
     life: str = ""
     generation: str = ""
@@ -64,7 +64,7 @@ class RemoteNodes:
         self._unreadable = Unreadable()
         self._generation = Generation("none", ())
         self._running: set[int] = set()
-        self._found: list[Sign] = []
+        self._found: list[Observation] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
         """Wait until `wanted` nodes have joined, and accept `least` after `seconds`. Raises TimeoutError if fewer have joined.
@@ -106,14 +106,14 @@ class RemoteNodes:
         finally:
             probe.unlink(missing_ok=True)
 
-    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
+    def wait(self, seconds: float) -> list[Exit | Failure | Observation]:
         end = self._clock() + seconds
         while True:
-            happened: list[Exit | Failure | Sign] = [*self._turned_away(), *self._newcomers()]
+            happened: list[Exit | Failure | Observation] = [*self._turned_away(), *self._newcomers()]
             for member in list(self._members.values()):
-                for letter in member.answers.take():
+                for message in member.answers.take():
                     with self._dropping(f"answers/{member.number}"):
-                        happened += [what] if (what := self._understand(member, letter)) is not None else []
+                        happened += [what] if (what := self._understand(member, message)) is not None else []
             happened += self._silent()
             happened, self._found = [*happened, *self._found], []
             left = end - self._clock()
@@ -123,38 +123,38 @@ class RemoteNodes:
 
     @contextlib.contextmanager
     def _dropping(self, where: str) -> Iterator[None]:
-        """Drop a letter that the block cannot interpret."""
+        """Drop a message that the block cannot interpret."""
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._unreadable.drop(where, error)
 
-    def _turned_away(self) -> list[Sign]:
+    def _turned_away(self) -> list[Observation]:
         """Return signs for the nodes that want to join and are unfit. Such a node stays out until it joins successfully."""
-        found: list[Sign] = []
-        while self._store.check([letters.refused_key(self._refusals + 1)]):
+        found: list[Observation] = []
+        while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1
-            with self._dropping(key := letters.refused_key(self._refusals)):
-                record = letters.load(self._store.get(key))
+            with self._dropping(key := messages.refused_key(self._refusals)):
+                record = messages.load(self._store.get(key))
                 name, why = str(record["name"]), str(record["why"])
                 print(f"node {name} is not admitted: {why}", file=sys.stderr, flush=True)
                 self._refused[name] = why
                 found.append(HealthChecked(time=time.time(), node=name, passed=False, there=False, text=why))
         return found
 
-    def _newcomers(self) -> list[Sign]:
+    def _newcomers(self) -> list[Observation]:
         """Return signs for the nodes that joined since the last call."""
-        found: list[Sign] = []
-        while self._store.check([letters.member_key(self._joined + 1)]):
+        found: list[Observation] = []
+        while self._store.check([messages.member_key(self._joined + 1)]):
             self._joined += 1
-            with self._dropping(key := letters.member_key(self._joined)):
-                record = letters.load(self._store.get(key))
+            with self._dropping(key := messages.member_key(self._joined)):
+                record = messages.load(self._store.get(key))
                 member = Member(
                     number=self._joined,
                     name=str(record["name"]),
                     order=int(record["order"]),
-                    orders=letters.orders(self._store, self._joined, self._unreadable),
-                    answers=letters.answers(self._store, self._joined, self._unreadable),
+                    orders=messages.orders(self._store, self._joined, self._unreadable),
+                    answers=messages.answers(self._store, self._joined, self._unreadable),
                     seen=self._clock(),
                 )
                 if (before := self._members.get(member.name)) is not None:
@@ -164,11 +164,11 @@ class RemoteNodes:
                 found.append(NodeJoined(time=time.time(), node=member.name))
         return found
 
-    def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | Sign | None:
+    def _understand(self, member: Member, message: dict[str, Any]) -> Exit | Failure | Observation | None:
         """Decode an agent's message; None if it is about ranks that no longer exist."""
-        if "sign" not in letter and letter["generation"] not in (self._generation.name, ""):
+        if "sign" not in message and message["generation"] not in (self._generation.name, ""):
             return None
-        match letter:
+        match message:
             case {"forked": ranks}:
                 self._running |= set(ranks)
                 return None
@@ -182,19 +182,19 @@ class RemoteNodes:
                 self._running.discard(failure.rank)
                 return failure
             case {"sign": record}:
-                return signs.load(record)
-        raise ValueError(f"the agent of {member.name} says {letter}, which this version does not know")
+                return observations.load(record)
+        raise ValueError(f"the agent of {member.name} says {message}, which this version does not know")
 
-    def _silent(self) -> list[Sign]:
+    def _silent(self) -> list[Observation]:
         """Nodes that have shown no sign of life for too long."""
         late = []
         for member in self._members.values():
-            life = self._store.get(letters.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
+            life = self._store.get(messages.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
             now = self._clock()
             if life != member.life:
                 member.life, member.seen = life, now
-                with self._dropping(letters.beat_key(member.number)):
-                    record = letters.load(life.encode())
+                with self._dropping(messages.beat_key(member.number)):
+                    record = messages.load(life.encode())
                     member.generation = record["generation"]
                     member.beats = {int(rank): Beat.of(beat) for rank, beat in record["ranks"].items()}
             elif now - member.seen > self._fleet.node_timeout:
@@ -202,11 +202,11 @@ class RemoteNodes:
         return [self._lose(late)] if late else []
 
     def _has_beaten(self, member: Member) -> bool:
-        return bool(member.life) or self._store.check([letters.beat_key(member.number)])
+        return bool(member.life) or self._store.check([messages.beat_key(member.number)])
 
     def _lose(self, members: Sequence[Member]) -> NodesLost:
         for member in members:
-            self._store.set(letters.expelled_key(member.number), "")
+            self._store.set(messages.expelled_key(member.number), "")
             self._running -= self._ranks_on(member.name)
             del self._members[member.name]
         return NodesLost(time=time.time(), nodes=tuple(member.name for member in members))

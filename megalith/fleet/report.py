@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megalith import disk
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.seat import REPORTS, Seat, node_folder, ranks_of, slot_of
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
+from megalith.fleet.rank_info import REPORTS, RankInfo, node_folder, ranks_of, slot_of
 
-__all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "refusing", "report", "slot_of"]
+__all__ = ["RankInfo", "Reported", "collect", "node_folder", "ranks_of", "refusing", "report", "slot_of"]
 
 
 class Reported(RuntimeError):  # noqa: N818  # it says what was done
@@ -33,9 +33,9 @@ class Unreachable(Reported):
     exit_code = ExitCode.LOST
 
 
-def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
+def report(sign: Observation, environment: Mapping[str, str] = os.environ) -> None:
     """Report a sign to the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
-    text = json.dumps(signs.dump(sign))
+    text = json.dumps(observations.dump(sign))
     folder = environment.get(REPORTS)
     if folder is None:
         print(f"seen: {text}", flush=True)
@@ -56,18 +56,18 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         if REPORTS not in os.environ:
             raise
-        report(signs.NotThisRun(time=time.time(), error=str(error)))
+        report(observations.NotThisRun(time=time.time(), error=str(error)))
         raise Reported(str(error)) from error
 
 
-def collect(folder: Path) -> list[Sign]:
+def collect(folder: Path) -> list[Observation]:
     """Return the reports that have arrived, oldest first; each is returned once. A report that cannot be read stays in
     its place."""
-    found: list[Sign] = []
+    found: list[Observation] = []
     with disk.if_available():  # a report left there is read by a later call
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             try:
-                sign = signs.load(json.loads(path.read_text(encoding="utf-8")))
+                sign = observations.load(json.loads(path.read_text(encoding="utf-8")))
             except ValueError:  # torn JSON, an unknown tag, or fields that do not fit
                 path.rename(path.with_suffix(".unreadable"))
                 continue

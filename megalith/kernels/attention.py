@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalith.kernels.blocked import blocked_attention, blocked_attention_backward, pays
-from megalith.kernels.pairs import Pair, Rows
+from megalith.kernels.mask import MaskBlock, MaskRows
 
 ROWS = 128  # queries at once where no fused kernel helps: full-speed products, and scores of ROWS x seq at most
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def zeros_for(x: Tensor) -> Tensor:
 
 
 def add_forward(
-    running: Running, q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[Rows, ...], kernel: Kernel, scale: float
+    running: Running, q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float
 ) -> None:
     """Merge into `running` what `rows` see of k and v."""
     for queries, keys, pair in _parts(rows):
@@ -115,7 +115,7 @@ def add_backward(
     sums: tuple[Tensor, Tensor, Tensor],
     saved: tuple[Tensor, ...],
     *,
-    rows: tuple[Rows, ...],
+    rows: tuple[MaskRows, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
@@ -134,7 +134,7 @@ def add_backward(
 Where = tuple[slice, slice, slice]
 
 
-def _parts(rows: tuple[Rows, ...]) -> Iterator[tuple[Where, Where, Pair]]:
+def _parts(rows: tuple[MaskRows, ...]) -> Iterator[tuple[Where, Where, MaskBlock]]:
     """Indices of [batch, heads, seq, ...] tensors of queries and of keys, for each pair."""
     for first, end, pairs in rows:
         for pair in pairs:
@@ -146,14 +146,14 @@ def _parts(rows: tuple[Rows, ...]) -> Iterator[tuple[Where, Where, Pair]]:
             )
 
 
-def _turn(x: Tensor, pair: Pair, dim: int = -2) -> Tensor:
+def _turn(x: Tensor, pair: MaskBlock, dim: int = -2) -> Tensor:
     """Read backwards, "future" is "past": the one triangle that kernels know."""
     return x.flip(dim) if pair.sees == "future" else x
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Rows, ...], kernel: Kernel, scale: float) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float) -> Tensor:
         running = Running.start(q, v)
         add_forward(running, q, k, v, rows=rows, kernel=kernel, scale=scale)
         out = running.out.to(q.dtype)
@@ -169,7 +169,7 @@ class _Attention(torch.autograd.Function):
         return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), None, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[Rows, ...], kernel: Kernel, scale: float) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float) -> Tensor:
     """softmax(scale q kᵀ) v over the pairs in `rows`. The cost is proportional to the pairs; nothing larger than the inputs is
     kept. Every query must see a key."""
     return _Attention.apply(q, k, v, rows, kernel, scale)  # pyright: ignore[reportReturnType]
@@ -256,18 +256,18 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return aten._scaled_dot_product_flash_attention(*wide, 0.0, True, False, scale=scale)[0][..., : v.shape[-1]]
 
 
-def flash_packed(q: Tensor, k: Tensor, v: Tensor, pieces: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
+def flash_packed(q: Tensor, k: Tensor, v: Tensor, segments: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
     """The same inside each piece of each row, in one call."""
-    longest, ends = max(map(max, pieces)), _ends(pieces, q.device)
+    longest, ends = max(map(max, segments)), _ends(segments, q.device)
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = aten._flash_attention_forward(*wide, ends, ends, longest, longest, 0.0, True, False, scale=scale)[0]
     return out[..., : v.shape[-1]].unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
 @lru_cache(maxsize=16)  # every layer asks the same
-def _ends(pieces: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _ends(segments: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Return the end of each piece, starting at 0, over all rows one after the other."""
-    return torch.tensor([0, *accumulate(chain.from_iterable(pieces))], dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor([0, *accumulate(chain.from_iterable(segments))], dtype=torch.int32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

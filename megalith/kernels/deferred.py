@@ -18,7 +18,7 @@ class Queue:
 
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
-    def drain(self) -> None:
+    def run_all(self) -> None:
         """Compute them all, in the order in which backward met them, and add each to its weight's `.grad`."""
         with torch.no_grad():
             for weight, gradient in self.waiting:

@@ -32,33 +32,33 @@ class Order:
         return self.places.shape[1]
 
 
-def spread_plain(x: Tensor, order: Order) -> Tensor:
+def permute_plain(x: Tensor, order: Order) -> Tensor:
     """The definition: x [tokens, dim] -> [rows, dim], copies of the tokens in `order`."""
     return x.repeat_interleave(order.copies, 0)[order.order[: order.rows]]
 
 
-def collect_plain(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+def unpermute_plain(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """The definition: rows [rows, dim], weights [tokens, copies] -> [tokens, dim], each token the weighted sum of its copies.
     Copies that are not among the rows count as zero."""
     copies = _padded(rows, order)[order.places]
     return (copies * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def spread(x: Tensor, order: Order) -> Tensor:
-    """`spread_plain`, whose backward is a gather too."""
-    return _Spread.apply(x, order)  # pyright: ignore[reportReturnType]
+def permute(x: Tensor, order: Order) -> Tensor:
+    """`permute_plain`, whose backward is a gather too."""
+    return _Permute.apply(x, order)  # pyright: ignore[reportReturnType]
 
 
-def collect(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """`collect_plain`, one copy at a time: no tensor of all copies in fp32 exists. Sums are fp32, in the order of the copies."""
-    return _Collect.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
+def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """`unpermute_plain`, one copy at a time: no tensor of all copies in fp32 exists. Sums are fp32, in the order of the copies."""
+    return _Unpermute.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
 
 
 # --- without autograd, for who makes the way back himself ---
 
 
 def rows_of(x: Tensor, order: Order) -> Tensor:
-    """`spread`: x [tokens, dim] -> [rows, dim]."""
+    """`permute`: x [tokens, dim] -> [rows, dim]."""
     return x.index_select(0, _tokens(order))
 
 
@@ -73,7 +73,7 @@ def by_token(values: Tensor, order: Order) -> Tensor:
 
 
 def sums_of(rows: Tensor, weights: Tensor | None, order: Order) -> Tensor:
-    """`collect`: rows [rows, dim] -> [tokens, dim]; without weights, each copy counts once."""
+    """`unpermute`: rows [rows, dim] -> [tokens, dim]; without weights, each copy counts once."""
     padded = _padded(rows, order)
     total: Tensor | None = None
     for copy, places in enumerate(order.places.unbind(1)):
@@ -87,7 +87,7 @@ def sums_of(rows: Tensor, weights: Tensor | None, order: Order) -> Tensor:
     return total.to(rows.dtype)
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Order) -> Tensor:
         ctx.save_for_backward(order.order, order.places)  # by autograd, so that recomputation may drop them
@@ -100,7 +100,7 @@ class _Spread(torch.autograd.Function):
         return sums_of(grad, None, Order(numbers, places, ctx.rows)), None
 
 
-class _Collect(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
         ctx.save_for_backward(rows, weights, order.order, order.places)

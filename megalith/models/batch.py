@@ -6,20 +6,22 @@ from torch import Tensor
 
 from megalith.kernels.draws import Tokens
 
-Pieces = tuple[tuple[int, ...], ...]
+SegmentLengths = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Batch:
     """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it.
 
-    Under context parallelism a rank has its part of each sequence, and `pieces` still describes whole sequences.
+    Under context parallelism a rank has its part of each sequence, and `segments` still describes whole sequences.
     """
 
     tokens: Tensor
     targets: Tensor | None = None  # next tokens, -100 where there is none; None: the head gives logits, not a loss
     positions: Tensor | None = None  # None: 0, 1, 2, ... in every row
-    pieces: Pieces | None = None  # lengths of each row's documents, summing to the whole seq; None: every row is one document
+    segments: SegmentLengths | None = (
+        None  # lengths of each row's documents, summing to the whole seq; None: every row is one document
+    )
     ahead: Tensor | None = None  # [depth, batch, seq]: the 1st, 2nd, ... token after each, for multi-token prediction
     ahead_targets: Tensor | None = None  # [depth, batch, seq]: the 2nd, 3rd, ... token after each, -100 where there is none
     loss_scale: float = 1.0  # 1 / valid targets of the *global* batch, so that losses and gradients simply add up

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megalith.kernels.attention import attention, flash, flash_packed, flash_takes, kernel_for
 from megalith.kernels.blocked import blocked_attention, pays
-from megalith.kernels.pairs import rows_of
-from megalith.models.batch import Batch, Pieces
+from megalith.kernels.mask import mask_rows
+from megalith.models.batch import Batch, SegmentLengths
 
 WHOLE = 128  # rows of so many tokens, or a multiple, fill the blocks of any kernel on CUDA, so torch may choose the fastest
 
@@ -18,7 +18,7 @@ class CausalCore(nn.Module):
 
     With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral
     7B, Jiang et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2,
-    Grok-1). With `batch.pieces` tokens attend only to their own document. v may have other channels than q and k (multi-head
+    Grok-1). With `batch.segments` tokens attend only to their own document. v may have other channels than q and k (multi-head
     latent
     attention).
     """
@@ -40,20 +40,20 @@ class CausalCore(nn.Module):
         scale = self.scale_of(q)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.softcap is not None or (self.window is not None and self.window < seq):
-            out = self._attend_pairs(q, k, v, batch.pieces, scale)  # pyright: ignore[reportCallIssue]
-        elif batch.pieces is None:
+            out = self._attend_pairs(q, k, v, batch.segments, scale)  # pyright: ignore[reportCallIssue]
+        elif batch.segments is None:
             out = attend(q, k, v, scale)
         else:
-            out = attend_pieces(q, k, v, batch.pieces, scale)  # pyright: ignore[reportCallIssue]
+            out = attend_segments(q, k, v, batch.segments, scale)  # pyright: ignore[reportCallIssue]
         return out.transpose(1, 2)
 
     @torch.compiler.disable  # which pairs there are differs from batch to batch
-    def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces | None, scale: float) -> Tensor:
+    def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths | None, scale: float) -> Tensor:
         """Compute attention that torch's fused kernels do not offer: bands of a window, and capped scores."""
-        if self.softcap is None and self.window is not None and pieces is not None and self.window >= max(map(max, pieces)):
-            return attend_pieces(q, k, v, pieces, scale)  # pyright: ignore[reportCallIssue]
+        if self.softcap is None and self.window is not None and segments is not None and self.window >= max(map(max, segments)):
+            return attend_segments(q, k, v, segments, scale)  # pyright: ignore[reportCallIssue]
         here = ((0, q.shape[2]),)
-        rows = rows_of(here, here, batch=q.shape[0], pieces=pieces, window=self.window)
+        rows = mask_rows(here, here, batch=q.shape[0], segments=segments, window=self.window)
         return attention(q, k, v, rows=rows, kernel=kernel_for(q, v, self.softcap), scale=scale)
 
     def scale_of(self, q: Tensor) -> float:
@@ -70,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
         return blocked_attention(q, k, v, True, scale)[0]
     if q.device.type == "cpu" and q.dtype == torch.float16 and not torch.compiler.is_compiling():
         here = ((0, q.shape[2]),)
-        rows = rows_of(here, here, batch=q.shape[0], pieces=None, window=None)
+        rows = mask_rows(here, here, batch=q.shape[0], segments=None, window=None)
         return attention(q, k, v, rows=rows, kernel=kernel_for(q, v), scale=scale)
     if q.shape[2] % WHOLE and flash_takes(q, v):
         return flash(q, k, v, scale)
@@ -82,16 +82,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
-def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
-    """Causal attention inside each piece of each row: in one call if a kernel supports pieces; otherwise rows with the same
-    pieces share their calls."""
-    assert len(pieces) == q.shape[0] and all(sum(row) == q.shape[2] for row in pieces), (pieces, q.shape)
+def attend_segments(q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths, scale: float | None = None) -> Tensor:
+    """Causal attention inside each piece of each row: in one call if a kernel supports segments; otherwise rows with the same
+    segments share their calls."""
+    assert len(segments) == q.shape[0] and all(sum(row) == q.shape[2] for row in segments), (segments, q.shape)
     if flash_takes(q, v):
-        return flash_packed(q, k, v, pieces, q.shape[-1] ** -0.5 if scale is None else scale)
-    if len(set(pieces)) == 1:
-        return _attend_alike(q, k, v, pieces[0], scale)
+        return flash_packed(q, k, v, segments, q.shape[-1] ** -0.5 if scale is None else scale)
+    if len(set(segments)) == 1:
+        return _attend_alike(q, k, v, segments[0], scale)
     alike: dict[tuple[int, ...], list[int]] = {}
-    for row, lengths in enumerate(pieces):
+    for row, lengths in enumerate(segments):
         alike.setdefault(lengths, []).append(row)
     order = [row for rows in alike.values() for row in rows]
     parts = [_attend_alike(q[rows], k[rows], v[rows], lengths, scale) for lengths, rows in alike.items()]

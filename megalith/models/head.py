@@ -13,7 +13,7 @@ from megalith.models.block import Block
 from megalith.models.embedding import Embedding
 from megalith.models.linear import Linear
 from megalith.models.norm import norm
-from megalith.spec.model import AheadSpec, EmbeddingSpec, HeadSpec
+from megalith.spec.model import EmbeddingSpec, HeadSpec, MtpSpec
 
 
 class CrossEntropy(nn.Module):
@@ -70,11 +70,11 @@ class Output(nn.Module):
         return finish(self.multiply(x, self.weight), **self.finishing)
 
 
-class Ahead(nn.Module):
+class MtpModule(nn.Module):
     """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the previous depth's output for each
     token and the embedding of a later token pass through one more block. The embedding's table is the model's own."""
 
-    def __init__(self, dim: int, spec: AheadSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
+    def __init__(self, dim: int, spec: MtpSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
         super().__init__()
         self.embedding = Embedding(dim, embedding.model_copy(update={"positions": None}))  # what precedes knows its position
         self.norm_embedding = norm(dim, spec.block.norm)
@@ -100,7 +100,7 @@ class Head(nn.Module):
         self.output = Output(dim, spec)
         depth = spec.ahead.depth if spec.ahead else 0
         self.ahead_weight = spec.ahead.weight if spec.ahead else 0.0
-        self.ahead = nn.ModuleList(Ahead(dim, spec.ahead, embedding, rope_slot) for _ in range(depth) if spec.ahead)
+        self.ahead = nn.ModuleList(MtpModule(dim, spec.ahead, embedding, rope_slot) for _ in range(depth) if spec.ahead)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Tensor | Loss:
         x = self.norm(x)

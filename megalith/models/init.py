@@ -26,7 +26,7 @@ def seed_of(seed: int, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldExperts:
     """The experts of a layer that a rank holds, from `first`, and its part of each: `part` of `parts` along `dim` of its matrix."""
 
     first: int
@@ -37,7 +37,7 @@ class Held:
 
 @torch.no_grad()
 def initialise(
-    part: nn.Module, *, name: str, spec: ModelSpec, seed: int, held: Mapping[nn.Parameter, Held] | None = None
+    part: nn.Module, *, name: str, spec: ModelSpec, seed: int, held: Mapping[nn.Parameter, HeldExperts] | None = None
 ) -> None:
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
@@ -63,7 +63,7 @@ def initialise(
             elif isinstance(module, RMSNorm | LayerNorm | GatedNorm):
                 parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.offset else 1.0)
             elif isinstance(module, Experts):
-                here = (held or {}).get(parameter, Held(0))
+                here = (held or {}).get(parameter, HeldExperts(0))
                 for number, matrix in enumerate(parameter, here.first):
                     _draw_part(matrix, here, f"{full_name}.{number}", spread=_spread(full_name, spec), seed=seed)
             else:
@@ -104,7 +104,7 @@ def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
     weight.normal_(0.0, spread, generator=torch.Generator(weight.device).manual_seed(seed_of(seed, name)))
 
 
-def _draw_part(matrix: Tensor, held: Held, name: str, *, spread: float, seed: int) -> None:
+def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, seed: int) -> None:
     """Draw one expert's whole matrix, and keep this part of it."""
     sizes = list(matrix.shape)
     sizes[held.dim] *= held.parts

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from megalith.models.batch import Batch, Pieces
+from megalith.models.batch import Batch, SegmentLengths
 from megalith.models.linear import Linear
 from megalith.spec.model import MambaSpec
 
@@ -59,7 +59,7 @@ class Rates(nn.Module):
 
 class MambaCore(nn.Module):
     """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a copy that holds a share of the
-    groups and their heads runs the same code; with `batch.pieces` each document begins with an empty state."""
+    groups and their heads runs the same code; with `batch.segments` each document begins with an empty state."""
 
     def __init__(self, spec: MambaSpec) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MambaCore(nn.Module):
         batch: Batch,
     ) -> Float[Tensor, "batch seq inner"]:
         spec, rates, work = self.spec, self.rates, _work(x)
-        documents = None if batch.pieces is None else documents_of(batch.pieces, x.device)  # pyright: ignore[reportCallIssue]
+        documents = None if batch.segments is None else documents_of(batch.segments, x.device)  # pyright: ignore[reportCallIssue]
         x = F.silu(self.conv_x(x, documents)).unflatten(-1, (-1, spec.head_dim))
         b, c = (
             F.silu(conv(each, documents)).unflatten(-1, (-1, spec.state)) for conv, each in ((self.conv_b, b), (self.conv_c, c))
@@ -179,6 +179,6 @@ def _work(x: Tensor) -> torch.dtype:
 
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
-def documents_of(pieces: Pieces, device: torch.device) -> Documents:
+def documents_of(segments: SegmentLengths, device: torch.device) -> Documents:
     """The number of each token's document in its row."""
-    return torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in pieces], device=device)
+    return torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in segments], device=device)

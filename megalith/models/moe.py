@@ -13,12 +13,12 @@ from megalith.kernels.draws import Tokens, tokens_at_work
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import pack, unpack
-from megalith.kernels.permute import Order, collect, rows_of, spread
+from megalith.kernels.permute import Order, permute, rows_of, unpermute
 from megalith.kernels.quantise import Scaling
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, Mlp
-from megalith.models.router import Dealing, OneProcess, Router, Routing, Sets
+from megalith.models.router import EvenRouting, OneProcess, Router, Routing, Sets
 from megalith.spec.model import MlpSpec, MoeSpec
 
 
@@ -53,7 +53,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrived:
+class LocalRows:
     """Rows that needed no exchange."""
 
     rows: Tensor
@@ -70,7 +70,7 @@ class Traffic:
     sizes: Sizes
 
 
-class Exchange(Protocol):
+class TokenDispatcher(Protocol):
     """Dispatch of tokens to experts, and combination of the results."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Exchange(Protocol):
         """The inverse of `enter`."""
         ...
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
+    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
         """Plan the exchange from `counts` [experts] of the rows to send; `kept` is their number, if known; `dealing`: tokens are
         distributed evenly."""
         ...
@@ -111,7 +111,7 @@ class Exchange(Protocol):
         ...
 
 
-class Here:
+class LocalDispatcher:
     """All experts are in this process."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Here:
     def leave(self, x: Tensor) -> Tensor:
         return x
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
+    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
         if dealing is not None:
             dealt = dealing.counts((range(dealing.seq),))
             return Traffic(sum(dealt), Sizes(dealt))
@@ -134,10 +134,10 @@ class Here:
         return rows
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
-        return Arrived(rows)
+        return LocalRows(rows)
 
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
-        return Arrived(rows)
+        return LocalRows(rows)
 
     def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
         return rows
@@ -159,7 +159,7 @@ class Unpacking:
         return unpack(self.pending.wait(), self.columns, self.scaling, self.dtype)
 
 
-def _packed(rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic) -> Unpacking:
+def _packed(rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> Unpacking:
     return Unpacking(exchange.start_dispatch(pack(rows, scaling), traffic), rows.shape[1], scaling, rows.dtype)
 
 
@@ -167,7 +167,7 @@ class _Packed(torch.autograd.Function):
     """Dispatch in 8 bits. Gradients ignore the rounding, and are sent in their own format: in 8 bits they would cost accuracy."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic) -> Tensor:
+    def forward(ctx, rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> Tensor:
         ctx.exchange, ctx.traffic = exchange, traffic
         return _packed(rows, scaling, exchange, traffic).wait()
 
@@ -190,7 +190,7 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Deal:
+class Destinations:
     """One microbatch's tokens in flight: their order, the weights of the results, and the counts for each rank."""
 
     order: Order
@@ -214,9 +214,9 @@ class Moe(nn.Module):
         shared = MlpSpec(hidden=spec.shared, activation=spec.activation, gated=spec.gated) if spec.shared else None
         self.shared = None if shared is None else Mlp(dim, shared)
         self.shared_gate = Linear(dim, 1) if spec.shared_gate and spec.shared else None
-        self.exchange: Exchange = Here()
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
         self.sets: Sets = OneProcess()
-        self.permute, self.unpermute = spread, collect  # seams: a trace swaps them for fused kernels
+        self.permute, self.unpermute = permute, unpermute  # seams: a trace swaps them for fused kernels
 
     @torch.compiler.disable  # how many rows an expert gets differs in every batch: compiled code would be compiled again for each
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -224,7 +224,7 @@ class Moe(nn.Module):
     ) -> Float[Tensor, "batch seq dim"]:
         rows, deal = self.spread(x, self.route(x, batch))
         arrived = self.dispatch(rows, deal.traffic)
-        returned = self.exchange.combine(self.run(arrived, deal), deal.traffic)
+        returned = self.dispatcher.combine(self.run(arrived, deal), deal.traffic)
         out = self.collect(returned, deal)
         common = self.common(x)
         return out if common is None else out + common
@@ -233,7 +233,7 @@ class Moe(nn.Module):
         """Route the tokens of x [batch, seq, dim]."""
         return self.router(x, batch, self.sets)
 
-    def spread(self, x: Tensor, routing: Routing) -> tuple[Tensor, Deal]:
+    def spread(self, x: Tensor, routing: Routing) -> tuple[Tensor, Destinations]:
         """The rows [sent, dim] to dispatch, sorted by expert."""
         own, weights = self.enter(x, routing)
         deal = self.deal(routing, weights)
@@ -241,9 +241,9 @@ class Moe(nn.Module):
 
     def enter(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """The tokens [tokens, dim] that this rank sends, and their weights [tokens, active]."""
-        return self.exchange.enter(x).flatten(0, 1), self.exchange.enter(routing.weights).flatten(0, 1)
+        return self.dispatcher.enter(x).flatten(0, 1), self.dispatcher.enter(routing.weights).flatten(0, 1)
 
-    def deal(self, routing: Routing, weights: Tensor) -> Deal:
+    def deal(self, routing: Routing, weights: Tensor) -> Destinations:
         """Assign the routed tokens to rows of experts."""
         choices = self.sets.own(routing.choices)
         batch, seq, active = choices.shape
@@ -253,55 +253,59 @@ class Moe(nn.Module):
         if routing.kept is not None:  # dropped copies come last, as if of one more expert
             choices = choices.where(self.sets.own(routing.kept).flatten(0, 1), experts)
         counts.scatter_add_(0, choices.flatten(), torch.ones_like(choices.flatten()))
-        dealing = Dealing(batch, seq, active, experts) if routing.dealt else None
-        traffic = self.exchange.plan(counts[:-1], choices.numel() if routing.kept is None else None, dealing)
+        dealing = EvenRouting(batch, seq, active, experts) if routing.dealt else None
+        traffic = self.dispatcher.plan(counts[:-1], choices.numel() if routing.kept is None else None, dealing)
         order = Order.sorted_by(choices, traffic.rows)
         work = tokens_at_work()
         if work is not None and self.experts.multiply.draws:
             traffic.sizes.tokens = self._tokens_of(work, routing.choices.shape[1], order, traffic)
-        return Deal(order, weights, batch, traffic)
+        return Destinations(order, weights, batch, traffic)
 
     def _tokens_of(self, work: Tokens, seq: int, order: Order, traffic: Traffic) -> Tensor:
         """The number of each row's token, for the rows that this rank's experts compute."""
         spans = (torch.arange(span.start, span.stop, device=work.samples.device) for span in self.sets.spans(seq))
         numbers = self.sets.own(replace(work, positions=torch.cat([*spans])).numbers)
-        return self.exchange.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
+        return self.dispatcher.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
         """Send rows [sent, dim] to the ranks of their experts, in the format in which the experts round them. Differentiable:
         gradients are those of the received rows, and are sent in the wide format."""
         scaling = self.experts.multiply.travels_as
         if scaling is None:
-            return self.exchange.dispatch(rows, traffic)
-        return _Packed.apply(rows, scaling, self.exchange, traffic)  # pyright: ignore[reportReturnType]
+            return self.dispatcher.dispatch(rows, traffic)
+        return _Packed.apply(rows, scaling, self.dispatcher, traffic)  # pyright: ignore[reportReturnType]
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
         """`dispatch`, started, without autograd."""
         scaling = self.experts.multiply.travels_as
-        return self.exchange.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.exchange, traffic)
+        return (
+            self.dispatcher.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.dispatcher, traffic)
+        )
 
-    def run(self, rows: Tensor, deal: Deal) -> Tensor:
+    def run(self, rows: Tensor, deal: Destinations) -> Tensor:
         """Apply the experts to the received rows."""
-        return self.exchange.run(self.experts, rows, deal.traffic)
+        return self.dispatcher.run(self.experts, rows, deal.traffic)
 
     def start_return(self, grads: Tensor, traffic: Traffic) -> Pending:
         """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format. Without
         autograd."""
         scaling = self.experts.multiply.gradients_travel_as
         return (
-            self.exchange.start_dispatch(grads, traffic) if scaling is None else _packed(grads, scaling, self.exchange, traffic)
+            self.dispatcher.start_dispatch(grads, traffic)
+            if scaling is None
+            else _packed(grads, scaling, self.dispatcher, traffic)
         )
 
-    def collect(self, rows: Tensor, deal: Deal) -> Tensor:
+    def collect(self, rows: Tensor, deal: Destinations) -> Tensor:
         """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as `start_return` sends them:
         all copies of a token have the same."""
         tokens, scaling = self.unpermute(rows, deal.weights, deal.order), self.experts.multiply.gradients_travel_as
         tokens = tokens if scaling is None else _RoundedGradient.apply(tokens, scaling)
         return self.leave(tokens, deal)  # pyright: ignore[reportArgumentType]
 
-    def leave(self, tokens: Tensor, deal: Deal) -> Tensor:
+    def leave(self, tokens: Tensor, deal: Destinations) -> Tensor:
         """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""
-        return self.exchange.leave(tokens.unflatten(0, (deal.batch, -1)))
+        return self.dispatcher.leave(tokens.unflatten(0, (deal.batch, -1)))
 
     def common(self, x: Tensor) -> Tensor | None:
         """The shared expert's part [batch, seq, dim], if there is one."""

@@ -9,7 +9,7 @@ from megalith.models.core import CausalCore
 from megalith.spec.parts import PARTS, PartKind, Tensor, declared
 
 
-class Declared:
+class OwnModule:
     """The declaration of an own part, kept with its module."""
 
     def __init__(self, name: str, kind: PartKind, tensors: tuple[Tensor, ...]) -> None:
@@ -59,14 +59,14 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
             f"{name} says core = True, and the core of {row.module} is a {type(core).__name__}: a subclass computes something else, which "
             "context ranks and generation would leave out: say core = False"
         )
-    module.declared = Declared(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
+    module.declared = OwnModule(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
     return module
 
 
-def declaration(module: nn.Module) -> Declared | None:
+def declaration(module: nn.Module) -> OwnModule | None:
     """Return the declaration of an own part; None for any other module."""
     found = vars(module).get("declared")
-    return found if isinstance(found, Declared) else None
+    return found if isinstance(found, OwnModule) else None
 
 
 def mixes_in_core(attention: nn.Module) -> bool:

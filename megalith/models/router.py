@@ -259,7 +259,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Record]]]:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class EvenRouting:
     """Arithmetic of choices that are distributed evenly."""
 
     batch: int

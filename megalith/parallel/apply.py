@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.numbers import Dtypes
-from megalith.models.head import Ahead, Head
+from megalith.models.head import Head, MtpModule
 from megalith.models.init import initialise
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
@@ -22,6 +22,7 @@ from megalith.parallel.context import ContextGroups, split_context
 from megalith.parallel.data import Bucket, Place, Weight
 from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
+from megalith.parallel.moe_overlap import dispatches_tokens, forward
 from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute
@@ -29,7 +30,6 @@ from megalith.parallel.reduction import Reducer
 from megalith.parallel.retain import Retention, Tier
 from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
-from megalith.parallel.travel import forward, travels
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
 from megalith.spec.plan import Plan, segment_size, segments
@@ -92,7 +92,7 @@ class Builder:
             used.append(self._keep(name, part, places, recipes))
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
-        dispatched = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if travels(part)}
+        dispatched = {number: partial(forward, part) for number, (_, part) in enumerate(stage.parts()) if dispatches_tokens(part)}
         how = {"segments": cut, "dispatched": dispatched, "retention": self._retention(stage)}
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, **how)
 
@@ -110,11 +110,11 @@ class Builder:
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]
         ahead = part.ahead if isinstance(part, Head) else ()
-        return [(len(self.spec.blocks) + depth, each.block) for depth, each in enumerate(ahead) if isinstance(each, Ahead)]
+        return [(len(self.spec.blocks) + depth, each.block) for depth, each in enumerate(ahead) if isinstance(each, MtpModule)]
 
     def _tie(self, name: str, part: nn.Module) -> None:
         """Let the part use what this rank already holds of its tied weights, and hold each once."""
-        held = {full: weight.computes for full, weight in self.by_name.items()}
+        held = {full: weight.compute for full, weight in self.by_name.items()}
         for path, parameter in list(part.named_parameters()):
             if (full := self.tied.get(f"{name}.{path}")) is not None:
                 owner, _, child = path.rpartition(".")

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.kernels.attention import Kernel, Running, add_backward, add_forward, kernel_for, work_dtype, zeros_for
-from megalith.kernels.pairs import Rows, Runs, rows_of
+from megalith.kernels.mask import MaskRows, Segments, mask_rows
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.mamba import MambaCore
@@ -38,7 +38,7 @@ from megalith.spec.plan import Plan
 # --- who has which part of a sequence ---
 
 
-def parts(seq_len: int, ranks: int) -> list[Runs]:
+def parts(seq_len: int, ranks: int) -> list[Segments]:
     """The positions each of `ranks` context ranks has, in its order: an early run and a late one (one, where they touch).
 
     Raises ValueError if `seq_len` does not divide into two chunks a rank.
@@ -181,7 +181,7 @@ class ContextCore(nn.Module):
     def _exchange_keys(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Attention to the keys of the outer ranks."""
         outer, causal = self.groups.outer, self.causal
-        seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.pieces, causal.window)
+        seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.segments, causal.window)
         function = {"ring": _Ring, "gather": _Gather}[self.groups.method]
         return function.apply(q, k, v, outer, seen, kernel_for(q, v, causal.softcap), causal.scale_of(q))  # pyright: ignore[reportReturnType]
 
@@ -190,22 +190,22 @@ class ContextCore(nn.Module):
 class _Seen:
     """The keys of any rank that this rank's queries see."""
 
-    parts: list[Runs]
+    parts: list[Segments]
     rank: int
     batch: int
-    pieces: tuple[tuple[int, ...], ...] | None
+    segments: tuple[tuple[int, ...], ...] | None
     window: int | None
 
-    def of(self, rank: int) -> tuple[Rows, ...]:
+    def of(self, rank: int) -> tuple[MaskRows, ...]:
         """Return the visible keys of one rank."""
         return self._of(self.parts[rank])
 
-    def of_all(self) -> tuple[Rows, ...]:
+    def of_all(self) -> tuple[MaskRows, ...]:
         """Return the visible keys of all ranks, in the order of their positions."""
         return self._of(((0, max(end for runs in self.parts for _, end in runs)),))
 
-    def _of(self, keys: Runs) -> tuple[Rows, ...]:
-        return rows_of(self.parts[self.rank], keys, batch=self.batch, pieces=self.pieces, window=self.window)
+    def _of(self, keys: Segments) -> tuple[MaskRows, ...]:
+        return mask_rows(self.parts[self.rank], keys, batch=self.batch, segments=self.segments, window=self.window)
 
 
 # --- keys and values as one message ---

@@ -1,11 +1,11 @@
 """Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism with different moments of gather and reduce.
 
-A parameter has two faces. What is **kept** is this rank's share of the master weights, a DTensor that knows its name's global shape: the
-optimizer, checkpoints and norms work on it. What **computes** is a plain tensor in the module, whole along the shards, in the run's
-precision, whose memory is there only while it is needed. A bucket moves all parameters of a part between the two at once: one all-gather
-before use, one reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program says when each
-happens, also between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on
-a mesh of their own.
+A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its name's global
+shape: the optimizer, checkpoints and norms work on it. The **compute** (unsharded) form is a plain tensor in the module, whole along the
+shards, in the run's precision, whose memory is there only while it is needed. A bucket moves all parameters of a part between the two at
+once: one all-gather before use, one reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program
+says when each happens, also between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and
+for experts on a mesh of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,33 +71,35 @@ class Place:
 
 
 class Weight:
-    """One parameter's two faces. `total`: sums of gradients not yet reduced, where these are computed in another dtype than they are
+    """One parameter in both forms. `total`: sums of gradients not yet reduced, where these are computed in another dtype than they are
     added up in."""
 
     def __init__(
-        self, computes: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
+        self, compute: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
     ) -> None:
         """`partial`: a tensor rank's gradient is only its part of the sum. `recipe`: that of the products with it, if there is one."""
         self.recipe = recipe
-        self.computes, self.dim, self.mesh, self.partial, self.sums = computes, place.dim, place.mesh, partial, dtypes.reduce
+        self.compute, self.dim, self.mesh, self.partial, self.sums = compute, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
-        whole = computes.detach().movedim(self.dim, 0)
+        whole = compute.detach().movedim(self.dim, 0)
         self.chunk = -(-whole.shape[0] // shards)  # torch.chunk: equal chunks, the last ones shorter or empty
         start = min(index * self.chunk, whole.shape[0])
         share = whole[start : start + self.chunk].movedim(0, self.dim)
         self.aliased = shards == 1 and share.dtype == dtypes.compute == dtypes.master
         if not self.aliased:
             share = share.to(dtypes.master, copy=True, memory_format=torch.contiguous_format)
-        shape = place.shape(computes.shape)
+        shape = place.shape(compute.shape)
         stride = torch.empty(shape, device="meta").stride()
         self._wrap = lambda t: DTensor.from_local(
             t, place.mesh, place.placements(), run_check=False, shape=torch.Size(shape), stride=stride
         )
-        kept: Any = self._wrap(share).requires_grad_()
+        master: Any = self._wrap(share).requires_grad_()
         if dtypes.reduce != dtypes.master:
-            kept.grad_dtype = dtypes.reduce
-        kept._is_param = True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
-        self.kept: nn.Parameter = kept
+            master.grad_dtype = dtypes.reduce
+        master._is_param = (
+            True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
+        )
+        self.master: nn.Parameter = master
         self.shared = False  # other modules of this rank compute with it too
         self.total: Tensor | None = None
         self.narrow = dtypes.compute != dtypes.master
@@ -106,10 +108,10 @@ class Weight:
         self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
         """The master weights from which the share is made at each gather; None: it is kept."""
-        if dtypes.compute != computes.dtype:
-            computes.data = computes.data.to(dtypes.compute)
-        self.bytes = computes.numel() * computes.element_size()
-        self.row = computes.shape[: self.dim] + computes.shape[self.dim + 1 :]  # the shape of one slice along dim
+        if dtypes.compute != compute.dtype:
+            compute.data = compute.data.to(dtypes.compute)
+        self.bytes = compute.numel() * compute.element_size()
+        self.row = compute.shape[: self.dim] + compute.shape[self.dim + 1 :]  # the shape of one slice along dim
 
     @property
     def numbers(self) -> int:
@@ -128,37 +130,37 @@ class Weight:
         scaling = None if self.recipe is None else self.recipe.gathered_as
         if scaling is None:
             return None
-        tile = scaling.block[self.dim - self.computes.dim()]
-        return scaling if whole_tiles(self.computes.shape[self.dim], self.mesh.size(1), tile) else None
+        tile = scaling.block[self.dim - self.compute.dim()]
+        return scaling if whole_tiles(self.compute.shape[self.dim], self.mesh.size(1), tile) else None
 
     @property
     def rows(self) -> int:
         """The share's size along the dimension that shards cut."""
-        return local(self.kept).shape[self.dim]
+        return local(self.master).shape[self.dim]
 
     def write(self, into: Tensor) -> None:
         """Write the share that is gathered."""
         if self.source is None:
-            into.copy_(local(self.kept) if self._moved is None else self._moved)
+            into.copy_(local(self.master) if self._moved is None else self._moved)
         else:
             self.source.read(into)
 
     def share(self) -> Tensor:
         """The share that is gathered, in the format that computes, its cut dimension first."""
-        made = self.computes.new_empty(local(self.kept).shape)
+        made = self.compute.new_empty(local(self.master).shape)
         self.write(made)
         return made.movedim(self.dim, 0)
 
     def put_aside(self, put: Put) -> None:
         """Let the master weights wait elsewhere for `move_out` or `bring_back`."""
-        share = local(self.kept)
+        share = local(self.master)
         self._aside = put(share)
         share.untyped_storage().resize_(0)
 
     def bring_back(self) -> None:
         """Let the master weights stay on the device, if they waited elsewhere."""
         if self._aside is not None:
-            share = local(self.kept)
+            share = local(self.master)
             share.untyped_storage().resize_(share.nbytes)
             share.copy_(self._aside())
             self._aside = None
@@ -166,30 +168,30 @@ class Weight:
     def move_out(self, source: Source | None = None) -> Tensor:
         """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a
         share in its own format, or stays whole if there is one shard. With a `source` no share is kept."""
-        master = local(self.kept).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
+        master = local(self.master).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
         self._aside, self.source = None, source
         if source is None:
             self._compute_from(master)
         else:
-            local(self.kept).untyped_storage().resize_(0)
+            local(self.master).untyped_storage().resize_(0)
         return master
 
     def split(self, bits: int) -> Tensor:
         """Keep the master weights as the share that computes, and return the lower half of `bits` bits, of the share's shape
         (`kernels.halves`). It is the caller's from now on, and `moved` the upper half."""
-        upper, lower = halves.split(local(self.kept), bits)
+        upper, lower = halves.split(local(self.master), bits)
         self._compute_from(upper)
         return lower
 
     def _compute_from(self, share: Tensor) -> None:
         """Gather what computes from this share, in its own format, and drop the master weights."""
         if self.mesh.size(1) == 1:
-            self.computes.untyped_storage().resize_(self.bytes)
-            self._moved = self.computes.detach()
+            self.compute.untyped_storage().resize_(self.bytes)
+            self._moved = self.compute.detach()
             self._moved.copy_(share)
         else:
-            self._moved = share.to(self.computes.dtype)
-        local(self.kept).untyped_storage().resize_(0)
+            self._moved = share.to(self.compute.dtype)
+        local(self.master).untyped_storage().resize_(0)
 
     def take_over(self, first: int, masters: Tensor) -> None:
         """Compute with these master weights from the share's number `first` on."""
@@ -205,29 +207,29 @@ class Weight:
         return self._moved
 
     def add(self, share: Tensor) -> None:
-        """Add a reduced gradient [rows, *row] to the kept one."""
+        """Add a reduced gradient [rows, *row] to that of the master."""
         # laid out like the weight, for a fused optimizer walks both alike
         share = share.movedim(0, self.dim).to(self.sums).contiguous()
-        if self.kept.grad is None:
-            self.kept.grad = self._wrap(share)
+        if self.master.grad is None:
+            self.master.grad = self._wrap(share)
         else:
-            local(self.kept.grad).add_(share)
+            local(self.master.grad).add_(share)
 
-    def collect(self) -> None:
+    def accumulate_gradient(self) -> None:
         """After a backward: add gradients up in the dtype of sums, if they are computed in another."""
-        if self.computes.grad is None or self.computes.dtype == self.sums:
+        if self.compute.grad is None or self.compute.dtype == self.sums:
             return
         if self.total is None:
-            self.total = self.computes.grad.to(self.sums)
+            self.total = self.compute.grad.to(self.sums)
         else:
-            self.total.add_(self.computes.grad)
-        self.computes.grad = None
+            self.total.add_(self.compute.grad)
+        self.compute.grad = None
 
-    def take(self) -> Tensor | None:
+    def pop_gradient(self) -> Tensor | None:
         """The gradient not yet reduced, its cut dimension first; it is dropped here."""
-        self.collect()
-        grad, self.total = (self.computes.grad if self.total is None else self.total), None
-        self.computes.grad = None
+        self.accumulate_gradient()
+        grad, self.total = (self.compute.grad if self.total is None else self.total), None
+        self.compute.grad = None
         return None if grad is None else grad.movedim(self.dim, 0)
 
 
@@ -257,8 +259,8 @@ class Bucket:
         """`often`: they are gathered several times a step, so what is rounded for it is kept until the step's end. `late`: ranks may take
         long to read their shares, so all ranks send them where the weights are needed, in the order of the program."""
         self.weights, self.often, self.late, mesh = tuple(weights), often, late, weights[0].mesh
-        self.copies, self.shards = mesh.get_group(0), mesh.get_group(1)
-        self.size = self.shards.size()
+        self.replicate_group, self.shard_group = mesh.get_group(0), mesh.get_group(1)
+        self.size = self.shard_group.size()
         ends = list(accumulate(weight.numbers for weight in weights))
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numbers = ends[-1]
@@ -298,14 +300,14 @@ class Bucket:
             self._make_room()
             fill = self._fill_whole
         elif any(formats):
-            items = (Item(w.computes, w.dim, w.chunk, scaling) for w, scaling in zip(self.weights, formats, strict=True))
+            items = (Item(w.compute, w.dim, w.chunk, scaling) for w, scaling in zip(self.weights, formats, strict=True))
             arrival.parcel = parcel = Parcel(items)
             arrival.mine = message = parcel.message()
             fill = partial(self._pack, parcel, message)
             if self.often:
                 self._packed = parcel, message
         else:
-            arrival.mine = self.weights[0].computes.new_empty(self.numbers)
+            arrival.mine = self.weights[0].compute.new_empty(self.numbers)
             fill = partial(self._fill, arrival.mine)
         reader = next((weight.source.reader for weight in self.weights if weight.source is not None), None)
         if reader is None:
@@ -318,13 +320,13 @@ class Bucket:
         """Get memory for the whole weights."""
         for weight in self.weights:
             if not weight.resident:
-                weight.computes.untyped_storage().resize_(weight.bytes)
+                weight.compute.untyped_storage().resize_(weight.bytes)
 
     @torch.no_grad()
     def _fill_whole(self) -> None:
         for weight in self.weights:
             if not weight.resident:
-                weight.write(weight.computes.data)  # .data: saved views stay valid
+                weight.write(weight.compute.data)  # .data: saved views stay valid
 
     @torch.no_grad()
     def _fill(self, mine: Tensor) -> None:
@@ -343,7 +345,7 @@ class Bucket:
         mine, arrival.mine = arrival.mine, None  # from now on the collective's alone
         if mine is not None:
             arrival.everyone = mine.new_empty(self.size * len(mine))
-            arrival.sending = dist.all_gather_into_tensor(arrival.everyone, mine, group=self.shards, async_op=True)
+            arrival.sending = dist.all_gather_into_tensor(arrival.everyone, mine, group=self.shard_group, async_op=True)
 
     def forget(self) -> None:
         """Drop what was rounded: the weights are about to change."""
@@ -374,7 +376,7 @@ class Bucket:
         for weight, where in zip(self.weights, self.slices, strict=True):
             if not weight.resident:
                 collect(
-                    weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk
+                    weight.compute.data.movedim(weight.dim, 0), table[:, where], weight.chunk
                 )  # .data: saved views stay valid
 
     def free(self) -> None:
@@ -389,7 +391,7 @@ class Bucket:
             return
         for weight in self.weights:
             if not weight.resident:
-                weight.computes.untyped_storage().resize_(0)
+                weight.compute.untyped_storage().resize_(0)
         self.whole = False
 
     # --- gradients ---
@@ -397,11 +399,11 @@ class Bucket:
     def reduce(self) -> Reduction | None:
         """Start the reduction of the gradients over all ranks that hold these weights; once finished, each rank has the sum for
         its share."""
-        grads = [weight.take() for weight in self.weights]
+        grads = [weight.pop_gradient() for weight in self.weights]
         there = [grad for grad in grads if grad is not None]
         if not there:
             return None
-        if self.size == 1 and self.copies.size() == 1:
+        if self.size == 1 and self.replicate_group.size() == 1:
             if self._take_in(there, grads):
                 for weight, grad in zip(self.weights, grads, strict=True):
                     if grad is not None:
@@ -409,7 +411,7 @@ class Bucket:
                 self._hand_on()
             return None
         flat = self._together(grads)  # looked at while it is in the cache
-        return Reduction(flat, self.shards, self.copies, self.finish) if self._take_in([flat], grads) else None
+        return Reduction(flat, self.shard_group, self.replicate_group, self.finish) if self._take_in([flat], grads) else None
 
     def _take_in(self, looked_at: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         if self.probe is not None and not self.probe(looked_at):
@@ -421,7 +423,7 @@ class Bucket:
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
         """All gradients, in the rows of the ranks that get them."""
         first = self.weights[0]
-        flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.computes.device)
+        flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.compute.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
             if grad is None:
                 flat[:, where].zero_()

@@ -74,7 +74,7 @@ class _Turn:
 
 
 @dataclass(frozen=True)
-class Executed:
+class RowResult:
     """One step's outcome on this rank: its sum of scaled losses (0 off the last stage), and when each action ran."""
 
     nll: Tensor
@@ -142,7 +142,7 @@ class Executor:
         }
         self._unmet = unmet(program, self.rank)
 
-    def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> Executed:
+    def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> RowResult:
         """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds that the
         weights are wrong, it corrects them, and the row starts again."""
         assert len(batches) == self.program.microbatches, (len(batches), self.program.microbatches)
@@ -158,7 +158,7 @@ class Executor:
         for runner in self.stages.values():
             runner.free()
         nll = torch.stack(flight.losses).sum() if flight.losses else torch.zeros((), device=self.hidden.device)
-        return Executed(nll, flight.marks)
+        return RowResult(nll, flight.marks)
 
     def _play(self, row: Row, flight: _Flight) -> _Flight:
         for slot in row:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.permute import Order, rows_of, spread
-from megalith.models.init import Held
-from megalith.models.moe import Arrived, Experts, Moe, Pending, Traffic
-from megalith.models.router import Dealing, earlier
+from megalith.kernels.permute import Order, permute, rows_of
+from megalith.models.init import HeldExperts
+from megalith.models.moe import Experts, LocalRows, Moe, Pending, Traffic
+from megalith.models.router import EvenRouting, earlier
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.data import Place
 from megalith.parallel.groups import Groups, ranks_in
@@ -53,7 +53,7 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
     share_experts(moe.experts, (here["expert"], plan.expert), (here["expert_tensor"], plan.expert_tensor))
     places = {f"experts.{name}": Place(groups.experts, *SPLITS[name]) for name, _ in moe.experts.named_parameters()}
     if plan.expert * plan.expert_tensor * plan.context * plan.tensor > 1:
-        moe.exchange = ByExpert(groups, sequence=plan.sequence)
+        moe.dispatcher = AllToAllDispatcher(groups, sequence=plan.sequence)
     moe.sets = ByRank(groups, sequence=plan.sequence)
     return places
 
@@ -68,12 +68,12 @@ def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[
         setattr(experts, name, nn.Parameter(share.clone(memory_format=torch.contiguous_format)))
 
 
-def held_of(weight: Tensor, place: Place) -> Held:
+def held_of(weight: Tensor, place: Place) -> HeldExperts:
     """Return the experts in a weight that `split_experts` made, and the part of each."""
     _, by_width = place.split
     assert isinstance(by_width, Shard)
     first = place.mesh.get_local_rank(2) * weight.shape[0]
-    return Held(first, by_width.dim - 1, place.mesh.get_local_rank(3), place.mesh.size(3))
+    return HeldExperts(first, by_width.dim - 1, place.mesh.get_local_rank(3), place.mesh.size(3))
 
 
 def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
@@ -157,7 +157,7 @@ def _total(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Travel(Traffic):
+class AllToAllTraffic(Traffic):
     """Token exchange between this rank and the others of its expert line."""
 
     send: list[int]  # rows to each rank
@@ -166,7 +166,7 @@ class Travel(Traffic):
     order: Order | None  # from the order of arrival to that of the experts; None: the same
 
 
-class ByExpert:
+class AllToAllDispatcher:
     """Dispatch tokens to the ranks that hold their experts. Counts are sent first, unless tokens are distributed evenly."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
@@ -186,12 +186,12 @@ class ByExpert:
     def leave(self, x: Tensor) -> Tensor:
         return x if self._same is None else join_shares(x, self._same)
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Travel:
+    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> AllToAllTraffic:
         ranks, parts = self.expert.size(), self.expert_tensor.size()
         mine = counts.shape[0] // ranks
         if ranks * parts == 1 and dealing is None:  # nothing is sent, so the host need not know how much there is
             sizes = Sizes(counts)
-            return Travel(sum(sizes.host) if kept is None else kept, sizes, [], [], [], None)
+            return AllToAllTraffic(sum(sizes.host) if kept is None else kept, sizes, [], [], [], None)
         if dealing is None:
             sent, arriving = self._ask(counts)
         else:
@@ -206,33 +206,33 @@ class ByExpert:
             order = Order.sorted_by(keys.unsqueeze(1), total)
         sizes = Sizes([sum(row[expert] for table in arriving for row in table) for expert in range(mine)])
         send = [sum(sent[rank * mine : (rank + 1) * mine]) for rank in range(ranks)]
-        return Travel(sum(send), sizes, send, receive, [sum(sum(row) for row in table) for table in arriving], order)
+        return AllToAllTraffic(sum(send), sizes, send, receive, [sum(sum(row) for row in table) for table in arriving], order)
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         return dispatch(rows, traffic, self.expert)
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         return combine(rows, traffic, self.expert)
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         return _outward(rows, traffic, self.expert)
 
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         return _homeward(rows, traffic, self.expert)
 
     def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         rows = _outward(rows, traffic, self.expert).wait()
         if self.expert_tensor.size() > 1:
             rows = _gather_rows(rows, traffic.gathered, self.expert_tensor)
         return rows if traffic.order is None else rows_of(rows, traffic.order)
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
-        assert isinstance(traffic, Travel)
+        assert isinstance(traffic, AllToAllTraffic)
         split, order = self.expert_tensor.size() > 1, traffic.order
         if split:
             rows = gather_rows(rows, traffic.gathered, self.expert_tensor)
@@ -240,7 +240,7 @@ class ByExpert:
             out = experts(rows, traffic.sizes)
         else:
             back = Order(order.places.flatten(), order.order.unsqueeze(1), order.rows)
-            out = spread(experts(spread(rows, order), traffic.sizes), back)
+            out = permute(experts(permute(rows, order), traffic.sizes), back)
         return scatter_rows(out, traffic.gathered, self.expert_tensor) if split else out
 
     def _ask(self, counts: Tensor) -> tuple[list[int], list[list[list[int]]]]:
@@ -258,7 +258,7 @@ class ByExpert:
         sent, rest = known.split((counts.shape[0], table.shape[0]))
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
-    def _dealt(self, dealing: Dealing) -> tuple[list[int], list[list[list[int]]]]:
+    def _dealt(self, dealing: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
         """Return the same for evenly distributed tokens, without communication."""
         of = {
             place: dealing.counts(
@@ -286,20 +286,20 @@ class _Moving:
 
 def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Pending:
     if group.size() == 1:
-        return Arrived(rows)
+        return LocalRows(rows)
     rows = rows.contiguous()
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     return _Moving(out, rows, dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True))
 
 
-def _outward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
+def _outward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
     """Dispatch rows to the ranks of their experts."""
-    return _start(rows, travel.receive, travel.send, group)
+    return _start(rows, traffic.receive, traffic.send, group)
 
 
-def _homeward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
+def _homeward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
     """Send rows back to the ranks they came from."""
-    return _start(rows, travel.send, travel.receive, group)
+    return _start(rows, traffic.send, traffic.receive, group)
 
 
 def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:

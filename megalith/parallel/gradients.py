@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.fleet.signs import NUMERICS
+from megalith.fleet.observations import NUMERICS
 from megalith.parallel.data import Weight, local
 from megalith.parallel.groups import Groups
 

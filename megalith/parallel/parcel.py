@@ -40,7 +40,7 @@ class Field:
 class Item:
     """One weight of a parcel."""
 
-    computes: Tensor
+    compute: Tensor
     """The whole weight, whose memory need not be there yet."""
     dim: int
     """The dim along which shards cut it"""
@@ -52,13 +52,13 @@ class Item:
     def fields(self) -> tuple[Field, ...]:
         """Return the weight's own field, or those of its scales and its codes."""
         if self.scaling is None:
-            return (Field(self.computes.dtype, self.chunk, _row(self.computes.shape, self.dim)),)
-        shape = list(self.computes.shape)
+            return (Field(self.compute.dtype, self.chunk, _row(self.compute.shape, self.dim)),)
+        shape = list(self.compute.shape)
         shape[self.dim] = self.chunk
         scales = scales_of(torch.Size(shape), self.scaling)
         return (
             Field(torch.float32, scales[self.dim], _row(scales, self.dim)),
-            Field(torch.uint8, self.chunk, _row(self.computes.shape, self.dim)),
+            Field(torch.uint8, self.chunk, _row(self.compute.shape, self.dim)),
         )
 
 
@@ -77,7 +77,7 @@ class Parcel:
 
     def message(self) -> Tensor:
         """Return an empty message."""
-        return torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].computes.device)
+        return torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].compute.device)
 
     def pack(self, message: Tensor, shares: Iterable[Tensor]) -> None:
         """Write this rank's message, from its share of each weight with the cut dim first."""
@@ -87,12 +87,12 @@ class Parcel:
                 parts[0].copy_(share)
             else:
                 scales, codes = parts
-                pack_tiles(share.to(item.computes.dtype), codes, scales, item.scaling)
+                pack_tiles(share.to(item.compute.dtype), codes, scales, item.scaling)
 
     def unpack(self, messages: Tensor) -> None:
         """Write the whole weights from the messages of all ranks, uint8 [ranks, bytes]."""
         for item, fields in zip(self.items, self.fields, strict=True):
-            shares = item.computes.data.split(item.chunk, item.dim)  # .data: saved views stay valid
+            shares = item.compute.data.split(item.chunk, item.dim)  # .data: saved views stay valid
             for message, share in zip(messages, shares, strict=False):  # the last ranks may have none
                 parts = _parts(item, fields, message, share.shape[item.dim])
                 if item.scaling is None:

@@ -345,9 +345,9 @@ class Runner:
                 yield from graph.backward(grad, None)
                 self._leave(number, None)
             for weight, gradient in rest.early:
-                made = weight.computes.grad
-                weight.computes.grad = gradient if made is None else made.add_(gradient)
-            rest.queue.drain()
+                made = weight.compute.grad
+                weight.compute.grad = gradient if made is None else made.add_(gradient)
+            rest.queue.run_all()
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
@@ -357,17 +357,17 @@ class Runner:
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:
-                weight.collect()
+                weight.accumulate_gradient()
             return []
-        early = [(weight, gradient) for weight in weights if (gradient := weight.computes.grad) is not None]
+        early = [(weight, gradient) for weight in weights if (gradient := weight.compute.grad) is not None]
         for weight, _ in early:
-            weight.computes.grad = None
+            weight.compute.grad = None
         return early
 
     def _collect(self, number: int, reduce: bool) -> None:
         for bucket in self._reduced_after[number]:
             for weight in bucket.weights:
-                weight.collect()
+                weight.accumulate_gradient()
             if reduce:
                 self.reducer.add(bucket.reduce())
 

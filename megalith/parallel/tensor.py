@@ -21,14 +21,14 @@ from megalith.kernels.multiply import Multiply
 from megalith.models.batch import Batch
 from megalith.models.block import Attention
 from megalith.models.embedding import Embedding
-from megalith.models.head import Ahead, Output
+from megalith.models.head import MtpModule, Output
 from megalith.models.latent import LatentAttention
 from megalith.models.linear import Linear
 from megalith.models.mamba import Mamba, MambaCore
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
 from megalith.models.norm import LayerNorm, RMSNorm
-from megalith.models.own import Declared, declaration
+from megalith.models.own import OwnModule, declaration
 from megalith.models.router import Router
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.overlap import Overlapped, Pieces
@@ -143,12 +143,12 @@ def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
     assert isinstance(module, Linear)
     share(module, "weight", split, dim=1)
     if module.bias is not None:
-        whole(module, split, owner)
+        replicated(module, split, owner)
         split.late.setdefault(owner, []).append(module)
         module.adds_bias = False
 
 
-def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
+def replicated(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Every rank holds the weight and applies it to the activations between split modules: with `sequence`, to its part of the
     sequence.
     The ranks' gradients are then partial: `parallel.gradients` adds them up once a step."""
@@ -158,7 +158,7 @@ def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
             _replicate(parameter, split, partial=split.sequence)
 
 
-def inner(module: nn.Module, split: Split, owner: nn.Module) -> None:
+def replicated_inside(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Every rank holds the weight, inside a boundary: it works on the whole sequence, for this rank's heads alone."""
     for name in _own(module):
         _replicate(module.get_parameter(name), split, partial=True)
@@ -171,12 +171,12 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
     if heads % split.size == 0:
         column(module, split, owner)
         return
-    inner(module, split, owner)
+    replicated_inside(module, split, owner)
     first = split.rank * heads // split.size * channels
     module.rows = slice(first, first + channels)
 
 
-def apart(module: nn.Module, split: Split, owner: nn.Module) -> None:
+def separate_mesh(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Placed on a separate mesh: see `parallel.expert`."""
 
 
@@ -310,7 +310,7 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
 # --- a user's own part ---
 
 
-def split_own(module: nn.Module, declared: Declared, split: Split) -> None:
+def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
     """Split a user's own part as its row declares it (`spec.parts`): leave this rank's shares of the parameters that are cut, inside
     a boundary that adds up the outputs of the ranks. A parameter that is not cut is replicated. A norm, or an MLP without a cut,
     works on the activations between split modules. An attention without a cut is computed by every rank, each of which gives an
@@ -349,29 +349,29 @@ LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
         "k": shared_heads,
         "v": shared_heads,
         "out": row,
-        "q_norm": inner,
-        "k_norm": inner,
+        "q_norm": replicated_inside,
+        "k_norm": replicated_inside,
     },
     LatentAttention: {
         "": boundary,
         "q": column,
-        "q_down": inner,
-        "q_norm": inner,
+        "q_down": replicated_inside,
+        "q_norm": replicated_inside,
         "q_up": column,
-        "kv_down": inner,
-        "kv_norm": inner,
+        "kv_down": replicated_inside,
+        "kv_norm": replicated_inside,
         "kv_up": column,
         "out": row,
     },
     Mamba: {"": boundary, "gate": column, "x": column, "b": column, "c": column, "step": column, "out": row},
     MambaCore: {"conv_x": column, "conv_b": column, "conv_c": column, "rates": column, "norm": column},
     Mlp: {"": boundary, "gate": column, "up": column, "down": row},
-    Moe: {"shared_gate": whole},
-    Router: {"": whole},
-    Experts: {"": apart},
-    RMSNorm: {"": whole},
-    LayerNorm: {"": whole},
-    Ahead: {"project": whole},
+    Moe: {"shared_gate": replicated},
+    Router: {"": replicated},
+    Experts: {"": separate_mesh},
+    RMSNorm: {"": replicated},
+    LayerNorm: {"": replicated},
+    MtpModule: {"project": replicated},
     Embedding: {"": vocabulary_embedding},
     Output: {"": vocabulary_output},
 }

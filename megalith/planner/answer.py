@@ -16,14 +16,14 @@ from megalith.cost.segments import decided
 from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
 from megalith.planner.apart import Apart, alone, apart
-from megalith.planner.asked import Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
 from megalith.planner.formats import Gains, follows_others, is_rehearsed
-from megalith.planner.linked import Linked, linked, outer, whole_batch
+from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
-from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import Candidate, Scorer, SearchResult, Training, assumed, search
 from megalith.planner.sure import Sure, sure
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec, catalogue
@@ -39,14 +39,14 @@ OFF = "errors of predictions: docs/planner.md"
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanResult:
     """Result of a search. `own` is the run file's plan, predicted in the same way; `trainings` belong to `found.choices`, if a
     length is known."""
 
-    asked: Asked
-    found: Found
+    asked: ResolvedRequest
+    found: SearchResult
     trainings: tuple[Training, ...]
-    own: Choice | None
+    own: Candidate | None
     neighbours: tuple[Neighbour, ...]
     frontier: "tuple[Point, ...]" = ()
     what_ifs: "tuple[WhatIf, ...]" = ()
@@ -54,7 +54,7 @@ class Answer:
     """The best plan in each phase of the run, if it has several."""
     measured: tuple[Own, ...] = ()
     """The user's own rows; predicted times move toward them as far as they can be trusted."""
-    linked: Linked | None = None
+    linked: LinkChoice | None = None
     """Prediction of the run's sites; None without a link between them."""
     apart: Apart | None = None
     """Result for each site; None where sites have no clusters of their own."""
@@ -104,7 +104,7 @@ class Answer:
             "software": asked.software,
             "assumption": self.assumption,
             "sure": self.sure.to_json(),
-            "spare": spare(),
+            "spare": headroom(),
             "host_memory": host.room(cluster),
             "notes": list(asked.notes),
             **found,
@@ -118,7 +118,7 @@ class Answer:
             "gains": None if self.gains is None else self.gains.to_json(),
         }  # fmt: skip
 
-    def _said(self, choice: Choice | None) -> dict[str, Any]:
+    def _said(self, choice: Candidate | None) -> dict[str, Any]:
         """Return a choice in short form, and whether the trainer cannot run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
@@ -127,21 +127,21 @@ class Answer:
 
 
 def answer(
-    asked: Asked,
+    asked: ResolvedRequest,
     *,
     top: int = 10,
     why: bool = False,
     pareto: bool = False,
-    what_ifs: Sequence[tuple[str, Asked]] = (),
+    what_ifs: Sequence[tuple[str, ResolvedRequest]] = (),
     measured: Sequence[Own] = (),
     tick: Callable[[int, int], None] = lambda done, total: None,
-) -> Answer:
+) -> PlanResult:
     """Search; with `why` also compute the cost of each neighbour of the best plan; with `pareto` also search fewer devices; and
     find the best plan for each of `what_ifs` (words, the changed question). `tick` gets the number of new parts that the search
     has traced, and of all new parts. `measured` are the user's own rows. Raises SpecErrors where nothing fits."""
     asked = replace(asked, factor=sure(asked, measured).factor)
 
-    def must(question: Asked) -> Found:
+    def must(question: ResolvedRequest) -> SearchResult:
         some = find(question, top=top, tick=tick)
         if some.best is None:
             raise SpecErrors(_nothing(question, some, scorer_of(question)))
@@ -163,17 +163,17 @@ def answer(
     tokens = asked.tokens
     trainings = () if tokens is None else tuple(whole_training(one, asked, scorer) for one in found.choices)
     own = asked.own
-    mine = None if own is None or not asked.legal(own) else choice_of(asked, own, scorer)
+    mine = None if own is None or not asked.is_valid(own) else choice_of(asked, own, scorer)
     near = explain(workload_of(asked, found.choices[0].plan), scorer) if why and not asked.forward_only else ()
-    return Answer(
-        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
+    return PlanResult(
+        asked, found, trainings, mine, tuple(one for one in near if asked.is_valid(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, replace(other, factor=asked.factor)) for words, other in what_ifs),
         in_phases(asked, found.choices[0].plan, scorer), tuple(measured),
         linked(asked, step if each is None else max(each.steps), whole), each, asked.gains(found.choices[0].plan),
     )  # fmt: skip
 
 
-def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> Found:
+def find(asked: ResolvedRequest, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> SearchResult:
     """The search that was asked for."""
     train, scorer = asked.run.train, scorer_of(asked)
 
@@ -185,7 +185,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
         return known[plan]
 
     def valid(plan: Plan) -> bool:
-        return asked.legal(plan) and scorer.fits(workload_of(asked, plan), held(plan)) and fits_all(asked, plan, scorer)
+        return asked.is_valid(plan) and scorer.fits(workload_of(asked, plan), held(plan)) and fits_all(asked, plan, scorer)
 
     format, narrow = asked.computes
     found = search(
@@ -195,7 +195,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
         top=top, valid=valid, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
-    def weighed(choice: Choice) -> Choice:
+    def weighed(choice: Candidate) -> Candidate:
         return _held(asked, choice.plan, scorer, choice.estimate, held(choice.plan))
 
     runnable = None if found.runnable is None else weighed(found.runnable)
@@ -203,14 +203,14 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     return replace(found, choices=choices, pareto=thrifty, runnable=runnable)
 
 
-def choice_of(asked: Asked, plan: Plan, scorer: Scorer) -> Choice:
+def choice_of(asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
     """Return a plan with its prediction, its memory as the trainer's own program takes it."""
     workload = workload_of(asked, plan)
     return _held(asked, plan, scorer, scorer.estimate(workload), scorer.held(workload))
 
 
-def _held(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate, memory: Memory) -> Choice:
-    return Choice(plan, replace(estimate, memory=memory, fits=scorer.fits(workload_of(asked, plan), memory)))
+def _held(asked: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estimate, memory: Memory) -> Candidate:
+    return Candidate(plan, replace(estimate, memory=memory, fits=scorer.fits(workload_of(asked, plan), memory)))
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def skeleton(plan: Plan) -> tuple[Any, ...]:
     return *split, plan.zero == 3, "full" if whole else plan.recompute
 
 
-def space_of(asked: Asked) -> Space:
+def space_of(asked: ResolvedRequest) -> Space:
     """Return the search space."""
     if asked.forward_only:
         return Space.of_prefill()
@@ -232,7 +232,7 @@ def space_of(asked: Asked) -> Space:
     return Space(again=again, offload=shares, compile=asked.compiles, compile_split=split)
 
 
-def scorer_of(asked: Asked) -> Scorer:
+def scorer_of(asked: ResolvedRequest) -> Scorer:
     """Return the scorer of the requested plans."""
     return Scorer(calibration(), forward_only=asked.forward_only, factor=asked.factor)
 
@@ -242,7 +242,7 @@ class Point:
     """A layout on the Pareto frontier of time, cost and free memory; it may use only some of the devices."""
 
     devices: int
-    choice: Choice
+    choice: Candidate
     dollars: float | None
     """Cost of a billion tokens; None if no price is known."""
 
@@ -256,7 +256,7 @@ class Point:
         return named | self.choice.to_json()
 
 
-def frontier(asked: Asked, found: Found) -> tuple[Point, ...]:
+def frontier(asked: ResolvedRequest, found: SearchResult) -> tuple[Point, ...]:
     """The fastest first: on all devices, and on a half, a quarter and an eighth of them, unless a processor was measured with all of
     them at work. Fewer take longer and waste less."""
     points = [_point(asked.cluster, choice) for choice in found.pareto]
@@ -271,7 +271,7 @@ def frontier(asked: Asked, found: Found) -> tuple[Point, ...]:
     return tuple(sorted(best, key=lambda one: one.choice.estimate.time.step))
 
 
-def _point(cluster: ClusterSpec, choice: Choice) -> Point:
+def _point(cluster: ClusterSpec, choice: Candidate) -> Point:
     point = Point(cluster.count, choice, None)
     price = cluster.price_per_hour
     return point if price is None else replace(point, dollars=price * point.device_hours)
@@ -292,7 +292,7 @@ class WhatIf:
     """The best layout after one change of the request; None if nothing fits then."""
 
     change: str
-    choice: Choice | None
+    choice: Candidate | None
     training: Training | None
 
     def to_json(self) -> dict[str, Any]:
@@ -302,13 +302,13 @@ class WhatIf:
         )
 
 
-def _what_if(words: str, asked: Asked) -> WhatIf:
+def _what_if(words: str, asked: ResolvedRequest) -> WhatIf:
     best = find(asked, top=1).best
     known = best is not None and asked.tokens is not None
     return WhatIf(words, best, whole_training(best, asked, scorer_of(asked)) if known and best else None)
 
 
-def workload_of(asked: Asked, plan: Plan) -> Workload:
+def workload_of(asked: ResolvedRequest, plan: Plan) -> Workload:
     """A step of the question's training under a plan."""
     train, optimizer, (format, narrow) = asked.run.train, asked.run.optimizer, asked.computes
     return decided(
@@ -335,7 +335,7 @@ def assumption(software: str, *, compiled: bool = False) -> str:
     return f"runs as {SOFTWARE[software].title} does{', compiled' if compiled else ''}; {OFF}"
 
 
-def spare() -> float:
+def headroom() -> float:
     """Return the share of a device's memory that plans leave free."""
     return calibration().generations["fused"].slack
 
@@ -360,11 +360,11 @@ def short(plan: Plan) -> str:
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 
-def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
+def _nothing(asked: ResolvedRequest, found: SearchResult, scorer: Scorer) -> list[Problem]:
     """Return the reasons why there is no plan."""
     name = asked.run.cluster
     if found.closest is None:  # plans fit, and all were denied
-        reasons = asked.refusals(next(_plans(asked, asked.cluster)))
+        reasons = asked.problems(next(_plans(asked, asked.cluster)))
         return reasons or [
             _problem(name, "no plan that fits passes megalith check", "Use more devices, or another global batch.")
         ]
@@ -384,7 +384,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
     return [_problem(name, reason, _ways_out(asked, memory, largest, scorer))]
 
 
-def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
+def _ways_out(asked: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
     """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
     remedy = cheapest_remedy(asked) if asked.ours and not asked.forward_only else ""
     ways = [f"{remedy} would fit on these devices"] if remedy else []
@@ -395,7 +395,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
         if any(_fits(asked, larger, plan, scorer) for plan in _plans(asked, larger)):
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough, at {batch:,} sequences a step")
             break
-    need = memory.total * (1 + spare())
+    need = memory.total * (1 + headroom())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
         ways.append(f"the same number of {' or '.join(roomy)} would be enough")
@@ -407,7 +407,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
     return f"{text if remedy else text[0].upper() + text[1:]}."
 
 
-def cheapest_remedy(asked: Asked) -> str:
+def cheapest_remedy(asked: ResolvedRequest) -> str:
     """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps."""
     small, away = asked.run.optimizer.moments != "fp8", not asked.offload
     few = "--small-state, which rounds moments,"
@@ -417,12 +417,12 @@ def cheapest_remedy(asked: Asked) -> str:
     return next((words for words, changed in remedies if find(changed, top=1).best is not None), "")
 
 
-def _plans(asked: Asked, cluster: ClusterSpec) -> Any:
+def _plans(asked: ResolvedRequest, cluster: ClusterSpec) -> Any:
     train = asked.run.train
     return candidates(asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space_of(asked))
 
 
-def _fits(asked: Asked, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
+def _fits(asked: ResolvedRequest, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
     workload = replace(workload_of(asked, plan), cluster=cluster)
     return scorer.fits(workload, scorer.memory(workload))
 

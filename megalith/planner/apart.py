@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any
 
-from megalith.planner.asked import Asked
 from megalith.planner.candidates import splits
 from megalith.planner.formats import unable
-from megalith.planner.refused import problem, unpublished
-from megalith.planner.search import Found
+from megalith.planner.problems import problem, unpublished
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import SearchResult
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.plan import Plan
@@ -26,17 +26,17 @@ TRIES = 4
 
 
 @dataclass(frozen=True)
-class OfSite(Asked):
+class OfSite(ResolvedRequest):
     """The question for one site. `part`: the samples of one part of a step, which the site's data ranks must share out evenly."""
 
     part: int = 1
 
-    def refusals(self, plan: Plan) -> list[Problem]:
-        """See `Asked.refusals`."""
+    def problems(self, plan: Plan) -> list[Problem]:
+        """See `ResolvedRequest.problems`."""
         if self.part % (plan.data * plan.microbatch):
             reason = f"does not divide {self.part}, the samples of one part that sites share out"
             return [problem("plan.data", plan.data, reason, "Use another global batch.")]
-        return super().refusals(plan)
+        return super().problems(plan)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Apart:
     """Results of all sites, in the order of their numbers."""
 
     asks: tuple[OfSite, ...]
-    found: tuple[Found, ...]
+    found: tuple[SearchResult, ...]
 
     @property
     def steps(self) -> tuple[float, ...]:
@@ -77,7 +77,7 @@ class Apart:
         ]
 
 
-def apart(asked: Asked, search: Callable[[Asked], Found]) -> Apart | None:
+def apart(asked: ResolvedRequest, search: Callable[[ResolvedRequest], SearchResult]) -> Apart | None:
     """Share a step's samples out among sites on clusters of their own, so that the slowest site takes as little time as was found; None
     where the run file names no such clusters. `search` finds the best plan of a question. Raises SpecErrors where a site has none."""
     sites, resolved = asked.sites, asked.resolved
@@ -106,7 +106,7 @@ def apart(asked: Asked, search: Callable[[Asked], Found]) -> Apart | None:
     return best
 
 
-def _clusters(asked: Asked, sites: SitesSpec) -> list[ClusterSpec]:
+def _clusters(asked: ResolvedRequest, sites: SitesSpec) -> list[ClusterSpec]:
     """Return the clusters of the sites. Raises SpecErrors for those that steps cannot be predicted on."""
     there, problems = list[ClusterSpec](), list[Problem]()
     for number, name in enumerate(str(one.cluster) for one in sites.each):
@@ -121,9 +121,9 @@ def _clusters(asked: Asked, sites: SitesSpec) -> list[ClusterSpec]:
     return there
 
 
-def alone(asked: Asked, batch: int) -> Asked:
+def alone(asked: ResolvedRequest, batch: int) -> ResolvedRequest:
     """The question for a site that trains the whole batch without the others."""
-    return Asked(**_fields(asked) | {"run": _with_batch(asked.run, batch), "sites": None})
+    return ResolvedRequest(**_fields(asked) | {"run": _with_batch(asked.run, batch), "sites": None})
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
@@ -145,7 +145,7 @@ def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -
     return next((shares for slowest, shares in found if slowest <= CLOSE * least), None)
 
 
-def _deals_out(asked: Asked, cluster: ClusterSpec, part: int) -> bool:
+def _deals_out(asked: ResolvedRequest, cluster: ClusterSpec, part: int) -> bool:
     """True if some split of a cluster leaves data ranks that can share out so many samples."""
     return any(
         part % (cluster.count // (tensor * context * pipeline)) == 0
@@ -153,7 +153,9 @@ def _deals_out(asked: Asked, cluster: ClusterSpec, part: int) -> bool:
     )
 
 
-def _planned(asked: Asked, shares: Sequence[int], there: Sequence[ClusterSpec], search: Callable[[Asked], Found]) -> Apart:
+def _planned(
+    asked: ResolvedRequest, shares: Sequence[int], there: Sequence[ClusterSpec], search: Callable[[ResolvedRequest], SearchResult]
+) -> Apart:
     """Find the best plan of each site for its share."""
     assert asked.sites is not None and asked.resolved is not None
     each = tuple(
@@ -167,7 +169,7 @@ def _planned(asked: Asked, shares: Sequence[int], there: Sequence[ClusterSpec], 
         run = _with_batch(asked.run.model_copy(update={"cluster": one.cluster}), share * part)
         here = {"run": run, "cluster": cluster, "sites": sites, "tokens": tokens and share * tokens}
         asks.append(OfSite(**_fields(asked) | here, part=part))
-    found, problems = list[Found](), list[Problem]()
+    found, problems = list[SearchResult](), list[Problem]()
     for number, ask in enumerate(asks):
         try:
             found.append(search(ask))
@@ -182,8 +184,8 @@ def _shares(sites: SitesSpec) -> tuple[int, ...]:
     return sites.shares or (1,) * sites.count
 
 
-def _fields(asked: Asked) -> dict[str, Any]:
-    return {one.name: getattr(asked, one.name) for one in fields(Asked)}
+def _fields(asked: ResolvedRequest) -> dict[str, Any]:
+    return {one.name: getattr(asked, one.name) for one in fields(ResolvedRequest)}
 
 
 def _with_batch(run: RunSpec, batch: int) -> RunSpec:

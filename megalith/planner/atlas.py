@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith.planner.answer import CONVENTION, assumption, short, spare
-from megalith.planner.asked import Asked, Question, ask
+from megalith.planner.answer import CONVENTION, assumption, headroom, short
 from megalith.planner.candidates import Space
-from megalith.planner.search import Choice, search
+from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
+from megalith.planner.search import Candidate, search
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import Problem, SpecErrors
 
@@ -29,7 +29,7 @@ class Square:
     model: str
     nodes: int
     devices: int
-    choice: Choice | None
+    choice: Candidate | None
     why: str
 
     def to_json(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Square:
 class Atlas:
     """All squares by model, and their common settings."""
 
-    asked: Asked
+    asked: ResolvedRequest
     models: tuple[str, ...]
     nodes: tuple[int, ...]
     squares: tuple[Square, ...]
@@ -53,12 +53,12 @@ class Atlas:
             "memory": cluster.accelerator.memory, "peak": cluster.accelerator.wide, "seq_len": train.seq_len,
             "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION,
             "assumption": assumption(self.asked.software),
-            "spare": spare(), "models": self.models, "nodes": self.nodes,
+            "spare": headroom(), "models": self.models, "nodes": self.nodes,
             "notes": list(self.asked.notes), "squares": [square.to_json() for square in self.squares],
         }  # fmt: skip
 
 
-def atlas(question: Question, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
+def atlas(question: PlanRequest, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
     """Search for every square; `tick` gets the name of each before its search. The question's cluster is the largest one
     searched. Raises
     SpecErrors with all that is wrong with the question."""
@@ -81,12 +81,12 @@ def columns(nodes: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*found[::step], nodes)))
 
 
-def _all(question: Question, models: Sequence[str]) -> list[Asked]:
-    found: list[Asked] = []
+def _all(question: PlanRequest, models: Sequence[str]) -> list[ResolvedRequest]:
+    found: list[ResolvedRequest] = []
     problems: list[Problem] = []
     for model in models:
         try:
-            found.append(ask(replace(question, model=model)))
+            found.append(resolve(replace(question, model=model)))
         except SpecErrors as errors:
             problems += [one for one in errors.problems if one not in problems]
     if problems:
@@ -98,12 +98,12 @@ def _part(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     return cluster.model_copy(update={"count": min(cluster.count, nodes * cluster.per_node)})
 
 
-def _square(model: str, asked: Asked, nodes: int) -> Square:
+def _square(model: str, asked: ResolvedRequest, nodes: int) -> Square:
     train, cluster = asked.run.train, asked.cluster
     format, narrow = asked.computes
     found = search(
         asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
-        valid=asked.legal,
+        valid=asked.is_valid,
     )  # fmt: skip
     if found.best is not None:
         return Square(model, nodes, cluster.count, found.best, "")

@@ -97,7 +97,7 @@ def _schedule(spec: RunSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Judged:
+class BatchJudgement:
     """Judgement of one batch size: the mean loss of its branches, its excess over the run's own batch (paired by replica), with half of its
     95 % interval (None: one replica), and the verdict."""
 
@@ -114,7 +114,7 @@ class Judged:
 class Advice:
     """The batch sizes in their order, and the largest one whose loss after the same tokens is as good as at the run's own."""
 
-    rows: tuple[Judged, ...]
+    rows: tuple[BatchJudgement, ...]
     tolerance: float
     critical: int | None
     """Sequences a step; None if nothing was decided, or if even the run's own batch is not known to do as well as half of it."""
@@ -146,14 +146,14 @@ def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, 
     must be there. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
     if no part of the interval does."""
     own = losses[1.0]
-    rows = list[Judged]()
+    rows = list[BatchJudgement]()
     for factor in sorted(losses):
         gaps = [loss - mine for loss, mine in zip(losses[factor], own, strict=True)]
         excess, limit = mean(gaps), tolerance * mean(own)
         error = _half_width(gaps) if len(gaps) > 1 else None
         verdict = "worse" if excess - (error or 0.0) > limit else "as good" if excess + (error or 0.0) <= limit else "not decided"
         size = round(batch * factor)
-        rows.append(Judged(factor, size, size * seq_len, mean(losses[factor]), excess, error, verdict))
+        rows.append(BatchJudgement(factor, size, size * seq_len, mean(losses[factor]), excess, error, verdict))
     critical, begins = None, None
     for row in rows:
         if row.verdict == "as good":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from megalith.schedule import misfits
+from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
@@ -198,7 +198,7 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
             found.append(("interleaved", chunks))
     for name in suited(space.schedules, model):
         chunks = SCHEDULES[name].chunks.usual
-        valid = not misfits(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
+        valid = not schedule_problems(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
         if valid and rounds >= pipeline and pipeline * chunks <= blocks:
             found.append((name, chunks))
     return found

@@ -6,8 +6,8 @@ from typing import Any
 
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import even_layers, offloaded, searched, suited
-from megalith.planner.search import Choice, Scorer, hiding
-from megalith.schedule import misfits
+from megalith.planner.search import Candidate, Scorer, hiding
+from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec.plan import Plan
 from megalith.spec.sizes import own_tensors
@@ -40,7 +40,7 @@ class Neighbour:
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
     """Every neighbour of a workload's plan that is valid, the cheapest first."""
     own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
-    here = Choice(workload.plan, own)
+    here = Candidate(workload.plan, own)
     plans = [(change, replace(workload, plan=plan, practice=hiding(plan, base))) for change, plan in neighbours(workload)]
     found = []
     for change, changed in (*plans, *_offloads(workload)):
@@ -119,7 +119,7 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
         if plan.chunks > workload.plan.chunks:
             return None
         plan = plan.model_copy(update={"schedule": "1f1b", "chunks": 1})
-    if misfits(
+    if schedule_problems(
         plan.schedule, ranks=plan.pipeline, microbatches=workload.global_batch // (data * plan.microbatch), chunks=plan.chunks
     ):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.check import check
 from megalith.cost.narrow.pays import Layer, gained, losers, pays
-from megalith.planner.refused import problem
+from megalith.planner.problems import problem
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.numbers import PRECISIONS, PrecisionSpec, in_codes, is_narrow
 from megalith.spec.plan import Plan

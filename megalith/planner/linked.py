@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.check.sites import made_apart
 from megalith.cost.across import CHOSEN, Across, across, choose
-from megalith.planner.asked import Asked
+from megalith.planner.request import ResolvedRequest
 from megalith.spec.model import MoeSpec
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import FULL, SitesSpec, outer_slots
@@ -18,7 +18,7 @@ KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
 
 
 @dataclass(frozen=True)
-class Linked:
+class LinkChoice:
     """Prediction for a run across sites. `said`: with the run file's own table; `chosen`: that table, with missing keys chosen for the
     link; `proposed`: the prediction with it. Both are None if no key is missing. `gain`: tokens a second of all sites, as proposed or
     else as the file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with
@@ -40,7 +40,7 @@ class Linked:
         }
 
 
-def linked(asked: Asked, step: float, alone: Callable[[], float | None]) -> Linked | None:
+def linked(asked: ResolvedRequest, step: float, alone: Callable[[], float | None]) -> LinkChoice | None:
     """Predict the sites of a run, the slowest of which takes `step` seconds for a step; None without a link between several. `alone`:
     seconds of a step of one site that trains the whole batch, or None if none can."""
     sites = asked.sites
@@ -58,10 +58,10 @@ def linked(asked: Asked, step: float, alone: Callable[[], float | None]) -> Link
     one = alone()
     gain = None if one is None else one * (proposed or said).use / step
     together = None if exact is None else across(shapes, exact, step, steps=steps)
-    return Linked(said, chosen, proposed, gain, together)
+    return LinkChoice(said, chosen, proposed, gain, together)
 
 
-def _together(asked: Asked, sites: SitesSpec) -> SitesSpec | None:
+def _together(asked: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
     """The table of sites that exchange gradients; None if they do so already, or the run could not."""
     run = asked.run.model_copy(update={"sites": sites})
     experts = any(isinstance(block.mlp, MoeSpec) for block in asked.model.blocks)
@@ -76,7 +76,7 @@ def _is_every_step(sites: SitesSpec) -> bool:
     return (sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k) == (1, 1, 0, FULL, None)
 
 
-def whole_batch(asked: Asked) -> RunSpec:
+def whole_batch(asked: ResolvedRequest) -> RunSpec:
     """The run that was asked for with the batch of all its sites."""
     train, sites = asked.run.train, asked.sites
     mine = sites.shares[sites.site or 0] if sites is not None and sites.shares else 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from megalith.cost.estimate import Estimate, estimate
-from megalith.cost.foreseen import held, of_run
+from megalith.cost.predicted import held, workload_of
 from megalith.cost.software import OURS
 from megalith.cost.workload import Workload
 from megalith.planner.published.express import express, measured_seconds
@@ -96,7 +96,7 @@ def _run(folder: Path) -> Own:
     """Return the row of a run: the median of its steps after the first ones, and the peak of its first rank."""
     spec, steps = spec_of(folder), steps_of(folder)
     peak = max(step.memory.get("peak", 0) for step in steps)
-    return _over(folder.name, OURS, of_run(spec), median(step.seconds for step in steps), peak)
+    return _over(folder.name, OURS, workload_of(spec), median(step.seconds for step in steps), peak)
 
 
 def spec_of(folder: Path) -> RunSpec:

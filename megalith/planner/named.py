@@ -15,7 +15,7 @@ from megalith.cost.parts import parts
 from megalith.cost.prefill import prefill
 from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.software import EAGER_2023, PLAIN_2021
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.planner.candidates import even_layers
 from megalith.planner.published.flops import step_flops
 from megalith.schedule.table import SCHEDULES, interleaving
@@ -28,7 +28,7 @@ Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a 
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedRun:
     """A published training. `plans` are the choices its source leaves open."""
 
     name: str
@@ -41,7 +41,7 @@ class Named:
     unit: Unit
     source: str
     format: str = "bf16"
-    practice: Practice = field(default_factory=Practice)
+    practice: SoftwareProfile = field(default_factory=SoftwareProfile)
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys of `[model]` that differ from the preset's."""
     forward_only: bool = False
@@ -60,7 +60,7 @@ class Named:
 class Replayed:
     """The fastest of the choices that fit, and its figure in the source's unit."""
 
-    named: Named
+    named: NamedRun
     workload: Workload
     estimate: Estimate
 
@@ -90,7 +90,7 @@ UNITS: dict[Unit, Callable[[Workload, Estimate], float]] = {
 }
 
 
-def replay(named: Named) -> Replayed:
+def replay(named: NamedRun) -> Replayed:
     """Predict it."""
     choices = named.workloads()
     if named.forward_only:
@@ -113,12 +113,12 @@ def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
 
 LLAMA3 = "arXiv:2407.21783, table 4"
 
-PYTORCH_2024 = Practice(overlap_tensor=False, reduces="run")
+PYTORCH_2024 = SoftwareProfile(overlap_tensor=False, reduces="run")
 """Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
 parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2). Gradients are added up in fp32
 over microbatches, and then reduced."""
 
-DEEPSEEK = Practice(overlap_expert=True, senders=20, moment_bytes=4, sparing=True)
+DEEPSEEK = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
 """DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20 processors
 of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
 
@@ -127,7 +127,7 @@ CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
 section 2.4)."""
 
 
-def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> Named:
+def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> NamedRun:
     """One of the paper's layouts. Optimizer states and gradients are sharded, weights are not. The first chunk has only the embedding and
     the last only the output, so that each of the other 126 has one block (section 3.3.2)."""
     data = devices // (8 * 16 * context)
@@ -138,16 +138,16 @@ def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int
     batch = 2**24 // seq_len
     layout = f"TP8 CP{context} PP16 DP{data}"
     name = f"Llama 3.1 405B, {devices:,} H100, {layout}, sequences of {seq_len:,}"
-    return Named(
+    return NamedRun(
         name, "llama3.1-405b", f"h100:{devices}", (plan,), seq_len, batch, published, "TFLOP/s", LLAMA3, practice=PYTORCH_2024
     )
 
 
-NAMED: tuple[Named, ...] = (
+NAMED: tuple[NamedRun, ...] = (
     _llama3(8192, 430),
     _llama3(16_384, 400),
     _llama3(16_384, 380, seq_len=131_072, context=16),
-    Named(
+    NamedRun(
         "DeepSeek-V3, 2,048 H800, PP16 (DualPipe) EP64 DP128, ZeRO 1, 8 bits", "deepseek-v3", "h800:2048",
         tuple(
             _plan(
@@ -158,22 +158,22 @@ NAMED: tuple[Named, ...] = (
         ),
         4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2", "mxfp8", DEEPSEEK,
     ),
-    Named(
+    NamedRun(
         "GPT-3 175B, 1,024 A100, TP8 PP16 DP8, everything recomputed", "gpt3-175b", "a100-80gb:1024",
         _chunked(1, 3, data=8, tensor=8, pipeline=16, recompute="full"),
         2048, 1536, 140, "hardware TFLOP/s", "arXiv:2104.04473, section 5.1", "fp16", PLAIN_2021, {"vocab": 51_200},
     ),
-    Named(
+    NamedRun(
         "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
         tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
         2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", practice=CHECKPOINTED_2023,
     ),
-    Named(
+    NamedRun(
         "PaLM 540B, 6,144 TPU v4, TP12, ZeRO 3 over 256, two copies, everything recomputed", "palm-540b", "tpu-v4:6144",
         (_plan(data=512, replicate=2, zero=3, tensor=12, sequence=False, recompute="full"),),
         2048, 2048, 46.2, "% MFU", "arXiv:2204.02311, section 4 and table 3", sizes={"vocab": 256_008},
     ),
-    Named(
+    NamedRun(
         "Llama 3 405B, prefill of 2^20 tokens, 128 H100, TP8 CP16, 8 bits", "llama3.1-405b", "h100:128",
         (_plan(tensor=8, context=16, zero=0),),
         2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "fp8", forward_only=True,

@@ -9,9 +9,9 @@ from typing import Any
 
 from megalith.cost.estimate import Estimate
 from megalith.cost.workload import Workload
-from megalith.planner.asked import Asked
 from megalith.planner.linked import outer
-from megalith.planner.search import Choice, Scorer, Training, assumed, training
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import Candidate, Scorer, Training, assumed, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan
 
@@ -32,7 +32,7 @@ class InPhase:
         }  # fmt: skip
 
 
-def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
+def workload_in(asked: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
     """Return a step of a phase under a plan."""
     optimizer, (format, narrow) = asked.run.optimizer, asked.computes
     return Workload(
@@ -52,7 +52,7 @@ def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
     )
 
 
-def fits_all(asked: Asked, plan: Plan, scorer: Scorer) -> bool:
+def fits_all(asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
     """Return True if the plan fits in every other phase. The search itself only finds plans that fit in its own phase."""
     if asked.whole is None:
         return True
@@ -60,7 +60,7 @@ def fits_all(asked: Asked, plan: Plan, scorer: Scorer) -> bool:
     return all(scorer.fits(each, scorer.memory(each)) for each in workloads)
 
 
-def in_phases(asked: Asked, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
+def in_phases(asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
     """Return the plan in each phase that the run enters; none for a run of one phase."""
     if asked.whole is None:
         return ()
@@ -68,7 +68,7 @@ def in_phases(asked: Asked, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
     return tuple(InPhase(phase, steps, scorer.estimate(workload_in(asked, plan, phase))) for phase, steps in spans)
 
 
-def whole_training(choice: Choice, asked: Asked, scorer: Scorer) -> Training:
+def whole_training(choice: Candidate, asked: ResolvedRequest, scorer: Scorer) -> Training:
     """Return what the whole training takes: the sum over its phases. Raises AssertionError if no length is known."""
     assert asked.tokens is not None
     found = list(_trainings(choice, asked, scorer))
@@ -78,7 +78,7 @@ def whole_training(choice: Choice, asked: Asked, scorer: Scorer) -> Training:
     return replace(found[0], **{name: None if None in each else sum(each) for name, each in sums.items()})
 
 
-def _trainings(choice: Choice, asked: Asked, scorer: Scorer) -> Iterator[Training]:
+def _trainings(choice: Candidate, asked: ResolvedRequest, scorer: Scorer) -> Iterator[Training]:
     for one in in_phases(asked, choice.plan, scorer):
         tokens = one.steps * one.phase.global_batch * one.phase.seq_len
-        yield training(Choice(choice.plan, one.estimate), asked.cluster, tokens=tokens)
+        yield training(Candidate(choice.plan, one.estimate), asked.cluster, tokens=tokens)

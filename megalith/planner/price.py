@@ -7,9 +7,9 @@ from typing import Any
 
 from megalith.check import check
 from megalith.cost.constants import calibration
-from megalith.planner.answer import Answer, short, workload_of
-from megalith.planner.asked import Asked
+from megalith.planner.answer import PlanResult, short, workload_of
 from megalith.planner.candidates import even_layers
+from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Scorer
 from megalith.schedule.table import kind
 from megalith.spec.plan import Plan
@@ -58,7 +58,7 @@ Followed = Iterator[tuple[str, Plan]]
 """Changes in words, each with the resulting plan."""
 
 
-def _fewer_tensor_ranks(plan: Plan, asked: Asked) -> Followed:
+def _fewer_tensor_ranks(plan: Plan, asked: ResolvedRequest) -> Followed:
     """Give the tensor ranks to data, or to the pipeline."""
     fast = asked.cluster.accelerator.scale_up_domain
     times = -(-plan.tensor // fast)
@@ -71,7 +71,7 @@ def _fewer_tensor_ranks(plan: Plan, asked: Asked) -> Followed:
         )
 
 
-def _more_microbatches(plan: Plan, asked: Asked) -> Followed:
+def _more_microbatches(plan: Plan, asked: ResolvedRequest) -> Followed:
     """Give each stage more microbatches: smaller ones, fewer stages, or several stages a rank."""
     if plan.microbatch > 1:
         yield "microbatch 1", _with(plan, asked, microbatch=1)
@@ -84,23 +84,23 @@ def _more_microbatches(plan: Plan, asked: Asked) -> Followed:
         yield f"{chunks} chunks a rank", _with(plan, asked, chunks=chunks, schedule="interleaved")
 
 
-def _sharded(plan: Plan, asked: Asked) -> Followed:
+def _sharded(plan: Plan, asked: ResolvedRequest) -> Followed:
     yield "zero 1", plan.model_copy(update={"zero": 1})
 
 
-def _recomputed(plan: Plan, asked: Asked) -> Followed:
+def _recomputed(plan: Plan, asked: ResolvedRequest) -> Followed:
     yield "the mlp recomputed", plan.model_copy(update={"recompute": "selective", "recompute_parts": ("mlp",)})
     yield "all recomputed", plan.model_copy(update={"recompute": "full"})
 
 
-def _experts_near(plan: Plan, asked: Asked) -> Followed:
+def _experts_near(plan: Plan, asked: ResolvedRequest) -> Followed:
     expert = plan.expert
     while expert * plan.expert_tensor > asked.cluster.accelerator.scale_up_domain and expert % 2 == 0:
         expert //= 2
     yield f"expert {expert}", plan.model_copy(update={"expert": expert})
 
 
-REMEDIES: Mapping[str, Callable[[Plan, Asked], Followed]] = {
+REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
     "plan.tensor": _fewer_tensor_ranks,
     "plan.pipeline": _more_microbatches,
     "plan.zero": _sharded,
@@ -110,7 +110,7 @@ REMEDIES: Mapping[str, Callable[[Plan, Asked], Followed]] = {
 """Key of a piece of advice -> plans that follow it. Advice about other things has no price in time."""
 
 
-def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
+def prices(asked: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
     """Each broken rule that has a price, the most expensive first; if a rule can be followed in several ways, the fastest that
     fits."""
     found = check(asked.run.model_copy(update={"plan": plan}), files=False)
@@ -119,7 +119,7 @@ def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
     return tuple(sorted((_price(problem, asked, plan, scorer) for problem in advice), key=lambda price: -price.seconds))
 
 
-def of_answer(answered: Answer) -> tuple[Price, ...]:
+def of_answer(answered: PlanResult) -> tuple[Price, ...]:
     """Return the prices of the run file's own plan, or, without one, of the best plan found."""
     subject = answered.own or answered.found.best
     if subject is None or answered.asked.forward_only:
@@ -127,9 +127,9 @@ def of_answer(answered: Answer) -> tuple[Price, ...]:
     return prices(answered.asked, subject.plan)
 
 
-def _price(problem: Problem, asked: Asked, plan: Plan, scorer: Scorer) -> Price:
+def _price(problem: Problem, asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> Price:
     own = scorer.estimate(workload_of(asked, plan))
-    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.legal(other)]
+    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.is_valid(other)]
     estimates = [(words, other, scorer.estimate(workload_of(asked, other))) for words, other in ways]
     if not estimates:
         return Price(problem, "", None, 0.0, 0.0, 0.0, False, None)
@@ -143,7 +143,7 @@ def _price(problem: Problem, asked: Asked, plan: Plan, scorer: Scorer) -> Price:
     )  # fmt: skip
 
 
-def _with(plan: Plan, asked: Asked, **change: Any) -> Plan:
+def _with(plan: Plan, asked: ResolvedRequest, **change: Any) -> Plan:
     changed = plan.model_copy(update=change)
     if changed.pipeline == 1:
         changed = changed.model_copy(update={"schedule": "1f1b", "chunks": 1})

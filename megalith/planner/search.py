@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
-from megalith.cost import foreseen, host, released
+from megalith.cost import host, predicted, released
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
@@ -15,7 +15,7 @@ from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
-from megalith.cost.workload import Narrow, Practice, Workload
+from megalith.cost.workload import Narrow, SoftwareProfile, Workload
 from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
@@ -28,7 +28,7 @@ IDLE_POWER = 1.35
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One plan with its predicted time and memory."""
 
     plan: Plan
@@ -59,27 +59,27 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The outcome of a search, best first."""
 
-    choices: tuple[Choice, ...]
-    pareto: tuple[Choice, ...]
+    choices: tuple[Candidate, ...]
+    pareto: tuple[Candidate, ...]
     """Pareto frontier of step time and free memory."""
     looked_at: int
     too_large: int
-    closest: Choice | None
+    closest: Candidate | None
     """The plan that is least too large, if nothing fits."""
     refused: int = 0
     """Plans that `valid` refused although they are as fast as those shown."""
     offloaded: int = 0
     """Number of plans that fit only with some of the optimizer's state in host memory or on disk. `too_large` does not count them."""
-    runnable: Choice | None = None
+    runnable: Candidate | None = None
     """The best that leaves the state on the devices."""
     recomputed: int = 0
     """Number of plans that fit only with recomputation in segments. `too_large` does not count them."""
 
     @property
-    def best(self) -> Choice | None:
+    def best(self) -> Candidate | None:
         return self.choices[0] if self.choices else None
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def search(
     differ: Callable[[Plan], Hashable] | None = None,
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
-) -> Found:
+) -> SearchResult:
     """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; the result
     leaves out plans that `valid` refuses, and plans with the same value of `differ` as a faster one. `tick` gets the number of
     new parts that are traced, and of all new parts."""
@@ -141,7 +141,7 @@ def search(
         for plan in plans
     ]
     scorer.prepare(workloads, tick)
-    fitting: list[Choice] = []
+    fitting: list[Candidate] = []
     waiting: list[Waiting] = []
     offloaded: list[Waiting] = []
     least: tuple[Memory, Workload] | None = None
@@ -181,11 +181,11 @@ def search(
             least = (needed, one) if least is None or needed.total < least[0].total else least
     here = _simulated(waiting, fitting, scorer, most=4 * top)
     ranked = _simulated(offloaded, here, scorer, most=4 * top)
-    best, refused = _first_legal(ranked, top, valid, differ)
-    runnable = next(iter(_first_legal(here, 1, valid)[0]), None)
+    best, refused = _first_valid(ranked, top, valid, differ)
+    runnable = next(iter(_first_valid(here, 1, valid)[0]), None)
     closest = None if best or least is None else _choice(least[1], least[0], scorer)
-    thrifty = _first_legal(pareto(ranked), None, valid)[0]
-    return Found(best, thrifty, len(workloads), too_large, closest, refused, away, runnable, recomputed)
+    thrifty = _first_valid(pareto(ranked), None, valid)[0]
+    return SearchResult(best, thrifty, len(workloads), too_large, closest, refused, away, runnable, recomputed)
 
 
 def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
@@ -204,8 +204,8 @@ class Waiting(NamedTuple):
     close: bool = False
 
 
-def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
-    return Choice(workload.plan, scorer.estimate(workload, held))
+def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Candidate:
+    return Candidate(workload.plan, scorer.estimate(workload, held))
 
 
 CLOSE = 0.25
@@ -259,21 +259,21 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 def _gathered(workload: Workload) -> Workload:
     """Return the workload under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
     plan = workload.plan
-    return replace(workload, plan=plan.model_copy(update={"zero": 3})) if plan.holders == 1 else workload
+    return replace(workload, plan=plan.model_copy(update={"zero": 3})) if plan.dp_size == 1 else workload
 
 
-def assumed(plan: Plan, software: str = OURS) -> Practice:
+def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
     """Return how software of a name runs a plan."""
     return hiding(plan, practice(software, plan))
 
 
-def hiding(plan: Plan, known: Practice) -> Practice:
+def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
     """Return the practice under a plan's schedule: with two microbatches at work, the token exchange of one overlaps the other's
     computation."""
     return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
-def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
+def _simulated(waiting: list[Waiting], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
     """Return the known choices and the simulated waiting ones, in order of time. Plans that would not be among the first `most`
     even if they never idled are left out, and are not simulated."""
     ranked = sorted(known, key=_step)
@@ -292,18 +292,18 @@ def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer"
     return ranked
 
 
-def _step(choice: Choice) -> float:
+def _step(choice: Candidate) -> float:
     return choice.estimate.time.step
 
 
-def _first_legal(
-    ranked: Sequence[Choice],
+def _first_valid(
+    ranked: Sequence[Candidate],
     most: int | None,
     valid: Callable[[Plan], bool] | None,
     differ: Callable[[Plan], Hashable] | None = None,
-) -> tuple[tuple[Choice, ...], int]:
+) -> tuple[tuple[Candidate, ...], int]:
     """The first `most` choices (None: all) that are valid and differ, and the number of refused plans that were faster."""
-    found: list[Choice] = []
+    found: list[Candidate] = []
     seen = set[Hashable]()
     refused = 0
     for choice in ranked:
@@ -319,9 +319,9 @@ def _first_legal(
     return tuple(found), refused
 
 
-def pareto(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
+def pareto(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Return those choices, in order of time, that need less memory than every faster one."""
-    found: list[Choice] = []
+    found: list[Candidate] = []
     least = float("inf")
     for choice in ranked:
         if choice.estimate.memory.total < least:
@@ -358,10 +358,10 @@ class Scorer:
         return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
 
     def held(self, workload: Workload) -> Memory:
-        """Return memory by `cost.foreseen.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
+        """Return memory by `cost.predicted.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
         if self.forward_only or not workload.practice.ours or workload.plan.state.away:
             return self.memory(workload)
-        return foreseen.held(workload, self.figures)
+        return predicted.held(workload, self.figures)
 
     def fits(self, workload: Workload, held: Memory) -> bool:
         """See `cost.memory.fits`."""
@@ -400,7 +400,7 @@ class Scorer:
         return id(workload.model), workload.layout, workload.plan.recompute, workload.narrow
 
 
-def training(choice: Choice, cluster: ClusterSpec, *, tokens: float) -> Training:
+def training(choice: Candidate, cluster: ClusterSpec, *, tokens: float) -> Training:
     """Days, hours, dollars and energy of a training on this many tokens."""
     steps = -(-int(tokens) // choice.estimate.tokens)
     seconds = steps * choice.estimate.time.step

@@ -8,11 +8,11 @@ from typing import Any
 
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Time
-from megalith.cost.foreseen import of_run
+from megalith.cost.predicted import workload_of
 from megalith.planner.explain import neighbours
 from megalith.planner.gains import NOTABLE, TERMS, Try, tries
 from megalith.planner.measured import spec_of, steps_of
-from megalith.planner.refused import refusals
+from megalith.planner.problems import plan_problems
 from megalith.planner.search import Scorer, hiding
 from megalith.spec.run import RunSpec
 
@@ -61,7 +61,7 @@ def slower(folder: Path, *, tried: bool = True) -> Slower:
     """Compare the run in a folder with its prediction. `tried`: predict other plans too. Raises ValueError if it names no cluster or has
     too few steps."""
     spec, steps = spec_of(folder), steps_of(folder)
-    here = by_term(Scorer(calibration()).estimate(of_run(spec)).time)
+    here = by_term(Scorer(calibration()).estimate(workload_of(spec)).time)
     measured = {
         name: median(sum(step.breakdown.get(kind, 0.0) for kind in kinds) for step in steps) for name, kinds in TERMS.items()
     }
@@ -75,10 +75,10 @@ def slower(folder: Path, *, tried: bool = True) -> Slower:
 def alternatives(spec: RunSpec) -> dict[str, dict[str, float]]:
     """Predict a step by term under each plan that differs from the run's in one choice, can train it and fits. Raises ValueError for a
     run that cannot be predicted."""
-    workload, scorer, found = of_run(spec), Scorer(calibration()), dict[str, dict[str, float]]()
+    workload, scorer, found = workload_of(spec), Scorer(calibration()), dict[str, dict[str, float]]()
     for change, plan in neighbours(workload):
         other = replace(workload, plan=plan, practice=hiding(plan, replace(workload.practice, overlap_expert=False)))
-        if not refusals(spec, plan) and scorer.fits(other, scorer.held(other)):
+        if not plan_problems(spec, plan) and scorer.fits(other, scorer.held(other)):
             found[change] = by_term(scorer.estimate(other).time)
     return found
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from megalith.cost import doubt
 from megalith.cost.constants import calibration
-from megalith.cost.doubt import Interval, Learnt
+from megalith.cost.doubt import Interval, LearnedSpread
 from megalith.cost.software import SOFTWARE
-from megalith.planner.asked import Asked
 from megalith.planner.measured import Own
+from megalith.planner.request import ResolvedRequest
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import MoeSpec
 
@@ -36,7 +36,7 @@ class Sure:
         return intervals | {"apart": self.apart, "factor": self.factor, "rests_on": self.words}
 
 
-def sure(asked: Asked, own: Sequence[Own] = ()) -> Sure:
+def sure(asked: ResolvedRequest, own: Sequence[Own] = ()) -> Sure:
     """Return how sure predictions for a question are, given measurements of the same software on the same machines."""
     kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(asked.model.blocks)) else "time.dense"
     time, memory = doubt.bundled()[kind], doubt.bundled()["memory"]
@@ -60,11 +60,11 @@ def sure(asked: Asked, own: Sequence[Own] = ()) -> Sure:
     return Sure(around, held, exp(time.reach_known * within * sqrt(2)), words, factor)
 
 
-def _device(asked: Asked) -> str | None:
+def _device(asked: ResolvedRequest) -> str | None:
     return calibration().families.get(asked.cluster.accelerator.name)
 
 
-def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -> str:
+def _words(asked: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:
     """Return the evidence of an interval, and the rows of the same stack that were ignored."""
     where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
     if learnt is None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalith.planner.answer import find, short
-from megalith.planner.asked import Asked, Question, ask
-from megalith.planner.search import Choice
+from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
+from megalith.planner.search import Candidate
 from megalith.planner.walk import walk
 from megalith.spec.problem import SpecErrors
 from megalith.spec.sizes import count_model
@@ -37,7 +37,7 @@ class Least(NamedTuple):
 
     devices: int
     techniques: str
-    choice: Choice
+    choice: Candidate
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Thumb:
     model: str
     parameters: int
     least: Least | None
-    typical: tuple[Choice | None, ...]
+    typical: tuple[Candidate | None, ...]
     """The fastest layout on each number of devices in TYPICAL; None where nothing fits."""
 
 
 def thumb(model: str, *, counts: Sequence[int] = COUNTS, typical: Sequence[int] = TYPICAL) -> Thumb:
     """Return the line of a model, with its own context of at most 8,192 tokens, and 4M tokens a step."""
-    asked = ask(Question(model=model, cluster=f"{DEVICE}:{typical[-1]}"))
+    asked = resolve(PlanRequest(model=model, cluster=f"{DEVICE}:{typical[-1]}"))
     return Thumb(model, count_model(asked.model).total, _least(model, counts), tuple(_best(model, count) for count in typical))
 
 
-def _asked(model: str, count: int) -> Asked | None:
+def _asked(model: str, count: int) -> ResolvedRequest | None:
     """Return the question for a number of devices; None if no layout divides the batch evenly."""
     try:
-        return ask(Question(model=model, cluster=f"{DEVICE}:{count}"))
+        return resolve(PlanRequest(model=model, cluster=f"{DEVICE}:{count}"))
     except SpecErrors:
         return None
 
@@ -76,7 +76,7 @@ def _least(model: str, counts: Sequence[int]) -> Least | None:
     return None
 
 
-def _best(model: str, count: int) -> Choice | None:
+def _best(model: str, count: int) -> Candidate | None:
     asked = _asked(model, count)
     return None if asked is None else find(asked, top=1).best
 
@@ -91,7 +91,7 @@ def table(models: Sequence[str] = MODELS) -> str:
     return "\n".join(lines)
 
 
-def _cell(choice: Choice | None) -> str:
+def _cell(choice: Candidate | None) -> str:
     if choice is None:
         return "does not fit"
     again = "" if choice.plan.recompute == "none" else f", {choice.plan.recompute} recomputation"

@@ -7,11 +7,11 @@ from typing import Any
 from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
 from megalith.cost.workload import Workload
-from megalith.planner.answer import Answer, answer, choice_of, scorer_of, short, space_of, spare, workload_of
-from megalith.planner.asked import Asked
+from megalith.planner.answer import PlanResult, answer, choice_of, headroom, scorer_of, short, space_of, workload_of
 from megalith.planner.candidates import MICROBATCHES, candidates, offloaded
 from megalith.planner.measured import Own
-from megalith.planner.search import Choice, Scorer
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import Candidate, Scorer
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
@@ -68,7 +68,7 @@ class Row:
     """The best layout with one technique more. `choice` is None where no layout of this kind exists; `why` says so."""
 
     technique: Technique
-    choice: Choice | None
+    choice: Candidate | None
     gain: float = 0.0
     """Share by which a step is shorter than in the row before."""
     why: str = ""
@@ -82,21 +82,21 @@ class Row:
 class Walk:
     """The three stages of a walk. `answered` is None if nothing fits; `problems` then say which change would make a plan fit."""
 
-    asked: Asked
+    asked: ResolvedRequest
     parameters: int
     state: float
     """Bytes of weights, gradients and the optimizer's state of the whole model."""
     fit: tuple[Row, ...]
     """The smallest layout with each technique more, until one fits."""
-    batch: tuple[Choice, ...]
+    batch: tuple[Candidate, ...]
     """The layout that fits, with each size of a microbatch that it can have."""
     throughput: tuple[Row, ...]
     """The fastest layout with each technique more."""
-    answered: Answer | None
+    answered: PlanResult | None
     problems: tuple[Problem, ...] = ()
 
     @property
-    def first(self) -> Choice | None:
+    def first(self) -> Candidate | None:
         """The simplest layout that fits."""
         last = self.fit[-1].choice
         return last if last is not None and last.estimate.fits else None
@@ -114,7 +114,9 @@ class Walk:
         }  # fmt: skip
 
 
-def walk(asked: Asked, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None) -> Walk:
+def walk(
+    asked: ResolvedRequest, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None
+) -> Walk:
     """Walk through fit, batch and throughput for a question. `measured` and `tick` as `planner.answer.answer` takes them."""
     parameters = count_model(asked.model).total
     state = parameters * _state(asked)
@@ -134,17 +136,17 @@ def walk(asked: Asked, *, measured: Sequence[Own] = (), tick: Callable[[int, int
     return Walk(found.asked, parameters, state, fit, spread.sizes(first), tuple(_throughput(spread, fit, found)), found)
 
 
-def rounds(plan: Plan, asked: Asked) -> int:
+def rounds(plan: Plan, asked: ResolvedRequest) -> int:
     """Return the microbatches that a data rank computes in a step."""
     return asked.run.train.global_batch // (plan.data * plan.microbatch)
 
 
-def a_parameter(asked: Asked) -> str:
+def a_parameter(asked: ResolvedRequest) -> str:
     """Return the bytes that a parameter takes in all, as a sum: weights, gradient, moments."""
     return kept_of(asked.run.optimizer, _compute(asked), gradients=asked.run.train.gradients)
 
 
-def _state(asked: Asked) -> float:
+def _state(asked: ResolvedRequest) -> float:
     """Return these bytes for the whole model. Weights that compute in the format in which they are kept count once."""
     compute = _compute(asked)
     optimizer, gradients = asked.run.optimizer, asked.run.train.gradients
@@ -152,7 +154,7 @@ def _state(asked: Asked) -> float:
     return bytes_each(slot for slot in slots if slot.name != "compute" or compute != MASTER.number)
 
 
-def _compute(asked: Asked) -> str:
+def _compute(asked: ResolvedRequest) -> str:
     return PRECISIONS[asked.run.train.precision].compute.name
 
 
@@ -160,44 +162,44 @@ def _compute(asked: Asked) -> str:
 class _Spread:
     """All layouts whose schedule has a closed form, with the quick count of their memory."""
 
-    asked: Asked
+    asked: ResolvedRequest
     scorer: Scorer
     workloads: tuple[tuple[Workload, Memory], ...]
 
     @classmethod
-    def of(cls, asked: Asked, scorer: Scorer, tick: Callable[[int, int], None]) -> "_Spread":
+    def of(cls, asked: ResolvedRequest, scorer: Scorer, tick: Callable[[int, int], None]) -> "_Spread":
         train, space = asked.run.train, replace(space_of(asked), schedules=(), zero=(0, 1, 2, 3))
         plans = candidates(asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
         workloads = [workload_of(asked, plan) for plan in plans]
         scorer.prepare(workloads, tick)
         return cls(asked, scorer, tuple((one, scorer.memory(one)) for one in workloads))
 
-    def smallest(self, allowed: Sequence[Technique]) -> Choice | None:
+    def smallest(self, allowed: Sequence[Technique]) -> Candidate | None:
         """Return the layout that holds least, of those that use only allowed techniques."""
         mine = sorted(self._with(allowed), key=lambda one: one[1].total)
         few = [choice_of(self.asked, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
         return min(few, key=lambda one: (not one.estimate.fits, one.estimate.memory.total), default=None)
 
-    def elsewhere(self) -> Choice | None:
+    def elsewhere(self) -> Candidate | None:
         """Return the layout that holds least with the optimizer's state in host memory."""
         mine = min(self.workloads, key=lambda one: one[1].total - one[1].optimizer, default=None)
         return None if mine is None else choice_of(self.asked, offloaded(mine[0].plan, 1.0), self.scorer)
 
-    def fastest(self, allowed: Sequence[Technique]) -> Choice | None:
+    def fastest(self, allowed: Sequence[Technique]) -> Candidate | None:
         """Return the fastest layout that fits and is valid, of those that use only allowed techniques."""
         mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
         for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
-            if self.asked.legal(one.plan):
+            if self.asked.is_valid(one.plan):
                 choice = choice_of(self.asked, one.plan, self.scorer)
                 if choice.estimate.fits:
                     return choice
         return None
 
-    def sizes(self, choice: Choice) -> tuple[Choice, ...]:
+    def sizes(self, choice: Candidate) -> tuple[Candidate, ...]:
         """Return a layout with each size of a microbatch that a search tries and that divides the batch evenly."""
         plans = [choice.plan.model_copy(update={"microbatch": size}) for size in MICROBATCHES]
         dealt = [plan for plan in plans if self.asked.run.train.global_batch % (plan.data * plan.microbatch) == 0]
-        return tuple(choice_of(self.asked, plan, self.scorer) for plan in dealt if self.asked.legal(plan))
+        return tuple(choice_of(self.asked, plan, self.scorer) for plan in dealt if self.asked.is_valid(plan))
 
     def _with(self, allowed: Sequence[Technique]) -> list[tuple[Workload, Memory]]:
         denied = [one for one in TECHNIQUES if one not in allowed]
@@ -207,7 +209,7 @@ class _Spread:
 def _fit(spread: _Spread) -> Iterator[Row]:
     """Yield the smallest layout with each technique that spares memory, until one fits; techniques that spare nothing are left out."""
     allowed: list[Technique] = []
-    before: Choice | None = None
+    before: Candidate | None = None
     for technique in (PLAIN, *(one for one in TECHNIQUES if one.spares)):
         allowed.append(technique)
         choice = spread.smallest(allowed)
@@ -225,12 +227,12 @@ def _fit(spread: _Spread) -> Iterator[Row]:
 
 def _host_too_small(found: Estimate) -> str:
     """Return a note if a layout would fit its devices, but not their hosts; otherwise empty."""
-    here = found.limit is None or found.memory.total * (1 + spare()) <= found.limit
+    here = found.limit is None or found.memory.total * (1 + headroom()) <= found.limit
     held = found.memory.host / 2**30
     return f"it would fit the device, but needs {held:,.0f} GiB of host memory for each device" if here and not found.fits else ""
 
 
-def _throughput(spread: _Spread, fit: Sequence[Row], found: Answer) -> Iterator[Row]:
+def _throughput(spread: _Spread, fit: Sequence[Row], found: PlanResult) -> Iterator[Row]:
     """Yield the fastest layout with what makes it fit, then with each technique more that makes a step shorter."""
     best = found.found.best
     assert best is not None
@@ -255,7 +257,7 @@ def _throughput(spread: _Spread, fit: Sequence[Row], found: Answer) -> Iterator[
         yield Row(last, best, _gain(before, best))
 
 
-def _gain(before: Choice | None, choice: Choice) -> float:
+def _gain(before: Candidate | None, choice: Candidate) -> float:
     return 0.0 if before is None else 1 - _step(choice.estimate) / _step(before.estimate)
 
 

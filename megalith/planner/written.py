@@ -1,16 +1,16 @@
 """The best plan in a run file. No torch unless a part must be traced."""
 
-from megalith.planner.answer import Answer, short
-from megalith.planner.asked import DATA, STEPS
+from megalith.planner.answer import PlanResult, short
 from megalith.planner.linked import whole_batch
+from megalith.planner.request import DATA, STEPS
 from megalith.spec import files
-from megalith.spec.files import Resolved
+from megalith.spec.files import ResolvedRun
 from megalith.spec.plan import Plan
 from megalith.spec.toml import dotted
 from megalith.spec.validate import leaves
 
 
-def as_run(answered: Answer) -> str:
+def as_run(answered: PlanResult) -> str:
     """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
     asked, best = answered.asked, answered.found.best
     assert best is not None
@@ -26,7 +26,7 @@ def as_run(answered: Answer) -> str:
         name = dotted(leaf.path)
         kept = name in before and old.get(name) == leaf.value
         origins[name] = before[name] if kept else "megalith plan"
-    text = files.dump(Resolved(spec, origins), brief=True)
+    text = files.dump(ResolvedRun(spec, origins), brief=True)
     estimate = best.estimate
     head = (
         f"# {asked.run.model.name} on {asked.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "

@@ -114,7 +114,7 @@ def only(*precisions: str) -> Axes:
 PLAIN = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Values that ask for nothing, which names leave out."""
 
-EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
+STEP_COST = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
 """Relative cost of a step of each model, softened like the cost of ranks."""
 
 Choice = tuple[str, str]  # axis and value
@@ -123,7 +123,7 @@ Pair = frozenset[Choice]
 
 
 @dataclass(frozen=True)
-class Draw:
+class ParityCase:
     """One combination and the small run that has it."""
 
     choices: Choices
@@ -163,10 +163,10 @@ def _pair(one: Choice, other: Choice) -> Pair:
 def effort_of(choices: Choices) -> float:
     """Return the processor time of a combination, softened, so that enough pairs make up for it."""
     asked = _asked(choices)
-    return _ranks(asked) ** 0.5 * EFFORT[asked["preset"]]
+    return _ranks(asked) ** 0.5 * STEP_COST[asked["preset"]]
 
 
-def legal(choices: Choices) -> RunSpec | None:
+def valid_run(choices: Choices) -> RunSpec | None:
     """Return the run of a combination; None if there are objections."""
     return None if any(True for _ in objections(choices)) else run_of(choices)
 
@@ -193,7 +193,7 @@ def _ranks(asked: Mapping[str, Any]) -> int:
 
 
 def run_of(choices: Choices) -> RunSpec:
-    """Return the small run of a combination, legal or not."""
+    """Return the small run of a combination, valid or not."""
     asked = _asked(choices)
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
@@ -234,7 +234,7 @@ def _small(preset: str, precision: str) -> Any:
     return clearly_routed(read(presets()[preset].values).small(layers=LAYERS, unit=4, heads_unit=4), precision)
 
 
-def key_of(spec: RunSpec) -> Any:
+def reference_key(spec: RunSpec) -> Any:
     """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
     microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span those
     of one rank's microbatch."""

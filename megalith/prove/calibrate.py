@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibrationResult:
     """A measured machine: its cluster, and the points that the figures come from."""
 
     cluster: ClusterSpec
@@ -78,7 +78,7 @@ class Calibrated:
         return {"cluster": self.cluster.model_dump(mode="json"), "points": [point._asdict() for point in self.points]}
 
 
-def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes | None = None) -> Calibrated:
+def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes | None = None) -> CalibrationResult:
     """Measure this machine with `ranks` processes at work: by NCCL where there is a GPU for each, else by gloo on the processor.
 
     `seconds` is how long each of some thirty measurements repeats. On the processor each rank computes with its share of the processors as
@@ -92,7 +92,7 @@ def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes 
         for same in zip(*(one for *_, one in found), strict=True)
     )
     sizes = sizes or SIZES["cpu" if name == "cpu" else "cuda"]
-    return Calibrated(cluster_of(name, points, ranks=ranks, threads=threads, sizes=sizes), points)
+    return CalibrationResult(cluster_of(name, points, ranks=ranks, threads=threads, sizes=sizes), points)
 
 
 def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | None) -> tuple[str, int, list[Point]]:
@@ -319,7 +319,7 @@ def _links(points: Sequence[Point]) -> _Links | None:
     return _Links(rate, latency)
 
 
-def text(found: Calibrated, *, host: str) -> str:
+def text(found: CalibrationResult, *, host: str) -> str:
     """Return the cluster file of a measured machine, which `megalith.spec.cluster.load` reads back. `host` names the machine."""
     cluster, measured = found.cluster, found.cluster.measured
     assert measured is not None

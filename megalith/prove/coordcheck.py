@@ -52,7 +52,7 @@ class Series(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CoordinateCheck:
     """Result of one parametrization along one axis. `sizes`: widths, or numbers of blocks."""
 
     parametrization: Parametrization
@@ -114,7 +114,7 @@ def check(
     steps: int,
     seeds: Sequence[int],
     told: Callable[[int, int], None] = lambda size, seed: None,
-) -> Checked:
+) -> CoordinateCheck:
     """Train every size with every seed and return the slopes. `told` is called before each size. The smallest size is the base,
     unless the run names one. Raises ValueError for an impossible size."""
     model = spec.model
@@ -132,7 +132,7 @@ def check(
             values.append(fmean(run[key] for run in runs))
     logs = np.log2(np.array(sizes, dtype=np.float64))
     series = [Series(*key, tuple(values), _slope(logs, values)) for key, values in found.items()]
-    return Checked(parametrization, axis, tuple(sizes), tuple(series))
+    return CoordinateCheck(parametrization, axis, tuple(sizes), tuple(series))
 
 
 def _slope(logs: np.ndarray, values: Sequence[float]) -> float:

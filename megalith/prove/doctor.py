@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megalith.fleet.environment import Place
 from megalith.kernels.numbers import Dtypes
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 from megalith.machine.health import Finding
 from megalith.prove import worlds
 from megalith.spec.numbers import FAST
@@ -258,7 +258,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Burn in this machine's devices, and print the findings as JSON. It ends with the process that started it."""
-    lifeline.die_with_parent(os.getppid())
+    parent_watch.die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

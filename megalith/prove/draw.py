@@ -18,13 +18,13 @@ from megalith.prove.axes import (
     Axes,
     Choice,
     Choices,
-    Draw,
     Pair,
+    ParityCase,
     effort_of,
-    legal,
     objections,
     pairs_of,
     run_of,
+    valid_run,
 )
 
 FIRST = dict.fromkeys(
@@ -43,8 +43,8 @@ SEARCHES = 3
 """Searches, each from another combination, after which a pair is refused."""
 
 
-def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[Draw]:
-    """Return `count` legal combinations of values of `axes`, none twice: first those that show all pairs that can go together, as far
+def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
+    """Return `count` valid combinations of values of `axes`, none twice: first those that show all pairs that can go together, as far
     as `count` reaches; None: only these. The same for the same seed."""
     random = Random(seed)
     pool = _pool(random, max(TRIES, 8 * (count or 0)), axes)
@@ -60,7 +60,7 @@ def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[Draw]:
     return chosen + sorted(further, key=lambda one: one.name)
 
 
-def _cover(random: Random, pool: Sequence[Draw], axes: Axes, count: int | None) -> list[Draw]:
+def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | None) -> list[ParityCase]:
     """Return draws that show all pairs of a pool, as far as `count` reaches. Each is the one of the pool that shows most new pairs for
     its effort, with choices changed until it shows yet more.
 
@@ -70,7 +70,7 @@ def _cover(random: Random, pool: Sequence[Draw], axes: Axes, count: int | None) 
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
     bounds = [(-_worth(one.choices, left), number) for number, one in enumerate(pool)]
     heapify(bounds)
-    chosen: list[Draw] = []
+    chosen: list[ParityCase] = []
     while left and (count is None or len(chosen) < count):
         number = bounds[0][1]
         now = (-_worth(pool[number].choices, left), number)
@@ -87,7 +87,7 @@ def _worth(choices: Choices, left: frozenset[Pair]) -> float:
     return len(pairs_of(choices) & left) / effort_of(choices)
 
 
-def _climbed(random: Random, one: Draw, axes: Axes, left: frozenset[Pair]) -> Draw:
+def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair]) -> ParityCase:
     """Change one choice of a draw after another, while that shows more pairs of `left` for the effort."""
     before = None
     while one is not before:
@@ -96,13 +96,13 @@ def _climbed(random: Random, one: Draw, axes: Axes, left: frozenset[Pair]) -> Dr
             worth = _worth(one.choices, left)
             others = ((_worth(other, left), other) for other in (_changed(one.choices, axis, value) for value in axes[axis]))
             for _, other in sorted((pair for pair in others if pair[0] > worth), reverse=True):
-                if (spec := legal(other)) is not None:
-                    one = Draw(other, spec)
+                if (spec := valid_run(other)) is not None:
+                    one = ParityCase(other, spec)
                     break
     return one
 
 
-def _needed(chosen: Sequence[Draw]) -> list[Draw]:
+def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
     """Leave out the draws whose pairs all occur in others, the costliest first."""
     times = Counter(pair for one in chosen for pair in one.pairs)
     needless = set[Choices]()
@@ -113,7 +113,7 @@ def _needed(chosen: Sequence[Draw]) -> list[Draw]:
     return [one for one in chosen if one.choices not in needless]
 
 
-def uncovered(draws: Sequence[Draw], axes: Axes = AXES) -> list[Pair]:
+def uncovered(draws: Sequence[ParityCase], axes: Axes = AXES) -> list[Pair]:
     """Return the pairs of choices that no draw shows."""
     shown = frozenset[Pair]().union(*(one.pairs for one in draws))
     return [pair for pair in _every(axes) if pair not in shown]
@@ -131,15 +131,15 @@ def _every(axes: Axes) -> Iterator[Pair]:
                 yield frozenset({(axis, value), (other, theirs)})
 
 
-def _pool(random: Random, tries: int, axes: Axes) -> list[Draw]:
-    """Return the legal combinations among `tries` random ones."""
+def _pool(random: Random, tries: int, axes: Axes) -> list[ParityCase]:
+    """Return the valid combinations among `tries` random ones."""
     tried = dict.fromkeys(_any(random, (), axes) for _ in range(tries))
-    return [Draw(choices, spec) for choices in tried if (spec := legal(choices)) is not None]
+    return [ParityCase(choices, spec) for choices in tried if (spec := valid_run(choices)) is not None]
 
 
-def _missing(random: Random, pool: Sequence[Draw], axes: Axes) -> list[Draw]:
+def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[ParityCase]:
     """Return a combination for each pair that no draw of the pool shows, if there is one."""
-    found, shown = list[Draw](), set[Pair]()
+    found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
         if pair not in shown and (one := _search(random, pair, axes)[0]) is not None:
             found.append(one)
@@ -147,7 +147,7 @@ def _missing(random: Random, pool: Sequence[Draw], axes: Axes) -> list[Draw]:
     return found
 
 
-def _search(random: Random, pair: Pair, axes: Axes) -> tuple[Draw | None, list[Problem]]:
+def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
     """Look for a combination that proves a pair: change one other choice after another, never to more objections. If none is found,
     return None and the objections that are left."""
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
@@ -169,7 +169,7 @@ def _search(random: Random, pair: Pair, axes: Axes) -> tuple[Draw | None, list[P
             choices, left = other, problems
             if not left:
                 break
-    return (None, left) if left else (Draw(choices, run_of(choices)), [])
+    return (None, left) if left else (ParityCase(choices, run_of(choices)), [])
 
 
 def _any(random: Random, fixed: Iterable[Choice], axes: Axes) -> Choices:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Counted:
+class RankCounts:
     """One rank's building and first step."""
 
     coordinates: dict[str, int]
@@ -39,7 +39,7 @@ class Counted:
     """Bytes of its share between steps: weights, gradients (when all are there), optimizer. Of a tier also what blocks keep there, at
     most."""
     memory: Memory
-    course: list[dict[str, int]]  # bytes by category along the step
+    memory_timeline: list[dict[str, int]]  # bytes by category along the step
     traffic: list[Traffic]
     work: Work
     actions: list[str]  # of the pipeline, in the order in which they ran
@@ -51,7 +51,7 @@ class DryRun:
 
     world: int
     rank: int
-    counted: Counted
+    counted: RankCounts
     seconds: float
     resident: int  # bytes of this process, at most
 
@@ -67,7 +67,7 @@ def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
     return DryRun(spec.plan.ranks, rank, found, time.perf_counter() - began, most_resident_bytes())
 
 
-def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Counted:
+def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> RankCounts:
     """This rank's first step on `microbatches`, counted; on CPU tensors, or fake ones. All ranks call it together.
 
     Routers deal tokens out evenly: fake scores decide nothing, and real ones would differ from step to step.
@@ -99,13 +99,13 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
     if trainer.tier is not None:
         place = spec.plan.retain.blocks
         state[place] = state.get(place, 0) + trainer.tier.counted.most
-    return Counted(
+    return RankCounts(
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],
         parameters=sum(p.numel() for p in trainer.parameters.values()),
         state=state,
         memory=meter.memory(),
-        course=meter.course(),
+        memory_timeline=meter.memory_timeline(),
         traffic=traffic,
         work=work,
         actions=[name for name, _, _ in done.spans if name not in ("WAIT", "UPDATE")],

@@ -54,9 +54,9 @@ def _retain(spec: RunSpec) -> Lever | None:
 
 
 LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
-    lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.holders) if s.plan.zero == 0 and s.plan.holders > 1 else None,
-    lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.holders) if s.plan.zero < 2 and s.plan.holders > 1 else None,
-    lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.holders) if s.plan.zero < 3 and s.plan.holders > 1 else None,
+    lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.dp_size) if s.plan.zero == 0 and s.plan.dp_size > 1 else None,
+    lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.dp_size) if s.plan.zero < 2 and s.plan.dp_size > 1 else None,
+    lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.dp_size) if s.plan.zero < 3 and s.plan.dp_size > 1 else None,
     lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
     _retain,

@@ -138,26 +138,26 @@ class Meter(TorchDispatchMode):
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")
         for weight in {w for r in trainer.runners.values() for used in r.buckets for bucket in used for w in bucket.weights}:
-            self.label(weight.computes, "weights")
+            self.label(weight.compute, "weights")
             self.label(weight.moved, "weights")
             self._follow_gradient(weight)
         self._axes = Axes(trainer.groups)
 
     def _follow_gradient(self, weight: Weight) -> None:
         """Label the gradient at the moments when it is handed on."""
-        collect, add = weight.collect, weight.add
+        accumulate, add = weight.accumulate_gradient, weight.add
 
-        def collected() -> None:
-            self.label(weight.computes.grad, "gradients")
-            collect()
+        def accumulated() -> None:
+            self.label(weight.compute.grad, "gradients")
+            accumulate()
             self.label(weight.total, "gradients")
 
         def added(share: Tensor) -> None:
             add(share)
-            assert weight.kept.grad is not None
-            self.label(local(weight.kept.grad), "gradients")
+            assert weight.master.grad is not None
+            self.label(local(weight.master.grad), "gradients")
 
-        weight.collect, weight.add = collected, added
+        weight.accumulate_gradient, weight.add = accumulated, added
 
     def label(self, tensor: Tensor | None, category: Category) -> None:
         """Label a tensor's storage with its use."""
@@ -192,7 +192,7 @@ class Meter(TorchDispatchMode):
             building=int(before.max()) if before.size else 0,
         )
 
-    def course(self, moments: int = 240) -> list[dict[str, int]]:
+    def memory_timeline(self, moments: int = 240) -> list[dict[str, int]]:
         """Bytes by category along the step, at the peak of each of this many stretches with equally many changes."""
         step = self._held()[:, max(0, self._step - 1) :]
         stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []

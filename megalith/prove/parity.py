@@ -46,7 +46,7 @@ from megalith.train.own.loss import use_loss
 from megalith.train.post_validation import Unchecked
 from megalith.train.run import choose_device, join
 from megalith.train.step import accumulate, conclude, train_step, update
-from megalith.train.tally import Accumulated, Totals
+from megalith.train.tally import StepGradients, StepTotals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
 """Optimizer of a compared run. With the usual eps of 1e-8, Adam turns the rounding of a gradient near 0 into a step, which
@@ -104,18 +104,18 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     microbatches = spec.microbatches if read else min(spec.microbatches, 2 * plan.pipeline)
     microbatch = min(plan.microbatch, 2)
     batch = plan.data * microbatch * microbatches
-    unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
+    unit = plan.tensor * plan.dp_shard  # a weight is split by tensor ranks and then by data ranks
     precision, tile = spec.precision, 1
     if is_narrow(spec.train.precision):
         precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers)), SMALL_TILE
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
         if precision.gather != "wide":
-            unit = lcm(unit, tile * plan.tensor * plan.shards)
+            unit = lcm(unit, tile * plan.tensor * plan.dp_shard)
     optimizer = spec.optimizer.model_copy(update=OPTIMIZER)
     if optimizer.moments != "fp32":
         optimizer = optimizer.model_copy(update=SMALL_MOMENTS)
         block = SMALL_MOMENTS["moment_block"]
-        unit = lcm(unit, block * plan.tensor, block * plan.expert_tensor, block * plan.shards)
+        unit = lcm(unit, block * plan.tensor, block * plan.expert_tensor, block * plan.dp_shard)
     return spec.model_copy(
         update={
             "model": clearly_routed(
@@ -265,7 +265,7 @@ def record(trainer: Trainer) -> Recording:
     """The run under its plan, on all ranks together. The first rank returns the whole model's recording, the others their
     parts."""
     spec, kept, phases, first = trainer.run, Recording(), Phases.of(trainer.run), 0
-    totals: list[Totals] = []
+    totals: list[StepTotals] = []
     late: Unchecked | None = None
     for step in range(spec.train.steps):
         if phases.at(first).first == first > 0:
@@ -302,12 +302,12 @@ def record(trainer: Trainer) -> Recording:
     return kept
 
 
-def _released(trainer: Trainer, samples: list[Samples], step: int) -> Totals:
+def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals:
     """Train a step that frees its gradients, after a pass that kept them for the recording; return its totals."""
     trainer.drop()
     trainer.noise.take(trainer.device)
     done = train_step(trainer, samples, step=step)
-    return Totals(squares=done.grad_norm**2, loss=done.loss, stop=False, resident=0)
+    return StepTotals(squares=done.grad_norm**2, loss=done.loss, stop=False, resident=0)
 
 
 def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
@@ -322,7 +322,7 @@ def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
     return found
 
 
-def _settled(late: Unchecked | None) -> list[Totals]:
+def _settled(late: Unchecked | None) -> list[StepTotals]:
     """Check an update that was made before its norm was known, if there is one; return the totals of its step."""
     if late is None:
         return []
@@ -330,7 +330,7 @@ def _settled(late: Unchecked | None) -> list[Totals]:
     return [late.totals]
 
 
-def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:
+def _all_routed(trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:
     """Collect the destination of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from megalith.prove.axes import Draw, key_of
+from megalith.prove.axes import ParityCase, reference_key
 from megalith.prove.compare import Recording, Row
 from megalith.prove.draw import draw
 from megalith.prove.parity import record, reference
@@ -29,12 +29,12 @@ Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
 
 @dataclass(frozen=True)
-class Proof:
+class ParityResult:
     """Result of one combination. `tokens_tied`: tokens sent to other experts because two experts had nearly equal scores.
     `error`: why the
     ranks did not finish; then there are no rows."""
 
-    draw: Draw
+    draw: ParityCase
     rows: tuple[Row, ...]
     tokens_tied: int = 0
     error: str = ""
@@ -54,7 +54,7 @@ class Proof:
         return tuple(row for row in self.rows if not row.equal)
 
 
-def prove(one: Draw, *, references: dict[Any, Recording]) -> Proof:
+def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
     """Train a combination on its ranks and compare it with one process, whose runs are looked up in `references`, or computed and put
     there.
 
@@ -64,13 +64,13 @@ def prove(one: Draw, *, references: dict[Any, Recording]) -> Proof:
     try:
         found = recorded(one.spec)
     except (RuntimeError, TimeoutError) as error:
-        return Proof(one, (), error=str(error))
+        return ParityResult(one, (), error=str(error))
     verdict = judge(found, spec=one.spec, alone=lambda spec: _known(spec, references))
-    return Proof(one, verdict.rows, verdict.tokens_tied)
+    return ParityResult(one, verdict.rows, verdict.tokens_tied)
 
 
 def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
-    key = key_of(spec)
+    key = reference_key(spec)
     if key not in references:
         references[key] = reference(spec, device=CPU)
     return references[key]
@@ -88,19 +88,19 @@ def _record(rank: int, spec: RunSpec) -> Recording:
     return record(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU))
 
 
-def few(count: int, seed: int) -> list[Draw]:
+def few(count: int, seed: int) -> list[ParityCase]:
     """Return the drawn combinations to prove: if few are asked for, those with several ranks."""
     return sorted(draw(max(count, FEW), seed), key=lambda one: one.spec.plan.ranks > 1)[-count:]
 
 
-def prove_drawn(count: int, seed: int, *, starting: Callable[[Draw], None] = lambda one: None) -> Iterator[Proof]:
+def prove_drawn(count: int, seed: int, *, starting: Callable[[ParityCase], None] = lambda one: None) -> Iterator[ParityResult]:
     """Prove `count` combinations drawn with `seed`. For each tie the most similar unused draw follows, while there are any, so that as
     many are proven as were asked for. `starting` is called with each before it runs."""
     torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
     references: dict[Any, Recording] = {}
     waiting = few(count, seed)
     used = {one.choices for one in waiting}
-    others: list[Draw] | None = None
+    others: list[ParityCase] | None = None
     while waiting:
         one = waiting.pop(0)
         starting(one)

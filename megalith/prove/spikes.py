@@ -16,20 +16,20 @@ from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Batch, Stream
 from megalith.events import EventLog
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.fleet.seat import Seat
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.secure.key import Key
 from megalith.fleet.tiers import Source
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.copies import GOOD_COPIES
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, read_step, restore
 from megalith.train.stability.history import room
+from megalith.train.step_hooks import StepHook
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
-from megalith.train.watchers import Watcher
 
 Kind = Literal["poison", "rate", "weight", "moment", "gradient"]
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class Poisoned:
         return replace(found, tokens=tokens, targets=np.where(found.targets < 0, found.targets, after))
 
 
-class Flips(Watcher):
+class Flips(StepHook):
     """A watcher that flips bits. It knows the step that the run is in."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -143,7 +143,7 @@ def hasty(trainer: Trainer, faults: Sequence[Fault], flips: Flips) -> Trainer:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """How a run ended. `state`: whole tensors; `read`: numbers of the samples that this rank read; `validation`: NaN if not asked for."""
 
     state: dict[str, Tensor]
@@ -160,21 +160,21 @@ def train(
     *,
     key: Key,
     source: Source | None = None,
-    watchers: Sequence[Watcher] = (),
+    watchers: Sequence[StepHook] = (),
     after: Callable[[Loop, int], object] = lambda loop, step: None,
-) -> Ended:
+) -> RunEnd:
     """Train on one of the plan's ranks, which are all on one node whose memory lies in `folder`; on the CPU. `after` is called after
     each step. `source`: the copy to restore; None: a checkpoint if there is one."""
     flips = Flips(faults)
     trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
     poison = [one for one in faults if one.kind == "poison"]
     stream: Any = Poisoned(open_stream(spec, "train"), poison, batch=spec.train.global_batch)
-    seat = Seat(rank, spec.plan.ranks, ("n0",), folder / "memory", key=key)
+    seat = RankInfo(rank, spec.plan.ranks, ("n0",), folder / "memory", key=key)
     good = GOOD_COPIES if "rewind" in spec.stability.answers else 0
     memory = Memory(trainer.state.shares(), seat=seat, keep=spec.fleet.memory_keep, good=good, told=room(spec.stability))
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep)
     position = restore(trainer, checkpointer, stream, group=None, warn=print, source=source, memory=memory)
-    guard = Guard(trainer, seat=seat, read=lambda step, data: read_step(stream, spec, position, step, data), memory=memory)
+    guard = StateGuard(trainer, seat=seat, read=lambda step, data: read_step(stream, spec, position, step, data), memory=memory)
     guard.begin(position.step, position.samples)
     validator = Validator(trainer, open_stream(spec, "validation")) if spec.validation.samples and spec.validation.every else None
     loop = Loop(
@@ -192,4 +192,4 @@ def train(
     loop.run(stop=False, after_step=lambda step: after(loop, step))
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trainer.state.tensors().items()}
     loss = validator.run()[0] if validator else float("nan")
-    return Ended({name: tensor.clone() for name, tensor in whole.items()}, loop.position, stream.read, loss)
+    return RunEnd({name: tensor.clone() for name, tensor in whole.items()}, loop.position, stream.read, loss)

@@ -19,11 +19,11 @@ from types import MappingProxyType
 from megalith import events
 from megalith.events import Step, of_kind
 from megalith.fleet import injection
-from megalith.machine import lifeline, networks
+from megalith.machine import networks, parent_watch
 from megalith.machine.networks import Network
 from megalith.rehearse import faults
-from megalith.rehearse.crew import Crew
 from megalith.rehearse.faults import KINDS
+from megalith.rehearse.supervised_agents import SupervisedAgents
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
 
@@ -41,7 +41,7 @@ def possible(
     """The kinds of fault that a run with this fleet can survive, and the reasons why others are left out. `own_disk`: its
     checkpoints go to a file system that nothing else needs (`small_disk`); `own_data`: its data is a copy (`data_of`);
     `no_network`: why its nodes cannot have networks of their own (`networks.missing`); `agents`: each node has an agent
-    (`rehearse.crew`)."""
+    (`rehearse.supervised_agents`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -170,7 +170,7 @@ def mender(injections: Path, network: Network | None) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class Ran:
+class CampaignRun:
     """Outcome of one of the two runs."""
 
     folder: Path
@@ -186,9 +186,9 @@ def run(
     injections: Path | None = None,
     nodes: Sequence[Path] = (),
     network: Network | None = None,
-    crew: Crew | None = None,
+    crew: SupervisedAgents | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> Ran:
+) -> CampaignRun:
     """Run a command to its end, starting it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) come
     back, and so do interfaces of their `network`. `crew`: the command starts one agent, and the run is that of all agents."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
@@ -196,7 +196,7 @@ def run(
     mend = mender(injections, network) if injections else lambda: None
 
     def begin(arguments: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})) -> "subprocess.Popen[bytes]":
-        with_this = partial(lifeline.die_with_parent, os.getpid())
+        with_this = partial(parent_watch.die_with_parent, os.getpid())
         whole = [*command, "--run-dir", str(folder), *arguments]
         return subprocess.Popen(whole, stdout=log, stderr=log, env=environment | dict(variables), preexec_fn=with_this)
 
@@ -220,7 +220,7 @@ def run(
                 continue
             by_hand += 1
         seconds = time.monotonic() - begun
-    return Ran(folder, seconds, by_hand + (crew.unexplained if crew is not None else 0), tuple(restarts))
+    return CampaignRun(folder, seconds, by_hand + (crew.unexplained if crew is not None else 0), tuple(restarts))
 
 
 def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:

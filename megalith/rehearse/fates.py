@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalith.events import Event, Incident, Recovery, RunFinished, RunStarted, Step, of_kind
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.injection import Injection
 from megalith.rehearse.faults import KINDS
 
@@ -43,7 +43,14 @@ EXPECTED: dict[str, tuple[str, ...]] = {
 }
 """The sign or signs that each kind of fault should be reported as."""
 
-_OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt | signs.Straggler | signs.Preempted
+_OfRank = (
+    observations.RankFailed
+    | observations.Hang
+    | observations.Nonfinite
+    | observations.StateCorrupt
+    | observations.Straggler
+    | observations.Preempted
+)
 """Signs that name a rank and its node."""
 
 
@@ -181,7 +188,7 @@ def _rank(incident: Incident) -> int | None:
     """The rank that an incident names; None: a node at most."""
     if incident.rank is not None:
         return incident.rank
-    sign = signs.load(incident.evidence)
+    sign = observations.load(incident.evidence)
     return sign.rank if isinstance(sign, _OfRank) else None
 
 
@@ -189,12 +196,12 @@ def _named(incident: Incident) -> set[str]:
     """The nodes that an incident names, where it names no rank."""
     if _rank(incident) is not None:
         return set()
-    sign, blamed = signs.load(incident.evidence), {incident.node}
-    if isinstance(sign, signs.NodesLost):
+    sign, blamed = observations.load(incident.evidence), {incident.node}
+    if isinstance(sign, observations.NodesLost):
         blamed |= {*sign.nodes}
-    elif isinstance(sign, signs.GradientWrong):
+    elif isinstance(sign, observations.GradientWrong):
         blamed |= {*sign.suspects}
-    elif isinstance(sign, _OfRank | signs.NodeJoined | signs.HealthChecked):
+    elif isinstance(sign, _OfRank | observations.NodeJoined | observations.HealthChecked):
         blamed |= {sign.node}
     return {node for node in blamed if node is not None}
 

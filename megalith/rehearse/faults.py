@@ -10,7 +10,7 @@ from random import Random
 from types import MappingProxyType
 
 from megalith.fleet.injection import Injection, Moment
-from megalith.fleet.seat import ranks_of
+from megalith.fleet.rank_info import ranks_of
 from megalith.spec.faults import FaultTable
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megalith.control.pace import KEPT
 from megalith.control.watch import MOST_LIMITS
 from megalith.events import Event, Incident, RunStarted, Step
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.spec.fleet import FleetSpec
 
 ALLOWED_SECONDS = 0.25  # two turns of the watch: 0.02 s each, and the time of its other work
@@ -77,9 +77,9 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
                 ):  # from one step's end to the next: as a rank's beats are, with copies and saves between them
                     took.append(max(event.seconds, event.time - before))
                 before = event.time
-            case Incident(cause=signs.Hang.kind):
-                sign = signs.load(event.evidence)
-                assert isinstance(sign, signs.Hang), sign
+            case Incident(cause=observations.Hang.kind):
+                sign = observations.load(event.evidence)
+                assert isinstance(sign, observations.Hang), sign
                 running = sign.phase == "step" and sign.step > resumed + 1  # all ranks are beyond their first
                 slowest = max(took[-window:], default=None)
                 paced = running and slowest is not None and sign.limit != timeout

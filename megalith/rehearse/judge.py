@@ -16,7 +16,7 @@ from megalith.events import Event, Recovery, RunStarted, Step, of_kind
 from megalith.fleet import injection
 from megalith.fleet.agent import BEAT_SECONDS
 from megalith.rehearse import hangs
-from megalith.rehearse.campaign import Ran
+from megalith.rehearse.campaign import CampaignRun
 from megalith.rehearse.fates import FalseAlarm, Fate, false_alarms, fates_of
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.hangs import Hangs
@@ -109,8 +109,8 @@ class Judgement:
 
 
 def judge(
-    whole: Ran,
-    faulted: Ran,
+    whole: CampaignRun,
+    faulted: CampaignRun,
     *,
     injections: Path,
     states: tuple[Any, Any],
@@ -200,7 +200,7 @@ def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequenc
     return [*found, *_other_steps(_steps(whole), _steps(faulted))]
 
 
-def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
+def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
     """Return why a campaign is not passed, apart from its end state and its hangs."""
     found = []
     if ran.by_hand:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from megalith.events import Checkpoint, Event, Incident, Recovery, of_kind
-from megalith.fleet.signs import Hang, NodesLost, Preempted, RankFailed
+from megalith.fleet.observations import Hang, NodesLost, Preempted, RankFailed
 from megalith.fleet.tiers import Source, Tier
 from megalith.spec.cluster import ClusterSpec
 

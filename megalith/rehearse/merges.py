@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from megalith.rehearse.scenario import DAY, Scenario, Spent
+from megalith.rehearse.scenario import DAY, Scenario, TimeUse
 from megalith.rehearse.site import Site
 
 
@@ -77,24 +77,24 @@ class _Member:
 
 
 @dataclass
-class Merged:
+class MergeOutcome:
     """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since none that trained was
     there, or no quorum; `seconds`: by use, in the mean of the sites."""
 
     merges: int = 0
     left: int = 0
     anew: int = 0
-    seconds: dict[Spent, float] = field(default_factory=dict)
+    seconds: dict[TimeUse, float] = field(default_factory=dict)
 
 
-def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
+def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
     """Merge the lives of all sites, one merge after the other, until the run is over.
 
     Faults have no memory, so the time that a site waits for others does not change when its next fault comes.
     """
     horizon, work = plan.days * DAY, plan.merge_every
     members = [_Member(_periods(site, work)) for site in sites]
-    found, now, decides = Merged(), 0.0, plan.decides or 0
+    found, now, decides = MergeOutcome(), 0.0, plan.decides or 0
     unsaved: list[_Member] = []  # each time that a merge took work of a site since the last checkpoint
     each_save = max(1, round(plan.store_every / work))
     while now < horizon:
@@ -129,7 +129,7 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
         if found.merges % each_save == 0:
             unsaved.clear()
     shares = [_used(member, site, work, horizon) for member, site in zip(members, sites, strict=True)]
-    found.seconds = {what: sum(share[what] for share in shares) / len(shares) for what in Spent}
+    found.seconds = {what: sum(share[what] for share in shares) / len(shares) for what in TimeUse}
     return found
 
 
@@ -173,10 +173,10 @@ def _periods(site: Site, work: float) -> list[_Period]:
     ]
 
 
-def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[Spent, float]:
+def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[TimeUse, float]:
     """Return a site's seconds by use: its life so far, its additional waits, and (as lost) work that no merge took."""
-    other = {what: seconds for what, seconds in site.seconds.items() if what is not Spent.USEFUL}
+    other = {what: seconds for what, seconds in site.seconds.items() if what is not TimeUse.USEFUL}
     scale = max(0.0, member.lived - (member.merged + member.lost) * work) / (sum(other.values()) or 1.0)
-    shares = {what: scale * seconds for what, seconds in other.items()} | {Spent.USEFUL: member.merged * work}
-    shares[Spent.LOST] += member.lost * work
-    return shares | {Spent.SYNC: shares[Spent.SYNC] + max(0.0, horizon - sum(shares.values()))}
+    shares = {what: scale * seconds for what, seconds in other.items()} | {TimeUse.USEFUL: member.merged * work}
+    shares[TimeUse.LOST] += member.lost * work
+    return shares | {TimeUse.SYNC: shares[TimeUse.SYNC] + max(0.0, horizon - sum(shares.values()))}

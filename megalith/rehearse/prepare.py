@@ -18,7 +18,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.faults import tables
-from megalith.spec.files import Layer, Resolved
+from megalith.spec.files import Layer, ResolvedRun
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors, near
@@ -51,7 +51,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SimulationRequest:
     """The options of the command line; None where nothing was given. `options`: keys of `SimulationSpec`, as dotted names."""
 
     cluster: str | None = None
@@ -62,7 +62,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSimulation:
     """A scenario and its assumptions."""
 
     scenario: Scenario
@@ -70,11 +70,11 @@ class Prepared:
 
 
 def prepare(
-    wanted: Wanted,
+    wanted: SimulationRequest,
     *,
     state_bytes: Callable[[RunSpec], float | None] = lambda run: None,
     step_seconds: Callable[[Path, Sequence[str], str], float | None] = lambda run, overrides, cluster: None,
-) -> Prepared:
+) -> PreparedSimulation:
     """Turn the options into a scenario. `state_bytes` and `step_seconds` return what is known of a run: the bytes of its whole
     state, and the seconds of a step on a cluster.
 
@@ -103,7 +103,7 @@ def prepare(
 # What was said
 
 
-def _sorted(wanted: Wanted, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
+def _sorted(wanted: SimulationRequest, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
     """Split the settings into those of the simulation and those of the run file; [fleet] is the run file's if there is one."""
     own: list[Layer] = []
     others: list[str] = []
@@ -156,7 +156,7 @@ def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
         return validate({key: value for key, value in tree.items() if key not in wrong}, SimulationSpec, source=lambda key: "")
 
 
-def _run(wanted: Wanted, overrides: Sequence[str], problems: list[Problem]) -> Resolved | None:
+def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
     if wanted.run is None:
         return None
     try:
@@ -169,7 +169,7 @@ def _run(wanted: Wanted, overrides: Sequence[str], problems: list[Problem]) -> R
         return None
 
 
-def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
+def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
     """The cluster's name and itself: the run file's, if none is named."""
     name = wanted.cluster
     if name is None and run is not None and run.spec.cluster != "local":
@@ -187,7 +187,7 @@ def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> t
         return name, None
 
 
-def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
+def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
     """Return the profile, with measured durations from a campaign's log."""
     base = PROFILES[spec.profile]
     if wanted.log is None:
@@ -207,7 +207,7 @@ def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> 
     return replace(found, source=f"{found.source} in {folder}; where it has none, {base.source}")
 
 
-def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
+def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
     """Yield the contradictions between values."""
     sites = site_count(spec, run.spec if run else None)
     if cluster is not None and sites > cluster.nodes:
@@ -273,7 +273,7 @@ def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
 
 
-def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, base: Latencies) -> Prepared:
+def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec, base: Latencies) -> PreparedSimulation:
     step = spec.step_seconds or STEP_SECONDS
     fleet, notes = _fleet(spec, run, cluster)
     every, how = _interval(spec, run, step)
@@ -294,10 +294,10 @@ def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, 
         cluster, days=spec.days, latencies=_with_said(rated, spec), fleet=fleet, store_every=every, step_seconds=step,
         sites=sites, **between,
     )  # fmt: skip
-    return Prepared(replace(plan, planned=spec.planned), tuple(notes))
+    return PreparedSimulation(replace(plan, planned=spec.planned), tuple(notes))
 
 
-def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
+def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
     """The policy's numbers; by default a spare for every 128 nodes of a site."""
     fleet = run.spec.fleet if run else spec.fleet
     said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
@@ -313,7 +313,7 @@ def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> 
     return fleet.model_copy(update=update), notes
 
 
-def _interval(spec: SimulationSpec, run: Resolved | None, step: float) -> tuple[float, str]:
+def _interval(spec: SimulationSpec, run: ResolvedRun | None, step: float) -> tuple[float, str]:
     """Return the seconds of work between checkpoints, and their source."""
     if spec.checkpoint_every is not None:
         return 60.0 * spec.checkpoint_every, ""

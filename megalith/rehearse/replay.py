@@ -18,15 +18,15 @@ from megalith import events
 from megalith.control import ledger, policy
 from megalith.control.ledger import Cause, Goodput
 from megalith.events import Event, Incident, Recovery, RunStarted, Step, of_kind
-from megalith.fleet import injection, signs, tiers
+from megalith.fleet import injection, observations, tiers
 from megalith.fleet.commands import Command, Restart
 from megalith.fleet.injection import Injection
-from megalith.fleet.seat import slot_of
+from megalith.fleet.rank_info import slot_of
 from megalith.fleet.tiers import Copy, Source, Tier
 from megalith.rehearse.arrivals import Fault
 from megalith.rehearse.campaign import FAULTED, REPAIR_SECONDS
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated
-from megalith.rehearse.scenario import HOUR, Scenario, Spent
+from megalith.rehearse.scenario import HOUR, Scenario, TimeUse
 from megalith.rehearse.site import LIMIT, Site
 from megalith.spec.run import RunSpec
 
@@ -63,18 +63,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedCampaign:
     """A campaign's record, and the simulation of its list of faults. `seconds` by use."""
 
     recorded: Goodput
     figures: Figures
-    seconds: dict[Spent, float]
+    seconds: dict[TimeUse, float]
     restarts: int
 
     @property
     def wall(self) -> float:
         """Predicted seconds of the run, without the time that it waited for a person."""
-        return sum(self.seconds.values()) - self.seconds[Spent.PERSON]
+        return sum(self.seconds.values()) - self.seconds[TimeUse.PERSON]
 
     @property
     def goodput(self) -> float:
@@ -93,10 +93,10 @@ class Replayed:
         apart = (Cause.LOST, Cause.DETECTION, Cause.RECOVERY, Cause.AWAY)
         steps = sum(seconds for cause, seconds in then.items() if cause not in apart)
         return [
-            ("steps that count", steps, now[Spent.USEFUL] + now[Spent.CHECKPOINT] + now[Spent.STRAGGLING]),
-            ("lost steps", then[Cause.LOST], now[Spent.LOST]),
-            ("detection", then[Cause.DETECTION], now[Spent.DETECTION]),
-            ("recovery", then[Cause.RECOVERY], now[Spent.RECOVERY] + now[Spent.WAITING]),
+            ("steps that count", steps, now[TimeUse.USEFUL] + now[TimeUse.CHECKPOINT] + now[TimeUse.STRAGGLING]),
+            ("lost steps", then[Cause.LOST], now[TimeUse.LOST]),
+            ("detection", then[Cause.DETECTION], now[TimeUse.DETECTION]),
+            ("recovery", then[Cause.RECOVERY], now[TimeUse.RECOVERY] + now[TimeUse.WAITING]),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Replayed:
         }
 
 
-def replay(folder: Path, *, like: Path | None = None) -> Replayed:
+def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
     """Play a campaign (its folder) through. `like`: the campaign whose log gives the latencies; default: its own.
 
     Raises FileNotFoundError where there is none, ValueError for one without a step.
@@ -127,7 +127,7 @@ def replay(folder: Path, *, like: Path | None = None) -> Replayed:
         raise ValueError(f"{run} has no step in its log: the campaign ended before there was one")
     figures = measured(list(events.read(like / FAULTED if like else run)))
     site = _Hurt(spec, figures, injection.load(folder / "faults.json")).live()
-    return Replayed(recorded, figures, site.seconds, site.tally.restarts.total())
+    return ReplayedCampaign(recorded, figures, site.seconds, site.tally.restarts.total())
 
 
 def measured(records: Sequence[Event]) -> Figures:
@@ -135,7 +135,7 @@ def measured(records: Sequence[Event]) -> Figures:
     incidents = of_kind(records, Incident)
     over = {one.incident: one.time for one in of_kind(records, Recovery)}
     failed = [b.time - a.time for a, b in pairwise(incidents) if _restarts(a) and b.time < over.get(a.incident, 0.0)]
-    slow = [one for one in incidents if one.cause == signs.Straggler.kind and _restarts(one)]
+    slow = [one for one in incidents if one.cause == observations.Straggler.kind and _restarts(one)]
     marks = [one for one in records if isinstance(one, Step | Incident | RunStarted)]
     later = [(before, one) for before, one in pairwise(marks) if isinstance(before, Step) and isinstance(one, Step)]
     step = _mean([one.seconds for _, one in later if not _is_slow(one, slow)])
@@ -144,7 +144,7 @@ def measured(records: Sequence[Event]) -> Figures:
         step=step,
         overhead=_mean([max(0.0, one.time - before.time - one.seconds) for before, one in later]) / step,
         first=_mean([max(0.0, end - over - step) for over, end in _first_steps(records)]),
-        partial=_mean([max(0.0, one.began - before.time) for before, one in sudden if one.cause != signs.Straggler.kind]),
+        partial=_mean([max(0.0, one.began - before.time) for before, one in sudden if one.cause != observations.Straggler.kind]),
         failed=_mean(failed),
         slow=sum(max(0.0, one.seconds - step) for _, one in later if _is_slow(one, slow)) / max(1, len(slow)),
         latencies=replace(calibrated(records, _UNSEEN, typical=fmean), check=CHECK_SECONDS),
@@ -204,7 +204,7 @@ class _Hurt(Site):
         self._at(0.0, self._ready, of_group=True)
         for _ in range(LIMIT):
             if self.running and self.progress >= self.end - 1e-9:
-                self.seconds[Spent.USEFUL] += self.progress
+                self.seconds[TimeUse.USEFUL] += self.progress
                 return self
             time, _, happen = heappop(self.queue)
             self._advance(time)
@@ -217,7 +217,7 @@ class _Hurt(Site):
         """A first step takes longer."""
         first, self.first = self.first, 0.0
         if first:
-            self._spend(Spent.CHECKPOINT)
+            self._spend(TimeUse.CHECKPOINT)
             self._at(first, self._ready, of_group=True)
             return
         super()._ready()
@@ -240,7 +240,7 @@ class _Hurt(Site):
     def _come(self) -> None:
         """Inject the faults of this moment; the first that ends the ranks hides the others. Failures at earlier steps are
         over."""
-        self.state = policy.decide(self.state, signs.Progressed(**self._when()), fleet=self.plan.fleet).state
+        self.state = policy.decide(self.state, observations.Progressed(**self._when()), fleet=self.plan.fleet).state
         while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
             one = self.left.pop(0)
             if self.running:
@@ -258,14 +258,14 @@ class _Hurt(Site):
         kept = sorted(due | self.saved)[-self.keep :]
         return (*others, *(Copy(Tier.STORE, at) for at in kept))
 
-    def _begin(self, seconds: float, spending: Spent) -> None:
+    def _begin(self, seconds: float, spending: TimeUse) -> None:
         """Begin a start, during which another fault may come."""
         super()._begin(seconds, spending)
         if self.next is not None:
             one, self.next = self.next, None
             self._at(min(seconds, self.figures.failed), lambda: self._befall(one), of_group=True)
 
-    def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
+    def _obey(self, command: Command, *, replaced: bool, spending: TimeUse) -> None:
         """Carry out a command. A damaged checkpoint is found when it is read."""
         super()._obey(command, replaced=replaced, spending=spending)
         if not isinstance(command, Restart):
@@ -273,7 +273,7 @@ class _Hurt(Site):
         step, read = command.source.step, {command.source.tier, *dict(command.source.elsewhere).values()}
         if Tier.STORE in read and step in self.damaged:
             self.damaged.discard(step)
-            sign = signs.CopyCorrupt(tier=Tier.STORE, copy_step=step, step=self._step())
+            sign = observations.CopyCorrupt(tier=Tier.STORE, copy_step=step, step=self._step())
             self._at(self.figures.failed, lambda: self._decide(sign), of_group=True)
 
     # What they do
@@ -315,17 +315,17 @@ class _Hurt(Site):
         seen = -(-one.step // every) * every
         node, good = self._node(one), max(0, seen - every)
         wait = max(0.0, seen * self.plan.step_seconds + self.figures.partial - self.progress) * (1 + self.overhead)
-        sign = signs.GradientWrong(good_step=good, suspects=(node,), step=seen)
+        sign = observations.GradientWrong(good_step=good, suspects=(node,), step=seen)
         self._at(wait, lambda: self._decide(sign), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
         """Slow down until the cost reaches that of a replacement; then the policy decides."""
         self._stand_still()
-        self._spend(Spent.STRAGGLING)
+        self._spend(TimeUse.STRAGGLING)
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)
 
     def _tell_of_slow(self, one: Injection) -> None:
-        sign = signs.Straggler(
+        sign = observations.Straggler(
             slot=self._slot(one), node=self._node(one), rank=one.ranks[0], ratio=2.0, lost=1.0, replacing=1.0, **self._when()
         )
         if not self._decide(sign).commands:
@@ -333,12 +333,12 @@ class _Hurt(Site):
 
     def _leave_no_room(self, one: Injection) -> None:
         self.unwritten.add(one.step)
-        self._decide(signs.SaveFailed(tier=Tier.STORE, error="no room", **self._when()))
+        self._decide(observations.SaveFailed(tier=Tier.STORE, error="no room", **self._when()))
 
     def _damage_data(self, one: Injection) -> None:
-        self._decide(signs.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
+        self._decide(observations.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
 
     def _kill_supervisor(self, one: Injection) -> None:
         """The same command resumes from memory; the time without a supervisor does not count for the run."""
         self._stand_still()
-        self._decide(signs.Started(**self._when()), spending=Spent.PERSON)
+        self._decide(observations.Started(**self._when()), spending=TimeUse.PERSON)

@@ -12,7 +12,7 @@ from megalith.spec.fleet import FleetSpec
 DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
 
 
-class Spent(StrEnum):
+class TimeUse(StrEnum):
     """Use of a moment of a simulated run; the uses add up to the wall time."""
 
     USEFUL = "useful"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megalith.rehearse.merges import Merged, alone, merged
-from megalith.rehearse.scenario import DAY, Scenario, Spent
+from megalith.rehearse.merges import MergeOutcome, alone, merged
+from megalith.rehearse.scenario import DAY, Scenario, TimeUse
 from megalith.rehearse.site import Site
 
 
@@ -24,7 +24,7 @@ class Life:
 
     seed: int
     goodput: float
-    seconds: Mapping[Spent, float]
+    seconds: Mapping[TimeUse, float]
     faults: Mapping[str, int] = field(default_factory=dict)
     fates: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -46,7 +46,7 @@ SETTING = (
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """All seeds together. `band`: 5th and 95th percentile of the seeds; `error`: standard error of the mean."""
 
     scenario: Scenario
@@ -54,7 +54,7 @@ class Simulated:
     goodput: float
     band: tuple[float, float]
     error: float
-    seconds: Mapping[Spent, float] = field(default_factory=dict)
+    seconds: Mapping[TimeUse, float] = field(default_factory=dict)
 
     @property
     def per_device(self) -> float:
@@ -98,7 +98,7 @@ class Simulated:
         }  # fmt: skip
 
 
-def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> Simulated:
+def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> SimulationResult:
     """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults under every policy,
     so settings can be compared without noise."""
     if seeds < 1:
@@ -109,18 +109,18 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
         tick()
     shares = np.array([life.goodput for life in lives])
     low, high = np.percentile(shares, [5, 95])
-    return Simulated(
+    return SimulationResult(
         scenario=plan,
         lives=tuple(lives),
         goodput=float(shares.mean()),
         band=(float(low), float(high)),
         error=float(shares.std(ddof=1) / sqrt(seeds)) if seeds > 1 else 0.0,
-        seconds={what: float(np.mean([life.seconds[what] for life in lives])) for what in Spent},
+        seconds={what: float(np.mean([life.seconds[what] for life in lives])) for what in TimeUse},
     )
 
 
 @dataclass(frozen=True)
-class Tried:
+class SweepPoint:
     """One value of a setting, and the result."""
 
     value: float
@@ -131,31 +131,33 @@ class Tried:
 
 def try_intervals(
     plan: Scenario, intervals: Sequence[float], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
-) -> list[Tried]:
+) -> list[SweepPoint]:
     """Goodput by seconds of work between checkpoints in the store; the best is `max(tried, key=lambda t: t.goodput)`."""
     return [_tried(value, simulate(replace(plan, store_every=value), seeds=seeds, tick=tick)) for value in intervals]
 
 
-def try_spares(plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> list[Tried]:
+def try_spares(
+    plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
+) -> list[SweepPoint]:
     """Goodput by spare nodes. The best value of `per_device` includes the cost of the spares."""
     fleets = [(count, plan.fleet.model_copy(update={"spares": count})) for count in counts]
     return [_tried(count, simulate(replace(plan, fleet=fleet), seeds=seeds, tick=tick)) for count, fleet in fleets]
 
 
-def _tried(value: float, result: Simulated) -> Tried:
-    return Tried(float(value), result.goodput, result.band, result.per_device)
+def _tried(value: float, result: SimulationResult) -> SweepPoint:
+    return SweepPoint(float(value), result.goodput, result.band, result.per_device)
 
 
 def _life(plan: Scenario, seed: int) -> Life:
     streams = np.random.SeedSequence(seed).spawn(plan.sites)
     sites = [Site(alone(plan), np.random.default_rng(stream)).live() for stream in streams]
     horizon = plan.days * DAY
-    seconds = {what: sum(site.seconds[what] for site in sites) / len(sites) for what in Spent}
-    made = merged(plan, sites) if plan.sites > 1 else Merged(seconds=seconds)
+    seconds = {what: sum(site.seconds[what] for site in sites) / len(sites) for what in TimeUse}
+    made = merged(plan, sites) if plan.sites > 1 else MergeOutcome(seconds=seconds)
     seconds = made.seconds
     return Life(
         seed=seed,
-        goodput=float(seconds[Spent.USEFUL]) / horizon,
+        goodput=float(seconds[TimeUse.USEFUL]) / horizon,
         seconds={what: float(spent) for what, spent in seconds.items()},
         faults=_added(site.tally.causes for site in sites),
         fates=_added(site.tally.outcomes for site in sites),

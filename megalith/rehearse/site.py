@@ -13,13 +13,13 @@ import numpy as np
 
 from megalith.control import policy
 from megalith.control.policy import Decision, State
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.commands import CheckHealth, Command, Grow, Replace, RerunStep, Restart, SaveState, Shrink, Stop, Wait
 from megalith.fleet.exit_codes import retryable
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 from megalith.rehearse.arrivals import Fault, arrivals, planned_stops
-from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent
+from megalith.rehearse.scenario import DAY, HOUR, Scenario, TimeUse
 from megalith.rehearse.tally import Effect, Tally
 
 STORE_KEEP = 3  # checkpoints in the shared store
@@ -36,10 +36,10 @@ class Site:
         self.number = {name: i for i, name in enumerate(names)}
         self.state = State(placement=tuple(names[: plan.nodes]), spares=tuple(names[plan.nodes :]), fruitless=1)
         self.now, self.progress, self.rate = 0.0, 0.0, 1.0
-        self.spending = Spent.RECOVERY
+        self.spending = TimeUse.RECOVERY
         self.running = False
         self.ended = False  # the command has ended: the next start is that of a new one
-        self.seconds = dict.fromkeys(Spent, 0.0)
+        self.seconds = dict.fromkeys(TimeUse, 0.0)
         self.broken: dict[str, float] = {}
         self.slow: dict[str, float] = {}
         self.wrong: list[tuple[str, float, Fault]] = []
@@ -74,7 +74,7 @@ class Site:
         self._advance(self.horizon)
         for _, _, fault in self.wrong:
             self.tally.settle(fault, Effect.UNSEEN)
-        self.seconds[Spent.USEFUL] += self.progress
+        self.seconds[TimeUse.USEFUL] += self.progress
         self._note_curve()
         return self
 
@@ -116,9 +116,9 @@ class Site:
         full = passed / (1 + self.overhead) / slow  # seconds' worth of work if all nodes were there
         done = full * self.rate
         self.progress += done
-        self.seconds[Spent.SHRUNK] += full - done
-        self.seconds[Spent.CHECKPOINT] += full * self.overhead
-        self.seconds[Spent.STRAGGLING] += full * (1 + self.overhead) * (slow - 1)
+        self.seconds[TimeUse.SHRUNK] += full - done
+        self.seconds[TimeUse.CHECKPOINT] += full * self.overhead
+        self.seconds[TimeUse.STRAGGLING] += full * (1 + self.overhead) * (slow - 1)
         self.reached.append((self.now, self.progress))
 
     def _note_curve(self) -> None:
@@ -163,23 +163,24 @@ class Site:
         node = names[0]
         if fault.shows == "preemption":
             self.tally.leaves(fault)
-            self._decide(signs.Preempted(node=node, time=self.now, step=self._step()), fault=fault)
+            self._decide(observations.Preempted(node=node, time=self.now, step=self._step()), fault=fault)
             return
         common: dict[str, Any] = {"slot": slot, "node": node, "rank": slot * plan.devices_per_node}
-        seen: dict[str, tuple[float, Callable[[], Sign]]] = {
-            "crash": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, hardware=fault.hardware, **self._when())),
-            "bug": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
-            "hang": (latency.hang, lambda: signs.Hang(**common, phase="step", silence=latency.hang, limit=latency.hang,
+        seen: dict[str, tuple[float, Callable[[], Observation]]] = {
+            "crash": (latency.crash, lambda: observations.RankFailed(**common, signature=fault.name, hardware=fault.hardware,
+                                                             **self._when())),
+            "bug": (latency.crash, lambda: observations.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
+            "hang": (latency.hang, lambda: observations.Hang(**common, phase="step", silence=latency.hang, limit=latency.hang,
                                                       hardware=fault.hardware, **self._when())),
             "node lost": (latency.node_lost, lambda: self._lost(names)),
-            "corrupt state": (plan.step_seconds, lambda: signs.StateCorrupt(**common, **self._when())),
+            "corrupt state": (plan.step_seconds, lambda: observations.StateCorrupt(**common, **self._when())),
         }  # fmt: skip
         seconds, sign = seen[fault.shows]
         self._stand_still()
-        self._spend(Spent.DETECTION)
+        self._spend(TimeUse.DETECTION)
         self._at(seconds, lambda: self._see(sign(), fault))
 
-    def _see(self, sign: Sign, fault: Fault) -> None:
+    def _see(self, sign: Observation, fault: Fault) -> None:
         """Decide about a fault, unless another one has ended the run meanwhile."""
         self._decide(sign, fault=fault)
         self.tally.settle(fault, Effect.TOGETHER, if_open=True)
@@ -187,10 +188,10 @@ class Site:
     def _when(self) -> dict[str, Any]:
         return {"time": self.now, "step": self._step()}
 
-    def _lost(self, names: list[str]) -> signs.NodesLost:
+    def _lost(self, names: list[str]) -> observations.NodesLost:
         for name in names:
             self._return_later(name)
-        return signs.NodesLost(nodes=tuple(names), **self._when())
+        return observations.NodesLost(nodes=tuple(names), **self._when())
 
     def _return_later(self, name: str) -> None:
         """A lost node announces itself when it is repaired, and is checked then."""
@@ -200,7 +201,7 @@ class Site:
     def _announce(self, name: str) -> None:
         if self.broken.get(name, float("inf")) <= self.now:
             del self.broken[name]
-            self._decide(signs.NodeJoined(node=name, **self._when()))
+            self._decide(observations.NodeJoined(node=name, **self._when()))
 
     def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
         """Slow a node down. It is reported once it has cost as much as its replacement; until then it is tolerated."""
@@ -226,7 +227,9 @@ class Site:
         rank = slot * self.plan.devices_per_node
         self.broken[node] = self.now + fault.hours * HOUR
         decision = self._decide(
-            signs.Straggler(slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when()),
+            observations.Straggler(
+                slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when()
+            ),
             fault=fault,
         )
         if not decision.commands:
@@ -251,26 +254,26 @@ class Site:
             return
         self.broken[node] = self.now + fault.hours * HOUR
         step = int(good // self.plan.step_seconds)
-        self._decide(signs.GradientWrong(good_step=step, suspects=(node,), **self._when()), fault=fault)
+        self._decide(observations.GradientWrong(good_step=step, suspects=(node,), **self._when()), fault=fault)
         if node in self.state.placement:
             del self.broken[node]  # there was no spare for it
 
     def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
-        sign = signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when())
+        sign = observations.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when())
         self._decide(sign, fault=fault)
 
     def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
-        self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
+        self._decide(observations.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
 
     def _stop_as_planned(self) -> None:
         """A planned stop saves first, and costs a restart."""
         if self.running:
             self._stand_still()
-            self._spend(Spent.PLANNED)
+            self._spend(TimeUse.PLANNED)
             self._at(self.plan.latencies.save, self._restart_as_planned, of_group=True)
 
     def _restart_as_planned(self) -> None:
-        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True), spending=Spent.PLANNED)
+        self._decide(observations.Saved(**self._when()), copies=self._copies(saved=True), spending=TimeUse.PLANNED)
 
     # State of the run
 
@@ -306,11 +309,16 @@ class Site:
         self.running = False
         self.turn += 1
 
-    def _spend(self, what: Spent) -> None:
+    def _spend(self, what: TimeUse) -> None:
         self.spending = what
 
     def _decide(
-        self, sign: Sign, *, fault: Fault | None = None, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY
+        self,
+        sign: Observation,
+        *,
+        fault: Fault | None = None,
+        copies: tuple[Copy, ...] | None = None,
+        spending: TimeUse = TimeUse.RECOVERY,
     ) -> Decision:
         """Ask the policy for a decision on a sign, which a fault may have caused, and carry it out."""
         if self.running:
@@ -327,7 +335,7 @@ class Site:
                 self._obey(order, replaced=replaced, spending=spending)
         return decision
 
-    def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
+    def _obey(self, command: Command, *, replaced: bool, spending: TimeUse) -> None:
         latency = self.plan.latencies
         match command:
             case Restart(source, _, after):
@@ -340,16 +348,16 @@ class Site:
                 self._begin(self._until_ranks(source), spending)
             case RerunStep():
                 self._stand_still()
-                self._begin(self.plan.step_seconds, Spent.LOST)
+                self._begin(self.plan.step_seconds, TimeUse.LOST)
             case Wait() if self.ended:
                 pass  # what would wait has ended
             case Wait(seconds):
                 self._stand_still()
-                self._spend(Spent.WAITING)
-                self._at(seconds, lambda: self._decide(signs.Waited(**self._when())), of_group=True)
+                self._spend(TimeUse.WAITING)
+                self._at(seconds, lambda: self._decide(observations.Waited(**self._when())), of_group=True)
             case SaveState():
                 self._stand_still()
-                self._spend(Spent.CHECKPOINT)
+                self._spend(TimeUse.CHECKPOINT)
                 self._at(latency.save, self._saved, of_group=True)
             case CheckHealth(node):
                 self._check(node)
@@ -364,7 +372,7 @@ class Site:
         self.ended = False
         return (latency.start if anew else latency.restart) + latency.restored(source)
 
-    def _begin(self, seconds: float, spending: Spent) -> None:
+    def _begin(self, seconds: float, spending: TimeUse) -> None:
         """Begin a new generation, or a repeated step, that will be at work in `seconds`."""
         self.turn += 1
         self._spend(spending)
@@ -377,7 +385,7 @@ class Site:
         self.state = replace(self.state, copies=self._copies())
         if self.state.fruitless or self.state.repeats or self.state.reruns or self.state.bad:
             self.state = policy.decide(
-                self.state, signs.Progressed(time=self.now, step=self._step() + 1), fleet=self.plan.fleet
+                self.state, observations.Progressed(time=self.now, step=self._step() + 1), fleet=self.plan.fleet
             ).state
 
     def _go_back(self, source: Source) -> None:
@@ -385,7 +393,7 @@ class Site:
         self._stand_still()
         self.tally.restored[source.tier.value if source.tier else "the beginning"] += 1
         at = min(self.progress, source.step * self.plan.step_seconds) if source != BEGINNING else 0.0
-        self.seconds[Spent.LOST] += self.progress - at
+        self.seconds[TimeUse.LOST] += self.progress - at
         self.progress = at
         for _, good, fault in self.wrong:
             if good >= at:
@@ -395,7 +403,7 @@ class Site:
         self._note_curve()
 
     def _saved(self) -> None:
-        self._decide(signs.Saved(**self._when()), fault=self.tally.left(), copies=self._copies(saved=True))
+        self._decide(observations.Saved(**self._when()), fault=self.tally.left(), copies=self._copies(saved=True))
 
     def _check(self, node: str) -> None:
         """A node that is broken passes its check after repair; one that was only suspected, at once."""
@@ -409,7 +417,7 @@ class Site:
             return self._check(node)  # it broke again meanwhile
         self.broken.pop(node, None)
         if node in self.state.quarantined:
-            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))
+            self._decide(observations.HealthChecked(node=node, passed=True, **self._when()))
         return None
 
     def _end_until_nodes_come(self) -> None:
@@ -417,7 +425,7 @@ class Site:
         self._stand_still()
         self.tally.ended += 1
         self.ended = True
-        self._spend(Spent.WAITING)
+        self._spend(TimeUse.WAITING)
         self.state = replace(self.state, stopped=False, waiting=True, repeats={}, reruns={}, fruitless=0)
 
     def _call_a_person(self) -> None:
@@ -425,12 +433,14 @@ class Site:
         self._stand_still()
         self.tally.stops += 1
         self.ended = True
-        self._spend(Spent.PERSON)
+        self._spend(TimeUse.PERSON)
         self._at(self.plan.reliability.person_hours * HOUR, self._start_again, of_group=True)
 
     def _start_again(self) -> None:
         self.state = replace(self.state, stopped=False, repeats={}, reruns={}, fruitless=0)
         gone = [name for name in self.state.placement if self.broken.get(name, 0.0) > self.now]
-        self._decide(self._lost(gone) if gone else signs.Started(**self._when()))
+        self._decide(self._lost(gone) if gone else observations.Started(**self._when()))
         for node in [name for name in self.state.quarantined if name not in self.broken]:
-            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))  # nodes that returned while nobody listened
+            self._decide(
+                observations.HealthChecked(node=node, passed=True, **self._when())
+            )  # nodes that returned while nobody listened

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.commands import Grow, Order, RerunStep, Restart, Shrink, SkipTier, Stop, Wait
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.rehearse.arrivals import Fault
 
 
@@ -35,12 +35,12 @@ class Why(StrEnum):
     STARTED = "after a stop for a person"
 
 
-_WHY: dict[type[Sign], Why] = {
-    signs.NodeJoined: Why.NODE,
-    signs.HealthChecked: Why.NODE,
-    signs.Waited: Why.SHRUNK,
-    signs.Started: Why.STARTED,
-    signs.NodesLost: Why.STARTED,  # who starts the command again finds them gone
+_WHY: dict[type[Observation], Why] = {
+    observations.NodeJoined: Why.NODE,
+    observations.HealthChecked: Why.NODE,
+    observations.Waited: Why.SHRUNK,
+    observations.Started: Why.STARTED,
+    observations.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
 """Sign that no fault caused -> the reason of the restart after it; after any other sign the restart was planned."""
 
@@ -91,7 +91,7 @@ class Tally:
         """Return the fault that caused the save which has just finished; the first if there are several."""
         return self._leaving[0] if self._leaving else None
 
-    def decided(self, sign: Sign, orders: Iterable[Order], fault: Fault | None) -> None:
+    def decided(self, sign: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
         """Count the commands of a decision on `fault`."""
         for order in orders:
             match order:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from html import escape
 
-from megalith.planner.answer import CONVENTION, assumption, short, spare
+from megalith.planner.answer import CONVENTION, assumption, headroom, short
 from megalith.planner.atlas import Atlas, Square
-from megalith.planner.search import Choice
+from megalith.planner.search import Candidate
 from megalith.report import plans, units
 from megalith.report.style import figure, html_table, whole
 from megalith.report.svg import picture, text
@@ -49,47 +49,49 @@ def page(found: Atlas) -> str:
 
 def _limit(found: Atlas) -> str:
     memory = found.asked.cluster.accelerator.memory
-    return f", of {memory / GIB:.0f} GiB; plans leave {spare():.0%} free" if memory else ""
+    return f", of {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
 
 
 Said = tuple[float, str]
 """Colour value of a square, and its text in large letters."""
 
 
-def _mfu(best: Choice, found: Atlas) -> Said:
+def _mfu(best: Candidate, found: Atlas) -> Said:
     share = best.estimate.mfu
     return share, units.percent(share)
 
 
-def _memory(best: Choice, found: Atlas) -> Said:
+def _memory(best: Candidate, found: Atlas) -> Said:
     size = best.estimate.memory.total
     return size / (found.asked.cluster.accelerator.memory or size), f"{size / GIB:.1f} GiB"
 
 
-def _rate(best: Choice, found: Atlas) -> Said:
+def _rate(best: Candidate, found: Atlas) -> Said:
     rate = best.estimate.tokens_per_second * best.estimate.devices
     return rate**0.5, units.count(rate)
 
 
-def _layout(best: Choice) -> tuple[str, str]:
+def _layout(best: Candidate) -> tuple[str, str]:
     """Return the split of the model and that of the data, a line each."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "no split of the model", " ".join(words[first:])
 
 
-def _again(best: Choice) -> tuple[str, str]:
+def _again(best: Candidate) -> tuple[str, str]:
     held = best.estimate.memory
     again = {"none": "no recomputation", "full": "all recomputed"}.get(best.plan.recompute, "mlp recomputed")
     return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} of state", again
 
 
-def _step(best: Choice) -> tuple[str, str]:
+def _step(best: Candidate) -> tuple[str, str]:
     estimate = best.estimate
     return f"{plans.seconds(estimate.time.step)} a step", f"{units.count(estimate.tokens_per_second)} a device"
 
 
-def _map(found: Atlas, say: Callable[[Choice, Atlas], Said], colour: str, lines: Callable[[Choice], tuple[str, str]]) -> str:
+def _map(
+    found: Atlas, say: Callable[[Candidate, Atlas], Said], colour: str, lines: Callable[[Candidate], tuple[str, str]]
+) -> str:
     """Draw a row for each model and a column for each number of nodes. A larger value has a stronger colour."""
     squares = {(square.model, square.nodes): square for square in found.squares}
     most = max((say(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
@@ -115,7 +117,7 @@ def _map(found: Atlas, say: Callable[[Choice, Atlas], Said], colour: str, lines:
 
 def _cell(
     square: Square,
-    best: Choice,
+    best: Candidate,
     said: Said,
     most: float,
     colour: str,
@@ -142,7 +144,7 @@ def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
     )
 
 
-def _whole(square: Square, best: Choice) -> str:
+def _whole(square: Square, best: Candidate) -> str:
     """Return the text that a square shows on hover."""
     estimate, time = best.estimate, best.estimate.time
     return "\n".join(

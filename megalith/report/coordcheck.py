@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from rich.table import Column, Table
 
-from megalith.prove.coordcheck import QUANTITIES, Checked
+from megalith.prove.coordcheck import QUANTITIES, CoordinateCheck
 from megalith.report.svg import Series, line_chart, titled
 
 
-def table(checked: Checked, limit: float) -> Table:
+def table(checked: CoordinateCheck, limit: float) -> Table:
     """Return a row for each quantity: its numbers at the step where they are steepest, the slope there and after the last step."""
     what = "width" if checked.axis == "width" else "number of blocks"
     title = f"{checked.parametrization}: root mean square by {what}"
@@ -24,7 +24,7 @@ def table(checked: Checked, limit: float) -> Table:
     return drawn
 
 
-def picture(found: Sequence[Checked]) -> str:
+def picture(found: Sequence[CoordinateCheck]) -> str:
     """Draw, for each parametrization and axis, every quantity after the last step over the sizes, both as powers of two."""
     parts = []
     for one in found:

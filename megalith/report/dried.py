@@ -11,7 +11,7 @@ from megalith.report import svg, units
 from megalith.report.style import figure, html_table, whole
 
 if TYPE_CHECKING:
-    from megalith.cost.foreseen import Comparison
+    from megalith.cost.predicted import Comparison
     from megalith.prove.dryrun import DryRun
     from megalith.prove.meter import Memory
     from megalith.spec.problem import Problem
@@ -46,9 +46,9 @@ COLOURS = {"weights": 0, "optimizer": 2, "gradients": 1, "buffers": 6, "activati
 """Category -> colour, from the bottom up: memory that is held all the time is below memory that is not."""
 
 
-def course(moments: Sequence[Mapping[str, int]]) -> str:
+def memory_timeline(moments: Sequence[Mapping[str, int]]) -> str:
     """Memory over the step by category, as one SVG that needs nothing else."""
-    return svg.standalone(_course(moments))
+    return svg.standalone(_memory_timeline(moments))
 
 
 def page(
@@ -65,7 +65,7 @@ def page(
         "Work of a step": work(lines),
     }
     tables = "".join(f"<h2>{title}</h2>{_html(table)}" for title, table in shown.items())
-    picture = figure("Memory over the step by category", _course(run.counted.course), wide=True)
+    picture = figure("Memory over the step by category", _memory_timeline(run.counted.memory_timeline), wide=True)
     title = f"Dry run of {name}"
     body = f"<header><h1>{escape(title)}</h1><p>{escape(heading(run))}</p></header>"
     body += f'<ul class="problems">{wrong}</ul>{picture}{tables}<footer>Made by megalith dryrun.</footer>'
@@ -78,7 +78,7 @@ def _html(table: Table) -> str:
     return html_table([str(column.header) for column in table.columns], list(zip(*columns, strict=True)))
 
 
-def _course(moments: Sequence[Mapping[str, int]]) -> str:
+def _memory_timeline(moments: Sequence[Mapping[str, int]]) -> str:
     most = max((sum(sizes.values()) for sizes in moments), default=0)
     unit, scale = units.memory_unit(most)
     columns = [
@@ -103,7 +103,7 @@ def traffic(lines: Mapping[str, "Comparison"]) -> Table:
             continue
         _, axis, kind, _ = name.split(".")
         size = lines[f"traffic.{axis}.{kind}.bytes"]
-        expected = units.NOTHING if calls.foreseen is None else f"{calls.foreseen:,.0f}"
+        expected = units.NOTHING if calls.predicted is None else f"{calls.predicted:,.0f}"
         table.add_row(axis, kind, f"{calls.counted:,.0f}", expected, *_sides(size))
     return table
 
@@ -113,7 +113,7 @@ def work(lines: Mapping[str, "Comparison"]) -> Table:
     table = _table("FLOPs", "dry run", "predicted", "gap")
     for name in ("products", "attention"):
         row = lines[f"work.{name}"]
-        table.add_row({"products": "matrix products"}.get(name, name), _flops(row.counted), _flops(row.foreseen), gap(row.gap))
+        table.add_row({"products": "matrix products"}.get(name, name), _flops(row.counted), _flops(row.predicted), gap(row.gap))
     return table
 
 
@@ -131,7 +131,7 @@ def _table(*columns: str) -> Table:
 
 def _sides(row: "Comparison") -> Sequence[str]:
     """Return the counted and the predicted bytes, and the gap."""
-    return units.memory(row.counted), units.memory(row.foreseen), gap(row.gap)
+    return units.memory(row.counted), units.memory(row.predicted), gap(row.gap)
 
 
 def gap(share: float | None) -> str:

@@ -7,7 +7,7 @@ from megalith.report import svg, units
 from megalith.report.svg import Area, Series
 
 if TYPE_CHECKING:
-    from megalith.rehearse.simulate import Simulated, Tried
+    from megalith.rehearse.simulate import SimulationResult, SweepPoint
 
 COLOURS: dict[str, int] = {
     "useful": 2, "straggling": 4, "data": 8, "validation": 5, "checkpoint": 0, "start-up": 9, "lost steps": 1, "away": 6,
@@ -57,10 +57,10 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
 
 
 def tried(
-    points: "Sequence[Tried]", *, title: str, x_label: str, marks: Sequence[tuple[float, str]] = (), width: float = 620
+    points: "Sequence[SweepPoint]", *, title: str, x_label: str, marks: Sequence[tuple[float, str]] = (), width: float = 620
 ) -> str:
-    """Goodput by a setting that was tried out (`rehearse.simulate.Tried`) as a stand-alone picture, with the spread of the seeds. `marks`:
-    values of the setting that have a name."""
+    """Goodput by a setting that was tried out (`rehearse.simulate.SweepPoint`) as a stand-alone picture, with the spread of the seeds.
+    `marks`: values of the setting that have a name."""
     ordered = sorted(points, key=lambda point: point.value)
     spread = [[(point.value, point.band[end]) for point in ordered] for end in (0, 1)]
     series = [
@@ -81,7 +81,7 @@ def tried(
     return svg.standalone(svg.titled(title, [chart]))
 
 
-def simulated(result: "Simulated") -> str:
+def simulated(result: "SimulationResult") -> str:
     """Draw a simulation as one stand-alone picture: where its time went, and goodput over the days."""
     seconds, plan = {what.value: value for what, value in result.seconds.items()}, result.scenario
     bars, curves = shares({"goodput": seconds}), over_time([life.curve for life in result.lives])

@@ -69,7 +69,7 @@ def hsdp() -> str:
     mesh = Mesh.of(plan)
     places = [mesh.state_coordinates(rank) for rank in range(mesh.ranks)]
     cells = [
-        _strip(f"data {rank}", [f"copy {at['copies']}, shard {at['shards']}", "of every weight"], [at["shards"]], plan.shards)
+        _strip(f"data {rank}", [f"copy {at['copies']}, shard {at['shards']}", "of every weight"], [at["shards"]], plan.dp_shard)
         for rank, at in enumerate(places)
     ]
     return grid([cells], ["state"], [""] * len(cells), cell_width=150)

@@ -28,7 +28,7 @@ def who_holds_what(run: History) -> str:
     rows = sorted({h.coordinates.get("pipeline", 0) for h in run.holdings})
     at = {(h.coordinates.get("pipeline", 0), columns[h.rank]): h for h in run.holdings}
     shown = places[:MOST_COLUMNS]
-    shards = run.plan.shards if run.plan else 1
+    shards = run.plan.dp_shard if run.plan else 1
     share = 1 / (shards * run.plan.tensor) if run.plan else 1.0
     cells = [[_cell(at.get((row, place)), order, shards, share) for place in shown] for row in rows]
     split = [i for i in range(len(across)) if any(place[i] for place in places)]

@@ -318,8 +318,8 @@ def _pipeline(run: History) -> str:
     plan, spans = run.plan, run.spans[-1] if run.spans else None
     if plan is None or not run.microbatches or plan.pipeline == 1:
         return ""
-    foreseen, basis, microbatches = predict(run)
-    groups = {f"predicted from {basis}": timeline.predicted(foreseen)}
+    predicted, basis, microbatches = predict(run)
+    groups = {f"predicted from {basis}": timeline.predicted(predicted)}
     sizes = [(plan.pipeline, "rank"), (plan.stages, "stage"), (run.microbatches, "microbatch")]
     notes = [f"{plan.schedule}, {', '.join(units.counted(*each) for each in sizes)} a step."]
     if microbatches < run.microbatches:
@@ -329,8 +329,8 @@ def _pipeline(run: History) -> str:
         groups[f"measured in step {spans.step}"] = bars
         seen = timeline.work_end(bars)
         if microbatches == run.microbatches and seen:
-            gap = foreseen.end / seen - 1
-            notes.append(f"Predicted {units.duration(foreseen.end)}, measured {units.duration(seen)}: gap {gap * 100:+.1f} %.")
+            gap = predicted.end / seen - 1
+            notes.append(f"Predicted {units.duration(predicted.end)}, measured {units.duration(seen)}: gap {gap * 100:+.1f} %.")
     notes.append("Numbers are microbatches; paler bars are later chunks of the same rank.")
     return figures(figure(" ".join(notes), timeline.draw(groups, plan.pipeline, width=WIDE), wide=True))
 

@@ -12,11 +12,11 @@ from megalith.cost import host
 from megalith.cost.across import GOOD, INTERVALS, Across
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
-from megalith.planner.answer import Answer, Point, short, spare
+from megalith.planner.answer import PlanResult, Point, headroom, short
 from megalith.planner.apart import Apart
 from megalith.planner.formats import Gains
 from megalith.planner.price import Price
-from megalith.planner.search import Choice
+from megalith.planner.search import Candidate
 from megalith.planner.slower import Slower
 from megalith.planner.sure import Sure
 from megalith.report import units
@@ -25,7 +25,7 @@ from megalith.spec.plan import Plan
 GIB = 2**30
 
 
-def heading(found: Answer) -> str:
+def heading(found: PlanResult) -> str:
     """Summarize the request in a line."""
     asked, cluster, train = found.asked, found.asked.cluster, found.asked.run.train
     tokens = train.seq_len * train.global_batch
@@ -36,7 +36,7 @@ def heading(found: Answer) -> str:
     return f"{asked.run.model.name} on {where}, {sequences} of {train.seq_len:,} = {tokens:,} tokens {step}, {asked.format}"
 
 
-def best(found: Answer) -> str:
+def best(found: PlanResult) -> str:
     """The answer in sentences: the time, the layout, the cost, and the uncertainty."""
     choice, sure = found.found.best, found.sure
     if choice is None:
@@ -71,7 +71,7 @@ def dollars(value: float) -> str:
     return f"${amount(value)}"
 
 
-def table(found: Answer) -> Table:
+def table(found: PlanResult) -> Table:
     """Layouts, best first, with the criteria for a choice among those as fast as the best; the run's own plan last."""
     choices, own = found.found.choices, found.own
     drawn = columns("layout", "recompute", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
@@ -89,7 +89,7 @@ def table(found: Answer) -> Table:
     return drawn
 
 
-def _beside(choice: Choice, first: Choice, found: Answer) -> str:
+def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
     """Compare a layout with the first: its higher costs, or how much slower it is."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
@@ -137,7 +137,7 @@ def frontier(points: Sequence[Point]) -> Table:
     return drawn
 
 
-def what_ifs(found: Answer) -> Table:
+def what_ifs(found: PlanResult) -> Table:
     """The best layout for each change, compared with the best layout without a change."""
     drawn = columns("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
     as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
@@ -198,10 +198,10 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def legend(found: Answer) -> str:
+def legend(found: PlanResult) -> str:
     """Explain the columns."""
     device, search = found.asked.cluster.accelerator, found.found
-    limit = f", of {device.memory / GIB:.1f}; plans leave {spare():.0%} free" if device.memory else ""
+    limit = f", of {device.memory / GIB:.1f}; plans leave {headroom():.0%} free" if device.memory else ""
     denied = f", {search.refused:,} denied by `megalith check`" if search.refused else ""
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
@@ -215,7 +215,7 @@ def legend(found: Answer) -> str:
     )
 
 
-def _offloaded(found: Answer) -> str:
+def _offloaded(found: PlanResult) -> str:
     """Return a line about the layouts shown that offload to host memory; empty if there are none."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.offload for choice in shown):
@@ -232,7 +232,7 @@ def _offloaded(found: Answer) -> str:
     )
 
 
-def beaten(found: Answer) -> str:
+def beaten(found: PlanResult) -> str:
     """Describe the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
     faster."""
     if found.own is None:
@@ -247,7 +247,7 @@ def beaten(found: Answer) -> str:
     return f"\nThe best beats yours by {gain / own.step:.1%} of the step ({said})."
 
 
-def trainings(found: Answer) -> str:
+def trainings(found: PlanResult) -> str:
     """Time, money and energy of the training under the best plan; empty where no length is known."""
     if not found.trainings:
         return ""
@@ -265,7 +265,7 @@ def trainings(found: Answer) -> str:
     return f"{amount(one.tokens)} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
 
 
-def across(found: Answer) -> str:
+def across(found: PlanResult) -> str:
     """Describe how long sites wait for each other, and the choices for their link; empty where no link between them is known."""
     if (linked := found.linked) is None:
         return ""
@@ -311,7 +311,7 @@ def _waits(one: Across) -> str:
     )
 
 
-def phases(found: Answer) -> Table:
+def phases(found: PlanResult) -> Table:
     """The best plan in each phase of the run."""
     drawn = columns("from sample", "a step", "steps", "step", "in all", "GiB")
     for one in found.phases:
@@ -384,7 +384,7 @@ def gained(found: Gains) -> str:
     return f"{ways}\nproposed, and {seconds(found.saved)} shorter for each microbatch and rank with all blocks:\n\n[precision]\n{keys}\n"
 
 
-def reasons(found: Answer) -> Table:
+def reasons(found: PlanResult) -> Table:
     """Tabulate the cost of each neighbour of the best plan."""
     step = found.found.choices[0].estimate.time.step
     drawn = Table("one change", "step", "GiB", "", "what grows", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -56,8 +56,8 @@ def trace(run: History) -> dict[str, Any]:
     """The pipeline's timelines for Perfetto, as they are drawn: predicted, and every step whose spans were recorded."""
     groups: dict[str, Timeline | Sequence[timeline.Bar]] = {}
     if run.plan is not None and run.microbatches:
-        foreseen, basis, _ = predict(run)
-        groups[f"predicted from {basis}"] = foreseen
+        predicted, basis, _ = predict(run)
+        groups[f"predicted from {basis}"] = predicted
         groups |= {f"measured in step {one.step}": timeline.measured(one.spans, run.plan.pipeline) for one in run.spans}
     return timeline.chrome_trace(groups)
 

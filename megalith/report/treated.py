@@ -6,10 +6,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megalith.report.units import count
-from megalith.spec.treatment import Treated
+from megalith.spec.treatment import ParameterSet
 
 
-def table(rows: Sequence[Treated]) -> Table:
+def table(rows: Sequence[ParameterSet]) -> Table:
     """A row for each group of parameters that are updated alike."""
     few = any(row.treatment.moments.number != "fp32" for row in rows)
     names = ("parameters", "optimizer", *(["moments"] if few else []), "lr", "decay", "tensors", "numbers", "such as")

@@ -6,8 +6,8 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.planner.answer import short, spare
-from megalith.planner.search import Choice
+from megalith.planner.answer import headroom, short
+from megalith.planner.search import Candidate
 from megalith.planner.walk import Row, Walk, a_parameter, rounds
 from megalith.report import plans
 
@@ -31,7 +31,7 @@ def _fit_words(found: Walk) -> str:
     asked = found.asked
     limit = asked.cluster.accelerator.memory
     room = (
-        f"a device has {limit / GIB:.0f} GiB, of which plans leave {spare():.0%} free"
+        f"a device has {limit / GIB:.0f} GiB, of which plans leave {headroom():.0%} free"
         if limit
         else "a device's memory is not known"
     )
@@ -57,7 +57,7 @@ def _held(row: Row) -> tuple[str]:
     return (f"{estimate.memory.total / GIB:,.1f}{'' if estimate.fits else '!'}",)
 
 
-def _batch_words(found: Walk, first: Choice) -> str:
+def _batch_words(found: Walk, first: Candidate) -> str:
     train, data = found.asked.run.train, first.plan.data
     each = train.global_batch // data
     return (
@@ -96,7 +96,7 @@ def _throughput(found: Walk) -> Table:
     return drawn
 
 
-def _layout(choice: Choice | None) -> str:
+def _layout(choice: Candidate | None) -> str:
     if choice is None:
         return "-"
     return short(choice.plan) + (f" ({plans.recomputed(choice.plan)})" if choice.plan.recompute != "none" else "")

@@ -4,7 +4,7 @@ from megalith.schedule.action import Action, Overlap, Row, Schedule, Slot
 from megalith.schedule.file import dump
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.simulate import Span, Timeline, activations, in_flight, simulate
-from megalith.schedule.table import SCHEDULES, build, enough, misfits, refusals
+from megalith.schedule.table import SCHEDULES, build, representative_microbatches, schedule_problem_texts, schedule_problems
 from megalith.schedule.verify import problems
 
 __all__ = [
@@ -20,11 +20,11 @@ __all__ = [
     "activations",
     "build",
     "dump",
-    "enough",
     "in_flight",
     "lower",
-    "misfits",
     "problems",
-    "refusals",
+    "representative_microbatches",
+    "schedule_problem_texts",
+    "schedule_problems",
     "simulate",
 ]

@@ -103,7 +103,7 @@ class Kind:
     """The bubble is filled only if the next step may begin before the global norm is known."""
     in_flight: Count = _every
     """The most microbatches that a rank keeps for backward, about."""
-    enough: Count = _every
+    representative: Count = _every
     """The fewest microbatches that show how many are in flight at most and how long ranks idle."""
     idle: Idle | None = None
     """A closed form of how long a rank idles, in units of its forward of one microbatch. `backward` is in the same units, and its
@@ -143,31 +143,31 @@ def _dualpipe_idle(ranks: int, microbatches: int, chunks: int, backward: float) 
 SCHEDULES: dict[str, Kind] = {
     "gpipe": Kind(gpipe, "GPipe", Chunks(1, 1, None), idle=_filling),
     "1f1b": Kind(
-        _fixed(one_f_one_b), "1F1B", in_flight=_one_a_rank, enough=_two_rounds, idle=_filling, fills_and_drains=True
+        _fixed(one_f_one_b), "1F1B", in_flight=_one_a_rank, representative=_two_rounds, idle=_filling, fills_and_drains=True
     ),
     "interleaved": Kind(
         interleaved, "interleaved 1F1B", Chunks(1, 2, None),
-        in_flight=_one_a_rank, enough=_uneven_rounds, idle=_filling, fills_and_drains=True,
+        in_flight=_one_a_rank, representative=_uneven_rounds, idle=_filling, fills_and_drains=True,
     ),
     "zb-h1": Kind(
         _fixed(zb_h1), "ZB-H1", splits_backward=True, searched=True,
-        in_flight=_one_a_rank, enough=_two_rounds, idle=_zb_h1_idle,
+        in_flight=_one_a_rank, representative=_two_rounds, idle=_zb_h1_idle,
     ),
     "zb-h2": Kind(
         _fixed(zb_h2), "ZB-H2", splits_backward=True, needs_post_validation=True, instead="zb-h1",
-        in_flight=lambda ranks, microbatches: min(2 * ranks - 1, microbatches), enough=_two_rounds,
+        in_flight=lambda ranks, microbatches: min(2 * ranks - 1, microbatches), representative=_two_rounds,
     ),
     "zb-v": Kind(
         _fixed(zb_v), "ZB-V", TWO, splits_backward=True, searched=True,
-        in_flight=_one_a_rank, enough=_two_rounds, idle=_zb_v_idle,
+        in_flight=_one_a_rank, representative=_two_rounds, idle=_zb_v_idle,
     ),
     "dualpipev": Kind(
         _fixed(dualpipev), "DualPipeV", TWO, splits_backward=True, hides_exchange=True, searched=True,
-        in_flight=_one_a_rank, enough=_two_rounds, idle=_dualpipev_idle,
+        in_flight=_one_a_rank, representative=_two_rounds, idle=_dualpipev_idle,
     ),
     "dualpipe": Kind(
         _fixed(dualpipe), "DualPipe", splits_backward=True, bidirectional=True, hides_exchange=True, searched=True,
-        instead="dualpipev", in_flight=_one_a_rank, enough=_two_rounds_both_ways, idle=_dualpipe_idle,
+        instead="dualpipev", in_flight=_one_a_rank, representative=_two_rounds_both_ways, idle=_dualpipe_idle,
     ),
 }  # fmt: skip
 """Name in a plan -> the schedule. A rank of DualPipe has one of the plan's stages and a copy of another one."""
@@ -183,7 +183,7 @@ def interleaving(chunks: int) -> str:
     return "1f1b" if chunks == 1 else "interleaved"
 
 
-class Misfit(NamedTuple):
+class ScheduleProblem(NamedTuple):
     """A reason why a schedule cannot be built: the field of the plan, its value, the reason, and a value that works."""
 
     field: str
@@ -195,11 +195,11 @@ class Misfit(NamedTuple):
         return f"{self.field} = {self.value!r} {self.reason}. {self.way_out}"
 
 
-def misfits(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[Misfit]:
+def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[ScheduleProblem]:
     """Return why this schedule cannot be built for these pipeline ranks, microbatches and chunks, or cannot run under this ZeRO
     stage; empty if it can. Reads the file of a schedule from a file."""
     found = [
-        Misfit(field, value, "is too few: a schedule needs at least one", f"Use {field} >= 1.")
+        ScheduleProblem(field, value, "is too few: a schedule needs at least one", f"Use {field} >= 1.")
         for field, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
         if value < 1
     ]
@@ -208,12 +208,15 @@ def misfits(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int 
     if name not in SCHEDULES:
         near = get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
-        return [Misfit("schedule", name, "is not a schedule", f"{hint}Use one of: {', '.join(SCHEDULES)}, {FILE}PATH."), *found]
+        return [
+            ScheduleProblem("schedule", name, "is not a schedule", f"{hint}Use one of: {', '.join(SCHEDULES)}, {FILE}PATH."),
+            *found,
+        ]
     if chunks >= 1 and not _holds(name, chunks):
         least = SCHEDULES[name].chunks.least
         others = ", ".join(repr(other) for other in SCHEDULES if _holds(other, chunks))
         reason = f"with schedule = {name!r}, which has {'one stage' if least == 1 else f'{least} stages'} a rank"
-        found.append(Misfit("chunks", chunks, reason, f"Use chunks = {least}, or another schedule: {others}."))
+        found.append(ScheduleProblem("chunks", chunks, reason, f"Use chunks = {least}, or another schedule: {others}."))
     if SCHEDULES[name].bidirectional:
         found += _both_ways(name, ranks=ranks, microbatches=microbatches, zero=zero)
     return found
@@ -224,36 +227,40 @@ def _holds(name: str, chunks: int) -> bool:
     return SCHEDULES[name].chunks.nearest(chunks) == chunks
 
 
-def enough(name: str, *, ranks: int, microbatches: int) -> int:
+def representative_microbatches(name: str, *, ranks: int, microbatches: int) -> int:
     """Return the smallest number of microbatches with the same peak in flight and the same idle time as all of them (except
     under interleaved 1F1B with uneven rounds)."""
-    return kind(name).enough(ranks, microbatches)
+    return kind(name).representative(ranks, microbatches)
 
 
-def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterator[Misfit]:
+def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterator[ScheduleProblem]:
     other = SCHEDULES[name].instead
     alternative = f"or schedule = {other!r}" if other else ""
     if ranks >= 1 and ranks % 2:
         reason = f"is odd, and schedule = {name!r} mirrors each rank in another one"
         way_out = f"Use an even number, such as {ranks + 1}"
-        yield Misfit("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
+        yield ScheduleProblem("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
     if microbatches == 1:
-        yield Misfit("microbatches", 1, f"is too few: schedule = {name!r} runs some each way", "Use microbatches >= 2.")
+        yield ScheduleProblem("microbatches", 1, f"is too few: schedule = {name!r} runs some each way", "Use microbatches >= 2.")
     if zero >= 2:
         reason = f"with schedule = {name!r}, whose two copies of a stage would meet for each microbatch, in different orders"
-        yield Misfit("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
+        yield ScheduleProblem("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
 
 
-def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[Misfit]:
+def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[ScheduleProblem]:
     """Return why a file holds no schedule that can run under this plan; empty if it does."""
     try:
         schedule = load(name)
     except (OSError, UnicodeDecodeError) as fault:
-        return [Misfit("schedule", name, f"cannot be read ({fault})", f"Write the path of a schedule's file after {FILE!r}.")]
+        return [
+            ScheduleProblem("schedule", name, f"cannot be read ({fault})", f"Write the path of a schedule's file after {FILE!r}.")
+        ]
     except ValueError as refused:
         faults = str(refused).splitlines()
-        return [Misfit("schedule", name, f"is no schedule: {fault.rstrip('.')}", "Correct the file.") for fault in faults]
-    found: list[Misfit] = []
+        return [
+            ScheduleProblem("schedule", name, f"is no schedule: {fault.rstrip('.')}", "Correct the file.") for fault in faults
+        ]
+    found: list[ScheduleProblem] = []
     stages = ranks * chunks
     for field, value, there, what in (
         ("ranks", ranks, schedule.ranks, "ranks"),
@@ -262,13 +269,13 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[M
     ):
         if value != there and not (field == "chunks" and stages == schedule.stages):
             way_out = f"Use {field} = {there:g} or another file." if there == int(there) else "Use another file."
-            found.append(Misfit(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
+            found.append(ScheduleProblem(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
     if schedule.mirrored is not None:  # what ranks share is laid out before a schedule is built
         both_ways = [f"schedule = {known!r}" for known, row in SCHEDULES.items() if row.bidirectional]
         reason = "is bidirectional, and a plan tells from a schedule's name which ranks share the state of a stage"
-        found.append(Misfit("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
+        found.append(ScheduleProblem("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
     faults = problems(lower(schedule, 0))
-    return found + [Misfit("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]
+    return found + [ScheduleProblem("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]
 
 
 def load(name: str) -> Schedule:
@@ -277,14 +284,14 @@ def load(name: str) -> Schedule:
     return file.read(Path(name.removeprefix(FILE)).read_text(encoding="utf-8"))
 
 
-def refusals(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[str]:
-    """Return the `misfits` in words, each with the value, the reason and a value that works."""
-    return [str(misfit) for misfit in misfits(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero)]
+def schedule_problem_texts(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[str]:
+    """Return the `schedule_problems` in words, each with the value, the reason and a value that works."""
+    return [str(problem) for problem in schedule_problems(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero)]
 
 
 def build(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule of that name: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why it cannot be
     built."""
-    if found := refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
+    if found := schedule_problem_texts(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
         raise ValueError("\n".join(found))
     return kind(name).build(ranks, microbatches, chunks)

@@ -36,7 +36,7 @@ STARTED = "started."
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRun:
     """A run with all its values. `provenance` names the origin of each value by its dotted key:
     "default", "preset llama3-8b", "file run.toml" or "command line"."""
 
@@ -49,10 +49,10 @@ class Resolved:
 class Reading:
     """Result of reading: a spec and its problems. Values that are faulty are not in the spec: reading one raises AbsentError."""
 
-    resolved: Resolved
+    resolved: ResolvedRun
     problems: list[Problem]
 
-    def whole(self) -> Resolved:
+    def whole(self) -> ResolvedRun:
         """Return the run if it has no problems; raises SpecErrors with every problem."""
         if self.problems:
             raise SpecErrors(self.problems)
@@ -67,7 +67,7 @@ class Layer:
     source: str
 
 
-def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
+def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedRun:
     """Return the run that a file describes, changed by `overrides` ("train.steps=100"). Raises SpecErrors with every problem."""
     return read(path, overrides=overrides).whole()
 
@@ -90,7 +90,7 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
     raise SpecErrors(problems if unread else [*problems, *found.problems])
 
 
-def _cluster_missing(resolved: Resolved, path: Path) -> list[Problem]:
+def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
     """Return the problem of a cluster's file that the run file names and that is in neither possible place; else empty."""
     source = resolved.provenance.get("cluster", "")
     if not source.startswith("file "):
@@ -113,7 +113,7 @@ def _is_relative_file(cluster: Any) -> TypeGuard[str]:
     return isinstance(cluster, str) and cluster.endswith(".toml") and not Path(cluster).is_absolute()
 
 
-def resolve(layers: Sequence[Layer]) -> Resolved:
+def resolve(layers: Sequence[Layer]) -> ResolvedRun:
     """Merge layers of values, the preset that they name first; later layers override earlier ones. Raises SpecErrors with every
     problem."""
     return _lay_all(layers, path=None).whole()
@@ -138,7 +138,7 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
     found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
     spec = _placed(found.spec)
     origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(spec))}
-    return Reading(Resolved(spec, origins, path), [*failed, *old, *found.problems])
+    return Reading(ResolvedRun(spec, origins, path), [*failed, *old, *found.problems])
 
 
 def _placed(spec: RunSpec) -> RunSpec:
@@ -148,7 +148,7 @@ def _placed(spec: RunSpec) -> RunSpec:
     return spec
 
 
-def dump(resolved: Resolved, *, brief: bool = False) -> str:
+def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
     """Return the whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
 
     A value that is not set is written as "none". `brief`: without the values that are defaults, and a model that is a preset by its name.
@@ -208,7 +208,7 @@ def spec_text(spec: RunSpec) -> str:
     return json.dumps(spec.model_dump(mode="json"), indent=1) + "\n"
 
 
-def save(resolved: Resolved, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
+def save(resolved: ResolvedRun, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
     """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder. `origin`: more
     entries of provenance.json, whose keys get the prefix STARTED."""
     run_dir.mkdir(parents=True, exist_ok=True)

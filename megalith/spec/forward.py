@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from megalith.spec.base import Spec
 from megalith.spec.model import (
-    AheadSpec,
     AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
@@ -22,6 +21,7 @@ from megalith.spec.model import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RopeScaling,
     RopeSpec,
@@ -61,7 +61,7 @@ FIELDS: Mapping[type[Spec], Fields] = {
     NormSpec: Fields("kind eps offset bias own"),
     BlockSpec: Fields("attention mamba mlp norm parallel post_norms residual"),
     EmbeddingSpec: Fields("vocab positions scale", training="init_std"),
-    AheadSpec: Fields("depth block", training="weight"),
+    MtpSpec: Fields("depth block", training="weight"),
     HeadSpec: Fields("vocab tied norm scale softcap ahead"),
     ModelSpec: Fields("dim context embedding blocks head", training="init_std scaling", nothing="name"),
     Growth: Fields("", training="width depth base_layers"),

@@ -216,7 +216,7 @@ class EmbeddingSpec(Spec):
     )
 
 
-class AheadSpec(Spec):
+class MtpSpec(Spec):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) of `depth` tokens after the next one, each by one more block."""
 
     depth: PositiveInt = 1
@@ -232,7 +232,7 @@ class HeadSpec(Spec):
     norm: NormSpec = NormSpec()
     scale: PositiveFloat = Field(default=1.0, description="factor of the logits (PaLM: 1 / sqrt(dim); Grok-1)")
     softcap: PositiveFloat | None = Field(default=None, description="logits become cap * tanh(logits / cap) (Gemma 2)")
-    ahead: AheadSpec | None = None
+    ahead: MtpSpec | None = None
 
 
 class Growth(Spec):

@@ -33,7 +33,7 @@ def parts(plan: Plan, microbatches: int) -> int:
     if plan.context > 1:
         return 1
     each = microbatches if plan.zero >= 2 and plan.sides == 1 else 1
-    return plan.holders * each
+    return plan.dp_size * each
 
 
 def absent(plan: Plan, microbatches: int) -> str:

@@ -146,19 +146,19 @@ class Plan(Spec):
         return 2 if kind(self.schedule).bidirectional else 1
 
     @property
-    def holders(self) -> int:
+    def dp_size(self) -> int:
         """Ranks whose gradients of a dense weight are added up, because they compute different tokens."""
         return self.data * self.context * self.sides
 
     @property
-    def shards(self) -> int:
+    def dp_shard(self) -> int:
         """Ranks that share one copy of the dense state: 1 when nothing is sharded."""
-        return 1 if self.zero == 0 else self.holders // self.replicate
+        return 1 if self.zero == 0 else self.dp_size // self.replicate
 
     @property
-    def copies(self) -> int:
-        """Copies of the dense state; `copies * shards == holders`."""
-        return self.holders // self.shards
+    def dp_replicate(self) -> int:
+        """Copies of the dense state; `dp_replicate * dp_shard == dp_size`."""
+        return self.dp_size // self.dp_shard
 
     @property
     def stages(self) -> int:

@@ -118,7 +118,7 @@ def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") 
     return f"{sum(found.values()):.4g} bytes ({' + '.join(f'{word} {size:.4g}' for word, size in found.items())})"
 
 
-class Treated(NamedTuple):
+class ParameterSet(NamedTuple):
     """The parameters of a model that are updated alike."""
 
     pattern: str
@@ -132,14 +132,14 @@ class Treated(NamedTuple):
         return sum(each.numel for each in self.parameters)
 
 
-def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[Treated]:
+def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[ParameterSet]:
     """Return all parameters of a model by their group and their treatment; those without a group come last."""
     order = {each.pattern: number for number, each in enumerate(optimizer.groups)}
     found: dict[tuple[str, Treatment], list[Parameter]] = {}
     for each in model_parameters(model).values():
         group = group_of(each.name, optimizer)
         found.setdefault((group.pattern if group else "", treatment(each, optimizer, model.scaling)), []).append(each)
-    rows = [Treated(pattern, treated, tuple(parameters)) for (pattern, treated), parameters in found.items()]
+    rows = [ParameterSet(pattern, treated, tuple(parameters)) for (pattern, treated), parameters in found.items()]
     return sorted(rows, key=lambda row: order.get(row.pattern, len(order)))
 
 

@@ -71,7 +71,7 @@ ALIKE = 0.8
 
 
 @dataclass(frozen=True)
-class Examined(Generic[S]):
+class ExaminedSpec(Generic[S]):
     """A spec and its problems. It lacks faulty values, and values that an unknown key or preset may have been meant to
     set; reading one raises AbsentError."""
 
@@ -89,7 +89,7 @@ def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
     return found.spec
 
 
-def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> Examined[S]:
+def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> ExaminedSpec[S]:
     """The same, but return the problems together with the valid values.
 
     Types are strict: "4" is not a number and 4.0 is not a whole number. "none" stands for no value where a key may have none.
@@ -98,7 +98,7 @@ def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_f
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
     given = _with_nones(spec, whole)
     try:
-        return Examined(spec.model_validate_json(json.dumps(given, default=str), strict=True), [])
+        return ExaminedSpec(spec.model_validate_json(json.dumps(given, default=str), strict=True), [])
     except ValidationError as error:
         faults = [_fault(e, whole, spec) for e in error.errors()]
     meant = {_suggestion(f) or "" for f in faults if f.kind == "extra_forbidden"} - {""}
@@ -106,7 +106,7 @@ def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_f
         meant.add("model")
     heard = [f for f in faults if not _follows(f, meant, preset_failed=preset_failed)]
     sound = _sound(spec, given, wrong={f.leaf for f in faults}, meant=meant)
-    return Examined(sound, [_worded(f, source) for f in heard])
+    return ExaminedSpec(sound, [_worded(f, source) for f in heard])
 
 
 @dataclass(frozen=True)

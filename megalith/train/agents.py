@@ -29,7 +29,7 @@ from megalith.control.answer import Store
 from megalith.control.controller import Controller
 from megalith.control.outcome import Outcome
 from megalith.control.owner import Owner
-from megalith.fleet import letters, rendezvous
+from megalith.fleet import messages, rendezvous
 from megalith.fleet.agent import Agent
 from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -43,7 +43,7 @@ from megalith.fleet.secure.store_client import StoreClient, StoreGone
 from megalith.fleet.secure.store_server import is_loopback, listen
 from megalith.fleet.tiers.copies import held
 from megalith.fleet.tiers.roots import disk_root, memory_root
-from megalith.machine import admission, lifeline
+from megalith.machine import admission, parent_watch
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.store import serve, tcp_store
@@ -199,7 +199,7 @@ class _OwnAgent:
             self._code = self._look()
         if self._code is not None and self._code < 0:
             print(f"this node's agent was killed by signal {-self._code}, and is started again", file=sys.stderr, flush=True)
-            with_this = partial(lifeline.die_with_parent, os.getpid())
+            with_this = partial(parent_watch.die_with_parent, os.getpid())
             variables = os.environ | {MEETING: self._meeting}
             self._again, self._code = subprocess.Popen(_own_command(), env=variables, preexec_fn=with_this), None
 
@@ -245,7 +245,7 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
     """Be the agent of the machine that directs the run. If the run counts it as lost (the machine may have been too busy for a
     heartbeat), it joins again."""
     try:
-        lifeline.die_with_parent(parent)
+        parent_watch.die_with_parent(parent)
         os.environ[MEETING] = meeting
         os._exit(_serve(host, meeting, order=0, cut_off=_begin_anew))
     except BaseException:  # this is a fork: nothing may climb back into the caller
@@ -297,7 +297,7 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
     def tell(why: str) -> None:
         print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)
-        letters.refuse(store, host.name, why)
+        messages.refuse(store, host.name, why)
 
     return not host.fleet.looks_before_start or admission.await_fitness(host.job.run_dir, seconds=seconds, tell=tell)
 

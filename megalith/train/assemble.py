@@ -116,7 +116,7 @@ class Trainer:
         largest = [recipe.latest for recipe in self.delayed() if recipe.latest is not None]
         return [moe.router.counts for moe in self.routers().values()] + largest
 
-    def take_in_loads(self) -> None:
+    def update_router_biases(self) -> None:
         """After a step, give the routers the loads of their experts over all ranks, and the recipes with delayed scales the
         largest numbers over all ranks."""
         self._take_in_maxima()
@@ -258,7 +258,7 @@ def assemble(
         tier=tier,
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
-    parameters = {name: weight.kept for name, weight in builder.by_name.items()}
+    parameters = {name: weight.master for name, weight in builder.by_name.items()}
     buffers = {name: tensor for runner in runners.values() for name, tensor in runner.stage.lasting_buffers().items()}
     if spec.train.loss is not None:
         use_loss((runner.stage for runner in runners.values()), spec.train.loss)
@@ -270,7 +270,7 @@ def assemble(
     kinds = {name: OPTIMIZERS[each.kind] for name, each in treated.items()}
     slots = {name: each.slots for name, each in treated.items()}
     halved = {
-        name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.kept).numel()
+        name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.master).numel()
     }
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
     for name, weight in builder.by_name.items():

@@ -59,7 +59,7 @@ def to_batch(
 ) -> Batch:
     """Return a microbatch on the device. `sequences`: of the whole global batch. `wide`: all narrow products are wide; `raised`:
     those of these parts of the model."""
-    several = cut.masked and any(len(row) > 1 for row in samples.pieces)
+    several = cut.masked and any(len(row) > 1 for row in samples.segments)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
     arrays = {"tokens": samples.tokens, "targets": samples.targets, "positions": positions}
@@ -74,7 +74,7 @@ def to_batch(
     tensors = {name: _tensor(np.ascontiguousarray(array), device) for name, array in arrays.items()}
     return Batch(
         **tensors,  # pyright: ignore[reportArgumentType]  # tokens, targets and other tensors, by field
-        pieces=samples.pieces if several else None,
+        segments=samples.segments if several else None,
         loss_scale=loss_scale,
         z_loss=z_loss,
         sequences=sequences,
@@ -87,7 +87,7 @@ def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
     """For depth k, return the kth token after each token, and the target there; past the end of its document (or row) a token has
     neither."""
     rows, length = samples.tokens.shape
-    lengths = samples.pieces if cut.masked else ((length,),) * rows
+    lengths = samples.segments if cut.masked else ((length,),) * rows
     left = np.stack(
         [np.concatenate([np.arange(n, 0, -1) for n in row]) for row in lengths]
     )  # tokens to the end, this one included

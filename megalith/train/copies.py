@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.memory import Memory
+from megalith.fleet.observations import SaveFailed
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import report
-from megalith.fleet.seat import Seat
-from megalith.fleet.signs import SaveFailed
 from megalith.fleet.tiers import Tier
 from megalith.parallel.groups import MESSAGES_ONLY, another
 from megalith.train.assemble import Trainer
@@ -23,7 +23,7 @@ GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a s
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
     """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and have no copies if one
     of them has no room."""
-    spec, seat = trainer.spec, Seat.find()
+    spec, seat = trainer.spec, RankInfo.find()
     if seat.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None
     memory, failed = None, ""
@@ -64,7 +64,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     return memory
 
 
-def _without(tier: Tier, error: str, seat: Seat, warn: Callable[[str], None]) -> None:
+def _without(tier: Tier, error: str, seat: RankInfo, warn: Callable[[str], None]) -> None:
     warn(f"no copies of the state are kept in {tier.value}: {error}")
     if seat.rank == 0:
         report(SaveFailed(time=time.time(), tier=tier, error=error))

@@ -1,5 +1,5 @@
 """Guards one rank's state: digests it between updates, compares it with its replicas, repeats faulty steps, and copies it. It
-reports a finding as a sign (`megalith.fleet.signs`) and ends the rank; the fleet's policy decides on the response.
+reports a finding as a sign (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response.
 A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
 the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.memory import WORDS, Digest, Memory, digest
+from megalith.checkpoint.memory import WORDS, ChecksumInPlace, Memory, checksum
 from megalith.fleet import report as reports
+from megalith.fleet.observations import GradientWrong, Nonfinite, Observation, SaveFailed, SaveWorks, StateCorrupt
+from megalith.fleet.rank_info import REPORTS, RankInfo
 from megalith.fleet.report import Reported
-from megalith.fleet.seat import REPORTS, Seat
-from megalith.fleet.signs import GradientWrong, Nonfinite, SaveFailed, SaveWorks, Sign, StateCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
@@ -26,36 +26,38 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.treatment import kinds
 from megalith.train.assemble import Trainer
 from megalith.train.measure.aside import buckets_of
-from megalith.train.recompute import Probe, Read, Recomputer, Updates, table
+from megalith.train.reexecution import GradientProbe, GradientVerifier, Read, UpdateVerifier, table
 from megalith.train.step import seed_step
 
-Report = Callable[[Sign], None]
+Report = Callable[[Observation], None]
 
 
-class Guard:
-    """Per-rank state checker, a `Watcher`. Construction and every method are collective.
+class StateGuard:
+    """Per-rank state checker, a `StepHook`. Construction and every method are collective.
 
     `read` gives the samples of other data ranks. `memory`: where copies go, None: nowhere.
     """
 
     def __init__(
-        self, trainer: Trainer, *, seat: Seat, read: Read, memory: Memory | None = None, report: Report = reports.report
+        self, trainer: Trainer, *, seat: RankInfo, read: Read, memory: Memory | None = None, report: Report = reports.report
     ) -> None:
         self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
-        self.probe = Probe(buckets_of(trainer))
+        self.probe = GradientProbe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
-        self._in_memory = Digest(trainer.state.shares().values())
+        self._in_memory = ChecksumInPlace(trainer.state.shares().values())
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
         every = self.fleet.verify_every
-        self.recomputer = Recomputer(trainer, self.probe, read=read, microbatches=self.fleet.verify if every else "all")
+        self.gradient_verifier = GradientVerifier(
+            trainer, self.probe, read=read, microbatches=self.fleet.verify if every else "all"
+        )
         used = kinds(trainer.spec.optimizer)
         # a copy holds one rank's share of a tensor, and not where it lies, which rounding to few bits depends on
         spec = trainer.spec
         wide = spec.optimizer.moments == spec.optimizer.master == spec.train.gradients == "fp32"
         repeatable = wide and all(OPTIMIZERS[kind].unit == "element" for kind in used)
-        self.updates = Updates(trainer, memory) if every and memory and repeatable else None
+        self.update_verifier = UpdateVerifier(trainer, memory) if every and memory and repeatable else None
 
     def begin(self, step: int, samples: int) -> None:
         """Start from the current state, after `step` steps. Call it once the state is restored."""
@@ -87,12 +89,12 @@ class Guard:
         """Check that the state has not changed since the last update."""
         if step + 1 not in self._digests:  # else that update was undone: routers have taken in their loads meanwhile
             self.look(step)
-        if self.updates and self._verifies(step):
-            self.updates.begin(step)
+        if self.update_verifier and self._verifies(step):
+            self.update_verifier.begin(step)
 
     def updated(self, trainer: Trainer, step: int) -> None:
         """Verify the update, then record the digest expected before the next one."""
-        if self.updates and self._verifies(step) and (rank := self.updates.check(step)) is not None:
+        if self.update_verifier and self._verifies(step) and (rank := self.update_verifier.check(step)) is not None:
             text = f"rank {rank}'s update of step {step + 1} differs from the one repeated from its copy and gradients"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
@@ -130,7 +132,7 @@ class Guard:
         """Return the loss scale's part of the digest. It changes in a skipped step, in which nothing else may change. `State` keeps it as
         a number as well, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
-        return 0 if scale is None else digest([torch.tensor(scale, dtype=torch.float32)])
+        return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 
     def _without_scale(self, whole: int) -> int:
         return (whole - self._of_scale()) % WORDS
@@ -144,7 +146,7 @@ class Guard:
     # --- gradients ---
 
     def _verify(self, step: int) -> None:
-        found = self.recomputer.compare(step)
+        found = self.gradient_verifier.compare(step)
         if found is None:
             self._good = step
             if self.memory:
@@ -203,10 +205,10 @@ class Guard:
 
     def _elsewhere(self, step: int, origin: int) -> str:
         """Return the result of a replica that computes `origin`'s samples."""
-        shift, mesh = self.recomputer.shift, self.trainer.groups.mesh
+        shift, mesh = self.gradient_verifier.shift, self.trainer.groups.mesh
         if not shift:
             return "nobody to ask"
-        _, finite = self.recomputer.again(step, shift=shift)
+        _, finite = self.gradient_verifier.again(step, shift=shift)
         here = mesh.coordinates(origin)
         asked = mesh.rank(here | {"data": (here["data"] - shift) % mesh.data})
         return "clean" if table([int(finite)], self.trainer)[asked][0] else "reproduced"
@@ -227,12 +229,12 @@ class Guard:
     def _here(self, step: int, rank: int) -> dict[str, Any]:
         return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
 
-    def _accuse(self, sign: Sign, text: str) -> None:
+    def _accuse(self, sign: Observation, text: str) -> None:
         """Report a finding that only this rank knows."""
         self.report(sign)
         raise Reported(text)
 
-    def _together(self, sign: Sign, text: str, *, reporter: int) -> None:
+    def _together(self, sign: Observation, text: str, *, reporter: int) -> None:
         """Report a finding that all ranks know: one of them reports, and no rank ends before the report."""
         if self.seat.rank == reporter:
             self.report(sign)

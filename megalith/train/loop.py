@@ -18,7 +18,7 @@ from megalith.fleet.heartbeat import Heartbeat, Measured
 from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.measure.collector import Collector
 from megalith.train.measure.peak import Yardstick, counted_flops
 from megalith.train.measure.precision import PrecisionWatch
@@ -30,9 +30,9 @@ from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StopAsked, Turn
 from megalith.train.stability.healer import Healer
 from megalith.train.step import Stepper, seed_step
-from megalith.train.tally import Stepped
+from megalith.train.step_hooks import Referee, StepHook, notify
+from megalith.train.tally import StepResult
 from megalith.train.validate import Validator
-from megalith.train.watchers import Referee, Watcher, tell
 
 AGAIN_SECONDS = 10.0  # between tries to save the final state
 STOP_SECONDS = 20.0  # that a run which was asked to stop tries for: who asks has little patience
@@ -55,7 +55,7 @@ def nothing_left(done: int, *, steps: int) -> str:
 
 
 def stepper_of(
-    trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None, healer: Healer | None = None
+    trainer: Trainer, *, watchers: Sequence[StepHook] = (), referee: Referee | None = None, healer: Healer | None = None
 ) -> Stepper:
     """The stepper of the trainer's plan. `referee`, one of the `watchers`, repeats a step whose gradients are not finite;
     `healer` responds to spikes."""
@@ -71,7 +71,7 @@ class _Timed:
     whole: float
 
 
-def _went_to(done: Stepped, timed: _Timed) -> dict[str, float]:
+def _went_to(done: StepResult, timed: _Timed) -> dict[str, float]:
     """Return a step's seconds on this rank by use; they add up to the step."""
     breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
     return breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))}
@@ -91,8 +91,8 @@ class Loop:
         yardstick: Yardstick,
         log: EventLog | None,
         heartbeat: Heartbeat,
-        guard: Guard | None = None,
-        watchers: Sequence[Watcher] = (),
+        guard: StateGuard | None = None,
+        watchers: Sequence[StepHook] = (),
         sites: Sites | None = None,
     ) -> None:
         """`sites`: the merges with other sites, if the run has any."""
@@ -226,7 +226,7 @@ class Loop:
             self.precision.look(self.step)
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
-        tell(self._watchers, "before_step", self.trainer, step)
+        notify(self._watchers, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
         microbatches = self.reader.read(step)
         read = time.perf_counter() - began
@@ -242,7 +242,7 @@ class Loop:
             self._measured = self._measure(settled[-1])
         return stopping
 
-    def _measure(self, done: Stepped) -> Measured:
+    def _measure(self, done: StepResult) -> Measured:
         """Return the measurements for this rank's next beat."""
         assert self._newest is not None
         breakdown = _went_to(done, self._newest)
@@ -296,7 +296,7 @@ class Loop:
     def _drawn(self, step: int) -> bool:
         return (step - self._first) % SPANS_EVERY == 1
 
-    def _learn(self, settled: list[Stepped]) -> bool:
+    def _learn(self, settled: list[StepResult]) -> bool:
         """Record steps whose outcome is now known; return True if all ranks must stop."""
         for done in settled:
             timed = self._newest = self._timed.pop(done.step)
@@ -317,25 +317,25 @@ class Loop:
                 self._stop_asked |= self.trainer.callbacks.after_step(self._done(done))
         return any(done.stop for done in settled)
 
-    def _done(self, done: Stepped) -> Done:
+    def _done(self, done: StepResult) -> Done:
         """Return a step for the user's own callbacks."""
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
         site = 0 if self.sites is None else self.sites.site
         return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, site=site, **numbers)
 
-    def _tokens_seen(self, done: Stepped) -> int:
+    def _tokens_seen(self, done: StepResult) -> int:
         """Return the tokens that the run had read by the end of a step."""
         later = self.step - (done.step + 1)  # steps done since: none with sites
         return self.phases.tokens(self.position.samples - later * self.trainer.spec.train.global_batch)
 
-    def _log_skip(self, done: Stepped, timed: _Timed) -> None:
+    def _log_skip(self, done: StepResult, timed: _Timed) -> None:
         assert self.log is not None
         left, over = self.spec.stability.skips - self.trainer.state.unusable, done.overflow
         told = {"step": done.step + 1, "reason": done.skipped, "tokens": done.tokens, "seconds": timed.whole}
         told |= {} if over is None else {"part": over.part, **asdict(over)}
         self.log.write(Skipped(**told, left=left, spike=done.outcome.spike))
 
-    def _log_step(self, done: Stepped, timed: _Timed) -> None:
+    def _log_step(self, done: StepResult, timed: _Timed) -> None:
         assert self.log is not None
         rate = done.tokens / timed.whole  # of this site
         sites = 1.0 if self._turn is None or self._turn.share is None else self._turn.samples / self._turn.share.size
@@ -360,7 +360,7 @@ class Loop:
             )
         )
 
-    def _noise_of(self, done: Stepped) -> dict[str, float]:
+    def _noise_of(self, done: StepResult) -> dict[str, float]:
         """Return the gradient noise of a step for its event; empty if the plan does not show it."""
         if done.noise is None or (self.sites and self.sites.watchers):  # gradients of all sites, besides those of this site
             return {}
@@ -371,7 +371,7 @@ class Loop:
         )
         return {**done.noise._asdict(), **scale}
 
-    def _draw(self, done: Stepped) -> None:
+    def _draw(self, done: StepResult) -> None:
         """Log the times of all actions in the first pipeline, and those of garbage collections on all ranks."""
         groups = self.trainer.groups
         here = groups.coordinates

@@ -13,7 +13,7 @@ PIECE = 1 << 20
 """Numbers that are joined at once."""
 
 
-class Joined:
+class JoinedMasters:
     """The fp32 master weights of one parameter's share: the half that computes, and the lower half, wherever that is."""
 
     dtype = torch.float32
@@ -21,7 +21,7 @@ class Joined:
     def __init__(self, weight: Weight, lower: Tensor | Stored, bits: int) -> None:
         """`bits`: those of a number's lower half."""
         self.weight, self.lower, self.bits = weight, lower, bits
-        self.shape = tuple(local(weight.kept).shape)
+        self.shape = tuple(local(weight.master).shape)
 
     @property
     def upper(self) -> Tensor:

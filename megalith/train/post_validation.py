@@ -21,7 +21,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rerun, Rewind, Update
 from megalith.train.stability.findings import Findings, lowered_event, spike_event
 from megalith.train.step import (
-    Gathering,
+    AllGatherTotals,
     Stepper,
     accumulate,
     carry_out,
@@ -32,14 +32,14 @@ from megalith.train.step import (
     train_step,
     vitals_of,
 )
-from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Mark, Outcome, Stepped, Totals, stepped
-from megalith.train.watchers import Before, Healer, Referee, Watcher, tell
+from megalith.train.step_hooks import FirstComputation, Healer, Referee, StepHook, notify
+from megalith.train.tally import NO_OUTCOME, Balance, Mark, Outcome, StepGradients, StepResult, StepTotals, stepped
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done
     """An update was undone because its numbers are not finite or far outside the usual range. Its step must be computed again."""
 
-    def __init__(self, before: Before) -> None:
+    def __init__(self, before: FirstComputation) -> None:
         super().__init__(before.reason)
         self.before = before
 
@@ -48,7 +48,7 @@ class Unchecked:
     """A step's update, made before all ranks' totals are known. Until then it keeps the gradients, and copies of the tensors that
     it changed."""
 
-    totals: Totals  # once it is checked, as are
+    totals: StepTotals  # once it is checked, as are
     decision: Decision
     balance: Balance
     outcome: Outcome = NO_OUTCOME
@@ -56,32 +56,32 @@ class Unchecked:
     def __init__(
         self,
         trainer: Trainer,
-        accumulated: Accumulated,
+        accumulated: StepGradients,
         *,
         step: int,
         stop: bool = False,
-        watchers: Sequence[Watcher] = (),
+        watchers: Sequence[StepHook] = (),
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
         """`referee`, `healer`: see `train_step`."""
         self.trainer, self.step, self.watchers, self.lr = trainer, step, watchers, trainer.lr
         self._referee, self._healer = referee, healer
-        self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
+        self._gathering = AllGatherTotals(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         self._scale_before = accumulated.scale
         self._usual_before = [norms.clone() for norms in trainer.state.usual.values()]
         trainer.clip(1.0, number=trainer.state.updates)
-        tell(watchers, "before_update", trainer, step)
+        notify(watchers, "before_update", trainer, step)
         trainer.update()
         self.updates = trainer.state.updates  # the next step is under way when this one is reported
-        trainer.take_in_loads()
+        trainer.update_router_biases()
         self._tell_of_update()
 
     def _tell_of_update(self) -> None:
-        tell(self.watchers, "updated", self.trainer, self.step)
-        tell(self.watchers, "resting", self.trainer, self.step)
+        notify(self.watchers, "updated", self.trainer, self.step)
+        notify(self.watchers, "resting", self.trainer, self.step)
 
     def holds(self) -> bool:
         """Wait for the totals; return True if the decision is the one of the update. Gradients and copies are then dropped."""
@@ -123,7 +123,7 @@ class Unchecked:
             buffer.copy_(before)
         self._drop_copies()
         if isinstance(self.decision, Rerun):
-            raise Undone(Before(self.decision.reason, self.totals))
+            raise Undone(FirstComputation(self.decision.reason, self.totals))
         more = {"totals": self.totals, "watchers": self.watchers, "healer": self._healer, "late": True}
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
@@ -159,7 +159,7 @@ class _Open:
     unchecked: Unchecked
     microbatches: Sequence[Samples]
     stop: bool
-    accumulated: Accumulated
+    accumulated: StepGradients
     optimizer: Mark
     seconds: float
 
@@ -169,12 +169,12 @@ class LateStepper(Stepper):
 
     _open: _Open | None = None
 
-    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
+    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
         """Train on this rank's microbatches of step `step`; return the step before, if it is now verified. Raises
         gradients.NotFinite with the number of this step or the one before; weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
-        tell(self.watchers, "reduced", trainer, step, accumulated.executed.nll)
+        notify(self.watchers, "reduced", trainer, step, accumulated.executed.nll)
         start = trainer.executor.clock.mark()
         who = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)
@@ -182,7 +182,7 @@ class LateStepper(Stepper):
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
         return told
 
-    def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[Accumulated, list[Stepped]]:
+    def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[StepGradients, list[StepResult]]:
         """Return this step's gradients, and the step before, which is verified meanwhile."""
         if self._open is None:
             return accumulate(self.trainer, microbatches), []
@@ -193,7 +193,7 @@ class LateStepper(Stepper):
         seed_step(self.trainer, step)
         return accumulate(self.trainer, microbatches), told
 
-    def settle(self) -> list[Stepped]:
+    def settle(self) -> list[StepResult]:
         """Verify the last step now, so that nothing is left to undo; return it, unless it was returned before. Raises
         gradients.NotFinite."""
         if self._open is not None:
@@ -203,14 +203,14 @@ class LateStepper(Stepper):
                 return [self._again(undone.before)]
         return self._tell()
 
-    def _again(self, before: Before) -> Stepped:
+    def _again(self, before: FirstComputation) -> StepResult:
         """Compute the open step, whose update was undone, again, without post-validation."""
         assert self._open is not None
         done, self._open = self._open, None
         how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
-    def _tell(self) -> list[Stepped]:
+    def _tell(self) -> list[StepResult]:
         """Return the step before, which is now verified."""
         if self._open is None:
             return []

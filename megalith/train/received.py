@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.load import Loaded, State, Wanted, Warn, silent
+from megalith.checkpoint.load import LoadResult, State, Wanted, Warn, silent
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
 from megalith.spec.run import RunSpec
@@ -17,7 +17,7 @@ from megalith.train.optimizers.small import keep, rows_of, wide
 from megalith.train.state import like
 
 
-def receive(trainer: Trainer, load: Callable[[Wanted], Loaded | None], warn: Warn = silent) -> Loaded | None:
+def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn: Warn = silent) -> LoadResult | None:
     """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once
     for them."""
     received = _Received(trainer)
@@ -69,14 +69,14 @@ class _Received:
             self.trainer.state.put(now, name, kept)
 
 
-def _split(loaded: Loaded, trainer: Trainer) -> str:
+def _split(loaded: LoadResult, trainer: Trainer) -> str:
     """Describe the form of master weights from now on, if it differs from that of the run that saved them; empty: it does not."""
     was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
     how = "rounded to 24 bits" if now == "split8" else "the same numbers"
     return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is {now}: {how}"
 
 
-def _converted(loaded: Loaded, trainer: Trainer) -> str:
+def _converted(loaded: LoadResult, trainer: Trainer) -> str:
     """Describe the conversion of the moments."""
     was, now = (RunSpec.model_validate(loaded.meta["spec"]).optimizer.small, trainer.spec.optimizer.small)
     how = "exactly" if now.number == "fp32" else "rounded as an update rounds them"

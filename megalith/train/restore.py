@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megalith.check.resume import check_branch, check_checkpoint
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
-from megalith.checkpoint.load import Loaded, load
+from megalith.checkpoint.load import LoadResult, load
 from megalith.checkpoint.memory import Damaged, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
+from megalith.fleet.observations import CopyAway, CopyCorrupt
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import Reported, report
-from megalith.fleet.seat import Seat
-from megalith.fleet.signs import CopyAway, CopyCorrupt
 from megalith.fleet.tiers import Source, Tier
 from megalith.kernels.narrow import HISTORY
 from megalith.spec.forward import other_rows
@@ -131,7 +131,7 @@ def restore(
     Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on,
     and Reported if a piece of `source` cannot be used (reported as CopyCorrupt), or cannot be read at the moment (CopyAway).
     """
-    seat = memory.seat if memory else Seat.find()
+    seat = memory.seat if memory else RankInfo.find()
     position = None
     anew = False
     try:
@@ -222,7 +222,7 @@ def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
         raise OtherRunError("\n".join(map(str, problems)))
 
 
-def _left_behind(loaded: Loaded, kind: str) -> str:
+def _left_behind(loaded: LoadResult, kind: str) -> str:
     """Describe the optimizer state that is not loaded with another run's weights; empty: the checkpoint holds none."""
     slots = dict.fromkeys(slot.name for row in OPTIMIZERS.values() for slot in row.slots)
     left = [slot for slot in slots if any(key.startswith(f"{slot}.") for key in loaded.keys)]

@@ -30,13 +30,13 @@ from megalith.fleet import causes, environment, hooks, rendezvous
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.observations import Preempted, RankFailed, StoreAway
 from megalith.fleet.rank import heeded
+from megalith.fleet.rank_info import REPORTS, RankInfo, ranks_of
 from megalith.fleet.report import Unreachable, refusing, report
-from megalith.fleet.seat import REPORTS, Seat, ranks_of
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.store_client import StoreClient
-from megalith.fleet.signs import Preempted, RankFailed, StoreAway
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
 from megalith.machine.capacity import find_gpus
@@ -48,10 +48,10 @@ from megalith.spec.files import SPEC_FILE
 from megalith.spec.run import LaunchSpec, RunSpec
 from megalith.spec.sites import kept
 from megalith.spec.sizes import count_model
-from megalith.train import inject, standing
+from megalith.train import collective_progress, inject
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.copies import copies_of
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
@@ -92,13 +92,13 @@ def main(
         parts = admit(spec)
     if shrunk:
         spec = spec.model_copy(update={"plan": spec.fleet.fallback})
-    networks.enter(Seat.find().node)
+    networks.enter(RankInfo.find().node)
     _watch_link()
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith train` starts ranks"
     keep_memory()
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
-    standing.answer()
+    collective_progress.answer()
     world = join(place, launch=spec.launch, device=device)
     epoch = _epoch(world)
     log = EventLog(folder, epoch=epoch, existed=True) if place.rank == 0 else None  # the run file was read from there
@@ -182,7 +182,7 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
 
 def _watch_link() -> None:
     """Watch the network interface of the ranks, if it is known. The first rank of each node reports when it goes down."""
-    name, seat = link.named(), Seat.find()
+    name, seat = link.named(), RankInfo.find()
     if (
         name is None
         or REPORTS not in os.environ
@@ -228,7 +228,7 @@ class _Stop:
 
     def _ask(self, number: int, frame: object) -> None:
         if not self.asked and REPORTS in os.environ:
-            seat = Seat.find()
+            seat = RankInfo.find()
             report(Preempted(time=time.time(), node=seat.node, rank=seat.rank))
         self.asked = True
 
@@ -286,7 +286,7 @@ def prepare(
         compare_ranks(parts, stream, index=position.samples, group=world)
     guard = None
     if guarded:
-        guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)
+        guard = StateGuard(trainer, seat=RankInfo.find(), read=partial(read_step, stream, spec, position), memory=memory)
         guard.begin(position.step, position.samples)
     yardstick = yardstick_of(trainer, folder)
     if log and parts:

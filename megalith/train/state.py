@@ -12,7 +12,7 @@ from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import Weight, local
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import CATEGORIES, GRADIENT, LOWER, MASTER, UPPER, Category, Slot, bytes_each
-from megalith.train.masters import Joined
+from megalith.train.masters import JoinedMasters
 from megalith.train.offload.home import Disk, Host
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
@@ -67,7 +67,7 @@ class State:
                 self._held[slot][name] = self._first(slot, name) if kept is None else kept
             for slot in (slot for slot in slots[name] if name in self._halved and slot in LOWER.values()):
                 bits = NUMBERS[slot.number].bits
-                self._held[MASTER][name] = Joined(self._halved[name], self._held[slot][name], bits)
+                self._held[MASTER][name] = JoinedMasters(self._halved[name], self._held[slot][name], bits)
         if scale is not None:
             device = next(iter(self._shares.values())).device
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
@@ -227,7 +227,7 @@ class State:
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([self._gradient]))
         for slot, kept in self._held.items():
-            here = (share for name, share in kept.items() if (slot, name) not in away and not isinstance(share, Joined))
+            here = (share for name, share in kept.items() if (slot, name) not in away and not isinstance(share, JoinedMasters))
             found[slot.category] += sum(map(_bytes, here))
         apart = (weight for weight in self._halved.values() if weight.mesh.size(1) > 1)  # else they are the weights that compute
         found[UPPER.category] += sum(_bytes(weight.moved) for weight in apart if weight.moved is not None)

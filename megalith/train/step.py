@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
 from megalith.events import Event
-from megalith.fleet.seat import REPORTS
+from megalith.fleet.rank_info import REPORTS
 from megalith.machine.resident import resident_bytes
 from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
-from megalith.parallel.execute import Check, Executed
+from megalith.parallel.execute import Check, RowResult
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
 from megalith.train.stability.findings import Findings, SpikeError, lowered_event, spike_event
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.stability.refusal import overflowed, refusal, where_not_finite
-from megalith.train.tally import Accumulated, Balance, Outcome, Stepped, Totals, stepped
-from megalith.train.watchers import Before, Healer, Referee, Watcher, tell
+from megalith.train.step_hooks import FirstComputation, Healer, Referee, StepHook, notify
+from megalith.train.tally import Balance, Outcome, StepGradients, StepResult, StepTotals, stepped
 
 
 def seed_step(trainer: Trainer, step: int) -> None:
@@ -37,11 +37,11 @@ def seed_step(trainer: Trainer, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Computed:
+class GradientsWithTotals:
     """A step up to its gradients, and their totals over all ranks."""
 
-    totals: Totals
-    accumulated: Accumulated
+    totals: StepTotals
+    accumulated: StepGradients
 
     @property
     def loss(self) -> float:
@@ -58,11 +58,11 @@ def train_step(
     *,
     step: int,
     stop: bool = False,
-    watchers: Sequence[Watcher] = (),
+    watchers: Sequence[StepHook] = (),
     referee: Referee | None = None,
     healer: Healer | None = None,
-    before: Before | None = None,
-) -> Stepped:
+    before: FirstComputation | None = None,
+) -> StepResult:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
     `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again.
@@ -73,7 +73,7 @@ def train_step(
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
     accumulated = first_pass(trainer, microbatches, step=step, watchers=watchers)
-    tell(watchers, "reduced", trainer, step, accumulated.executed.nll)
+    notify(watchers, "reduced", trainer, step, accumulated.executed.nll)
     computed = gathered(trainer, accumulated, stop=stop)
     if before is not None:
         same = same_numbers(before.totals, computed.totals)
@@ -86,7 +86,7 @@ def train_step(
         trainer.release.take_back()
     if isinstance(decision, Rerun):
         again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee, "healer": healer}
-        return train_step(trainer, microbatches, **again, before=Before(decision.reason, computed.totals))
+        return train_step(trainer, microbatches, **again, before=FirstComputation(decision.reason, computed.totals))
     start, lr = trainer.executor.clock.mark(), trainer.lr
     after = {"totals": computed.totals, "watchers": watchers, "referee": referee, "healer": healer, "findings": findings}
     outcome = carry_out(trainer, decision, known, microbatches=microbatches, **after)
@@ -98,7 +98,7 @@ def train_step(
     return replace(found, updates=trainer.state.updates, outcome=outcome)
 
 
-def _put_back(before: Before | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
+def _put_back(before: FirstComputation | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
     """Prepare to recompute a step."""
     if before is not None and before.reason == "spike" and healer is not None:
         return healer.look(before, step)
@@ -107,7 +107,7 @@ def _put_back(before: Before | None, step: int, *, referee: Referee | None, heal
     return Findings()
 
 
-def same_numbers(one: Totals, other: Totals) -> bool:
+def same_numbers(one: StepTotals, other: StepTotals) -> bool:
     """Return True if two computations of one step gave the same totals, bit for bit."""
     return (one.loss, one.squares) == (other.loss, other.squares)
 
@@ -119,24 +119,24 @@ class Stepper:
         self,
         trainer: Trainer,
         *,
-        watchers: Sequence[Watcher] = (),
+        watchers: Sequence[StepHook] = (),
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
         """`referee`, one of the `watchers`, repeats a step whose gradients are not finite; `healer` responds to spikes."""
         self.trainer, self.watchers, self.referee, self.healer = trainer, watchers, referee, healer
 
-    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
+    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
         """Train on this rank's microbatches of step `step`, see train_step; return the steps that are now verified."""
         how = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
         return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
-    def settle(self) -> list[Stepped]:
+    def settle(self) -> list[StepResult]:
         """Verify all remaining steps; return the steps that are now verified."""
         return []
 
 
-def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
+def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> StepGradients:
     """Run forwards and backwards, and add up the gradients and divide them by the loss scale. `check`: verifies the first
     weights, see Executor.run."""
     clock = trainer.executor.clock
@@ -153,10 +153,12 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     if trainer.heads is not None:
         trainer.heads.gather()
     trainer.extremes.end(step)
-    return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
+    return StepGradients(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 
-def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, watchers: Sequence[Watcher] = ()) -> Accumulated:
+def first_pass(
+    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, watchers: Sequence[StepHook] = ()
+) -> StepGradients:
     """Compute the step's gradients: complete on the parameters, or released as they are made."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
@@ -164,14 +166,14 @@ def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, 
 
 
 def releasing(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, watchers: Sequence[Watcher]
-) -> Accumulated:
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, watchers: Sequence[StepHook]
+) -> StepGradients:
     """Run forwards and backwards that free each part's gradients after their reduction, clipping by `factor` and the part's
     update; None: gradients are only measured. The update does not count yet."""
     release = trainer.release
     assert release is not None and len(microbatches) == 1, "gradients of several microbatches are complete with the last one"
     if factor is not None:
-        tell(watchers, "before_update", trainer, step)
+        notify(watchers, "before_update", trainer, step)
     with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
         found = accumulate(trainer, microbatches)
     executed = replace(found.executed, marks=[*found.executed.marks, *release.marks])
@@ -198,12 +200,12 @@ def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int,
     ]
 
 
-def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Computed:
+def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> GradientsWithTotals:
     """Compute gradients and their totals over all ranks. Raises gradients.NotFinite."""
     return conclude(trainer, accumulate(trainer, microbatches), step=step, stop=stop)
 
 
-def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
+def conclude(trainer: Trainer, accumulated: StepGradients, *, step: int, stop: bool = False) -> GradientsWithTotals:
     """Wait for the totals over all ranks. Raises gradients.NotFinite."""
     computed = gathered(trainer, accumulated, stop=stop)
     decision = decision_of(trainer, vitals_of(trainer, computed.totals, accumulated.scale, step=step))
@@ -212,10 +214,10 @@ def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: boo
     return computed
 
 
-class Gathering:
+class AllGatherTotals:
     """The totals under way: one gather over all ranks. Sums are in rank order, so every rank gets the same bits in every run."""
 
-    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
+    def __init__(self, trainer: Trainer, executed: RowResult, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
         squares = gradients.total_of(_measured(trainer, names))
         loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
@@ -235,7 +237,7 @@ class Gathering:
                 self._copied = torch.cuda.Event()
                 self._copied.record()
 
-    def wait(self) -> Totals:
+    def wait(self) -> StepTotals:
         if self._copied is not None:
             self._copied.synchronize()
             table: torch.Tensor = self._on_host
@@ -243,7 +245,7 @@ class Gathering:
             self._work.wait()
             table = self._everyone
         table = table.view(-1, len(self._mine))
-        return Totals(
+        return StepTotals(
             squares=float(table[:, 0].sum()),
             loss=float(table[:, 1].sum()),
             stop=bool(table[:, 2].any()),
@@ -262,21 +264,21 @@ def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
     return [found[name] for name in names if name in found]
 
 
-def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Computed:
+def gathered(trainer: Trainer, accumulated: StepGradients, *, stop: bool) -> GradientsWithTotals:
     """Wait for the totals over all ranks, which may not be finite."""
     start = trainer.executor.clock.mark()
-    totals = Gathering(trainer, accumulated.executed, stop=stop).wait()
+    totals = AllGatherTotals(trainer, accumulated.executed, stop=stop).wait()
     waited = ("communication", start, trainer.executor.clock.mark())
-    return Computed(totals, replace(accumulated, marks=[*accumulated.marks, waited]))
+    return GradientsWithTotals(totals, replace(accumulated, marks=[*accumulated.marks, waited]))
 
 
 def vitals_of(
     trainer: Trainer,
-    totals: Totals,
+    totals: StepTotals,
     scale: Scale | None,
     *,
     step: int,
-    before: Before | None = None,
+    before: FirstComputation | None = None,
     referee: Referee | None = None,
     healer: Healer | None = None,
     sound: bool | None = None,
@@ -305,7 +307,14 @@ def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
 
 
 def remember(
-    trainer: Trainer, decision: Decision, vitals: Vitals, *, totals: Totals, lr: float, healer: Healer | None, findings: Findings
+    trainer: Trainer,
+    decision: Decision,
+    vitals: Vitals,
+    *,
+    totals: StepTotals,
+    lr: float,
+    healer: Healer | None,
+    findings: Findings,
 ) -> Findings:
     """Add a decision to the run's history before it is carried out; return the findings if the step is part of a spike."""
     stability, history = trainer.spec.stability, trainer.state.history
@@ -326,8 +335,8 @@ def carry_out(
     decision: Decision,
     vitals: Vitals,
     *,
-    totals: Totals,
-    watchers: Sequence[Watcher] = (),
+    totals: StepTotals,
+    watchers: Sequence[StepHook] = (),
     referee: Referee | None = None,
     healer: Healer | None = None,
     findings: Findings | None = None,
@@ -352,8 +361,8 @@ def carry_out(
             else:
                 passes, paused = released_update(trainer, microbatches, factor, step=step, watchers=watchers)
                 events += paused
-            trainer.take_in_loads()
-            tell(watchers, "updated", trainer, step)
+            trainer.update_router_biases()
+            notify(watchers, "updated", trainer, step)
             events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
         case Skip(skipped, spike, after):
             if after is not None:
@@ -363,7 +372,7 @@ def carry_out(
                 skipped += f"; NaN or Inf in {where_not_finite(trainer)}"
             trainer.drop()
             trainer.state.skipped += 1
-            tell(watchers, "skipped", trainer, step)
+            notify(watchers, "skipped", trainer, step)
         case Rewind(skipped):
             assert healer is not None
             spike = True
@@ -379,32 +388,32 @@ def carry_out(
             raise error
         case Rerun():
             raise AssertionError("a step that is computed again has nothing to carry out")
-    tell(watchers, "resting", trainer, step)
+    notify(watchers, "resting", trainer, step)
     if found.tell or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
     return Outcome(skipped, spike, tuple(events), overflow, passes)
 
 
-def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
+def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, watchers: Sequence[StepHook] = ()) -> None:
     """Clip the gradients, update the weights, drop the gradients."""
     vitals = vitals_of(trainer, computed.totals, computed.accumulated.scale, step=step)
     carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, watchers=watchers)
 
 
 def clipped_update(
-    trainer: Trainer, factor: float, *, step: int, watchers: Sequence[Watcher] = (), clipped: bool = False
+    trainer: Trainer, factor: float, *, step: int, watchers: Sequence[StepHook] = (), clipped: bool = False
 ) -> None:
     """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients went through `Trainer.clip`
     with a factor of 1 already."""
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
-    tell(watchers, "before_update", trainer, step)
+    notify(watchers, "before_update", trainer, step)
     trainer.update()
     trainer.state.drop_gradients()
 
 
 def released_update(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, watchers: Sequence[Watcher]
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, watchers: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
     """Count the update that was made inside the backward, if it has this factor and learning rate. Else drop it, and recompute
     the step with them. Return the number of passes, and the events for the log."""

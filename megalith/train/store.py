@@ -12,7 +12,7 @@ from megalith.fleet.rank import REQUESTS
 from megalith.fleet.secure.key import Key
 from megalith.fleet.secure.store_client import StoreClient
 from megalith.fleet.secure.store_server import StoreServer, listen
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 
 
 def serve(server: socket.socket, key: Key) -> int:
@@ -31,7 +31,7 @@ def serve(server: socket.socket, key: Key) -> int:
 
 def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
     try:
-        lifeline.die_with_parent(parent)
+        parent_watch.die_with_parent(parent)
         for number in REQUESTS:
             signal.signal(number, signal.SIG_IGN)  # meant for the process that serves a run; its store ends last
         StoreServer(server, key).serve()

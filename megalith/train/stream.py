@@ -8,8 +8,8 @@ from megalith import own
 from megalith.data.own import OwnStream
 from megalith.data.stream import Stream, Stretch
 from megalith.data.whole import Damage
+from megalith.fleet.observations import DataDamaged
 from megalith.fleet.report import report
-from megalith.fleet.signs import DataDamaged
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 

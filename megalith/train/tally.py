@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalith.events import Event
 from megalith.machine.resident import most_resident_bytes
 from megalith.models.batch import Batch
-from megalith.parallel.execute import Executed
+from megalith.parallel.execute import RowResult
 from megalith.spec.model import MoeSpec
 from megalith.spec.noise import Noise
 from megalith.train.assemble import Trainer
@@ -24,7 +24,7 @@ WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """Sums and extremes over all ranks at the end of a step."""
 
     squares: float
@@ -41,10 +41,10 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class StepGradients:
     """A step up to its gradients, which are complete and unclipped on the parameters."""
 
-    executed: Executed
+    executed: RowResult
     batches: list[Batch]
     marks: list[Mark]
     scale: Scale | None  # the loss scale that the gradients had until then
@@ -66,7 +66,7 @@ NO_OUTCOME = Outcome()
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """Result of one step. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
 
     step: int  # 0 is the first
@@ -122,18 +122,18 @@ class Balance:
 
 def stepped(
     trainer: Trainer,
-    accumulated: Accumulated,
-    totals: Totals,
+    accumulated: StepGradients,
+    totals: StepTotals,
     experts: dict[str, float],
     optimizer: Mark,
     *,
     step: int,
     lr: float,
     seconds: float,
-) -> Stepped:
+) -> StepResult:
     """Summary of a finished step."""
     spec, executed = trainer.spec, accumulated.executed
-    return Stepped(
+    return StepResult(
         step=step,
         loss=totals.loss,
         grad_norm=totals.norm,
@@ -150,7 +150,7 @@ def stepped(
     )
 
 
-def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[str, float]:
+def _breakdown(trainer: Trainer, executed: RowResult, parts: list[Mark]) -> dict[str, float]:
     """Return the seconds by use. A wait for another rank counts as `bubble`, the start of messages as communication."""
     clock = trainer.executor.clock
     seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
@@ -175,7 +175,7 @@ _WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun w
 _WENT_TO |= {"UPDATE": "optimizer"}
 
 
-def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:
+def _spans(trainer: Trainer, accumulated: StepGradients) -> list[tuple[str, float, float]]:
     """When each action ran, in seconds since the step began."""
     clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
     return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.run import SINKS, LogSpec
 from megalith.watch import index
@@ -50,7 +50,7 @@ class Beside:
     def _start(self) -> "subprocess.Popen[bytes]":
         """Start the server, which prints its address on stderr. It ignores Ctrl-C and ends with this process."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir)]
-        with_this = partial(lifeline.die_with_parent, os.getpid())
+        with_this = partial(parent_watch.die_with_parent, os.getpid())
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=with_this, start_new_session=True
         )

@@ -41,11 +41,11 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
 
 def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
     from megalith.cost.estimate import estimate  # a prediction, if one can be made
-    from megalith.cost.foreseen import of_run
+    from megalith.cost.predicted import workload_of
     from megalith.planner.slower import alternatives, by_term
 
     try:
-        one = estimate(of_run(spec))
+        one = estimate(workload_of(spec))
         found["others"] = alternatives(spec)
     except (ValueError, AssertionError, KeyError, AbsentError) as error:
         found["why"] = f"the seconds of a step are not predicted: {error or type(error).__name__}"
@@ -55,17 +55,17 @@ def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
 
 
 def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
-    from megalith.cost.foreseen import foresee, of_run  # as above
+    from megalith.cost.predicted import predict, workload_of  # as above
 
     try:
-        workload = of_run(spec)
+        workload = workload_of(spec)
         mesh = Mesh.of(spec.plan)
         firsts: dict[int, int] = {}
         for rank in range(mesh.ranks):
             firsts.setdefault(mesh.coordinates(rank)["pipeline"], rank)
             if len(firsts) == spec.plan.pipeline:
                 break
-        found["memory"] = [foresee(workload, rank=firsts[place]).memory for place in sorted(firsts)]
+        found["memory"] = [predict(workload, rank=firsts[place]).memory for place in sorted(firsts)]
     except (ValueError, AssertionError, KeyError, AbsentError) as error:
         found["why"] = "; ".join(filter(None, (found["why"], f"memory is not predicted: {error or type(error).__name__}")))
 

@@ -42,7 +42,7 @@ from megalith.events import (
     Step,
     Validation,
 )
-from megalith.fleet.seat import slot_of
+from megalith.fleet.rank_info import slot_of
 from megalith.mesh import Mesh
 from megalith.pyramid import View
 from megalith.report.history import heading, plan_of, tokens_a_byte
@@ -64,7 +64,7 @@ TAIL = 1 << 20  # bytes of a log in which its last step lies
 ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is made from
 
 
-class Merged(NamedTuple):
+class MergeTotals(NamedTuple):
     """The sums over all merges of a run with sites, as its first site saw them."""
 
     merges: int = 0
@@ -73,8 +73,8 @@ class Merged(NamedTuple):
     waited: float = 0.0
     """Seconds."""
 
-    def and_one(self, merge: Merge) -> "Merged":
-        return Merged(self.merges + 1, self.sent + merge.bytes_sent, self.waited + merge.waited)
+    def and_one(self, merge: Merge) -> "MergeTotals":
+        return MergeTotals(self.merges + 1, self.sent + merge.bytes_sent, self.waited + merge.waited)
 
 
 class Source:
@@ -99,7 +99,7 @@ class Source:
         self.problems: deque[Problem | Answer] = deque(maxlen=KEPT)
         self.phases: deque[PhaseBegan] = deque(maxlen=KEPT)  # but the first
         self.merges: deque[Merge] = deque(maxlen=KEPT)
-        self.merged = Merged()
+        self.merged = MergeTotals()
         self.holdings: dict[int, Holding] = {}
         self.finished: RunFinished | None = None
         self.last_time = 0.0  # of the newest event

@@ -9,8 +9,8 @@ import pytest
 from megalith.check import check
 from megalith.check.case import Case, format_bytes
 from megalith.check.memory import _saved_numbers, disk_bytes
-from megalith.cost.foreseen import foresee, of_run
 from megalith.cost.parts import parts
+from megalith.cost.predicted import predict, workload_of
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import load
 from megalith.spec.plan import Plan
@@ -171,9 +171,9 @@ def test_the_cheapest_change_that_is_named_fits_when_it_is_applied(settings: lis
     (problem,) = [problem for problem in errors(*settings) if problem.key == "plan.zero"]
     changed = [*settings, *_named(problem.way_out)]
     assert errors(*changed) == []
-    run = of_run(spec(*changed))
+    run = workload_of(spec(*changed))
     memory = run.cluster.accelerator.memory
-    assert memory is not None and sum(foresee(run, rank=0).memory.values()) < 0.97 * memory
+    assert memory is not None and sum(predict(run, rank=0).memory.values()) < 0.97 * memory
 
 
 def test_a_change_that_costs_nothing_is_preferred():

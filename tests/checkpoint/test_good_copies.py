@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megalith.checkpoint.memory import Damaged, Memory
-from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.rank_info import RankInfo, node_folder
 from megalith.fleet.tiers import copies
 from tests.keys import KEY
 
 
 def memory_of(root: Path, live: dict[str, torch.Tensor], *, good: int = 2) -> Memory:
-    return Memory(live, seat=Seat(0, 1, ("n0",), root, key=KEY), keep=2, good=good, told=64)
+    return Memory(live, seat=RankInfo(0, 1, ("n0",), root, key=KEY), keep=2, good=good, told=64)
 
 
 def filled(root: Path) -> tuple[Memory, dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from megalith.checkpoint import reports
 from megalith.checkpoint.checkpointer import Failed
 from megalith.checkpoint.reports import SaveReports
 from megalith.events import EventLog
-from megalith.fleet.signs import SaveFailed
+from megalith.fleet.observations import SaveFailed
 
 
 def test_a_save_that_a_rank_s_end_interrupted_is_not_held_against_the_store(

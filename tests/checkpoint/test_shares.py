@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial
 
-from megalith.checkpoint.shares import Held, owners, shares
+from megalith.checkpoint.shares import HeldShare, owners, shares
 from tests.checkpoint.states import laid_out, values
 from tests.ranks import run_ranks
 
 
-def held(key: str, offset: int, size: int, whole: int) -> Held:
-    return Held(key, (whole,), "F32", (offset,), (size,), 4 * size)
+def held(key: str, offset: int, size: int, whole: int) -> HeldShare:
+    return HeldShare(key, (whole,), "F32", (offset,), (size,), 4 * size)
 
 
 @settings(max_examples=40, deadline=None)

@@ -25,7 +25,7 @@ def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path
         checkpoint={"every": 1, "keep": 5, "asynchronous": False},
         fleet={"recover": False},
     )
-    files.save(files.Resolved(spec, dict.fromkeys(_names(spec), "test")), folder)
+    files.save(files.ResolvedRun(spec, dict.fromkeys(_names(spec), "test")), folder)
     runs.train(spec, folder)
     trained = list[str]()
 

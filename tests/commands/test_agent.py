@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalith.commands import agent
-from megalith.commands.train import Trained
+from megalith.commands.train import TrainResult
 from megalith.control.outcome import Outcome
 from megalith.train import agents
 from megalith.watch import beside
@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 
 
 def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(agent, "agent", lambda request, **_: Trained(Path("runs/first"), 75, "stopped as asked", None))
+    monkeypatch.setattr(agent, "agent", lambda request, **_: TrainResult(Path("runs/first"), 75, "stopped as asked", None))
     told = call("agent", "run.toml", "--json")
     assert (told.exit_code, json.loads(told.stdout)["code"], json.loads(told.stdout)["ok"]) == (75, 75, False)
     assert "stopped as asked" in call("agent", "run.toml").stderr

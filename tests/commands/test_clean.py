@@ -12,7 +12,7 @@ from megalith.control.outcome import Outcome
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
-from megalith.fleet.seat import node_folder
+from megalith.fleet.rank_info import node_folder
 from megalith.fleet.secure import key
 from megalith.fleet.tiers import roots
 from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout

@@ -9,7 +9,7 @@ import pytest
 from megalith.commands.init import KEYS, Wish, init, text
 from megalith.commands.models import models
 from megalith.commands.quickstart import recipe, steps
-from megalith.planner import answer, asked
+from megalith.planner import answer, request
 from megalith.spec import files
 from megalith.spec.presets import meant, presets
 from tests.commands.calling import call
@@ -29,7 +29,7 @@ def test_a_run_for_this_machine_is_legal_and_has_twenty_keys_with_their_meaning(
 
 def test_a_run_for_a_cluster_has_the_planners_layout():
     spec = init(Wish("tiny", cluster="h100:4", global_batch=16))
-    question = asked.ask(asked.Question(model="tiny", cluster="h100:4", global_batch=16, offload=False, out=True))
+    question = request.resolve(request.PlanRequest(model="tiny", cluster="h100:4", global_batch=16, offload=False, out=True))
     best = answer.answer(question, top=1).found.best
     assert best is not None and spec.plan == best.plan and spec.plan.ranks == 4
     Path("cluster.toml").write_text(text(spec))

@@ -8,20 +8,20 @@ import pytest
 
 from megalith.commands.simulate import prepare, sweep, sweep_values
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.prepare import Wanted
+from megalith.rehearse.prepare import SimulationRequest
 from megalith.rehearse.simulate import simulate
 from tests.commands.calling import call
 
 
 def test_every_profile_of_latencies_can_be_simulated():
     for profile in PROFILES:
-        plan = prepare(Wanted("h100:16", options={"days": 1, "profile": profile})).scenario
+        plan = prepare(SimulationRequest("h100:16", options={"days": 1, "profile": profile})).scenario
         assert simulate(plan, seeds=1).scenario.latencies.source == PROFILES[profile].source
 
 
 def test_a_sweep_tries_the_given_value_among_others():
     calls: list[int] = []
-    plan = prepare(Wanted("h100:64", options={"days": 1, "fleet.spares": 3})).scenario
+    plan = prepare(SimulationRequest("h100:64", options={"days": 1, "fleet.spares": 3})).scenario
     found = sweep(plan, "spares", seeds=2, tick=lambda: calls.append(1))
     assert [one.value for one in found.tried] == sweep_values(plan, "spares") == [0, 1, 2, 3, 4]
     assert calls == [1] * 10

@@ -31,7 +31,7 @@ from tests.commands.calling import call
 from tests.control.owning import another_process, content
 
 
-def train(run: Path, *overrides: str, run_dir: Path | None = None, profile: str | None = None) -> training.Trained:
+def train(run: Path, *overrides: str, run_dir: Path | None = None, profile: str | None = None) -> training.TrainResult:
     return training.train(RunRequest(run, overrides, run_dir), console=Console(quiet=True), profile=profile)
 
 
@@ -288,7 +288,7 @@ def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, mon
         return [Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop other programs on this machine")]
 
     monkeypatch.setattr(admission, "before_start", look)
-    monkeypatch.setattr(runs, "check", lambda one, **_: runs.Checked(files.load(one.file, overrides=one.overrides), []))
+    monkeypatch.setattr(runs, "check", lambda one, **_: runs.CheckResult(files.load(one.file, overrides=one.overrides), []))
     monkeypatch.setattr(runs, "start", lambda *args, **rest: pytest.fail("started"))
     with pytest.raises(admission.UnfitError, match="1 MiB"):
         train(run)
@@ -303,9 +303,9 @@ def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, mon
 def test_training_ends_with_the_runs_exit_status(monkeypatch: pytest.MonkeyPatch, as_json: bool):
     given: dict[str, Any] = {}
 
-    def train(request: RunRequest, **options: Any) -> training.Trained:
+    def train(request: RunRequest, **options: Any) -> training.TrainResult:
         given.update(options, request=request)
-        return training.Trained(Path("runs/first"), 75, "stopped as asked", Path("runs/first/report.html"))
+        return training.TrainResult(Path("runs/first"), 75, "stopped as asked", Path("runs/first/report.html"))
 
     monkeypatch.setattr(training, "train", train)
     options = ["--run-dir", "here", "--profile", "2:4", "--set", "a=1", "--set", "b=2", *(["--json"] if as_json else [])]

@@ -30,7 +30,16 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
-from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Preempted, SaveFailed, SaveWorks, Started, Straggler
+from megalith.fleet.observations import (
+    DataDamaged,
+    HealthChecked,
+    NodeJoined,
+    Preempted,
+    SaveFailed,
+    SaveWorks,
+    Started,
+    Straggler,
+)
 from megalith.fleet.tiers import Copy, Tier, roots
 from megalith.spec.fleet import FleetSpec
 from tests.control.walk import checkpoints

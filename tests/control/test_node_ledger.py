@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.control.node_ledger import NodeRecord, node_changes, note, read_nodes, standings
 from megalith.control.policy import State, decide
-from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, RankFailed, Sign, StateCorrupt
+from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost, Observation, RankFailed, StateCorrupt
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 
@@ -43,7 +43,7 @@ def test_the_ledger_says_of_nodes_what_the_policy_remembers(tmp_path: Path) -> N
         node = random.choice("abc")
         kind = random.choice(["fails", "flips", "lost", "passed", "failed", "joined"])
         common: dict[str, Any] = {"time": float(at), "step": at, "node": node}
-        made: dict[str, Sign] = {
+        made: dict[str, Observation] = {
             "fails": RankFailed(**common, slot=0, rank=0, signature=f"of {at}"),
             "flips": StateCorrupt(**common, slot=0, rank=0),
             "lost": NodesLost(time=float(at), step=at, nodes=(node,)),

@@ -2,7 +2,7 @@
 
 from megalith.control.stragglers import Stragglers
 from megalith.fleet.heartbeat import Beat
-from megalith.fleet.signs import Straggler
+from megalith.fleet.observations import Straggler
 from megalith.spec.fleet import FleetSpec
 
 FLEET = FleetSpec(straggler_factor=1.5, straggler_steps=4)

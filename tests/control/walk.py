@@ -10,8 +10,8 @@ from typing import Any
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.fleet.report import Reported, Seat, report
-from megalith.fleet.signs import CopyCorrupt, Preempted
+from megalith.fleet.observations import CopyCorrupt, Preempted
+from megalith.fleet.report import RankInfo, Reported, report
 from megalith.fleet.tiers import Copy, Tier
 
 
@@ -27,7 +27,7 @@ def checkpoints(run_dir: Path) -> tuple[Copy, ...]:
 
 def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] | None = None) -> None:
     """Add up numbers. Each rank's sum depends on that of the rank before, and every step waits for all ranks."""
-    folder, seat, beats = Path(os.environ["MEGALITH_RUN_DIR"]), Seat.find(), Heartbeat.find()
+    folder, seat, beats = Path(os.environ["MEGALITH_RUN_DIR"]), RankInfo.find(), Heartbeat.find()
     _put(folder / "world", str(seat.world), seat)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -62,14 +62,14 @@ def _restore(path: Path, *, step: int) -> tuple[int, int]:
         raise Reported(str(error)) from error
 
 
-def _put(path: Path, text: str, seat: Seat) -> None:
+def _put(path: Path, text: str, seat: RankInfo) -> None:
     """Write a file atomically, so that no process reads it half-written."""
     part = path.with_name(f"part-{path.name}-{seat.rank}")
     part.write_text(text)
     part.rename(path)
 
 
-def wait_for_all(folder: Path, seat: Seat, step: int) -> None:
+def wait_for_all(folder: Path, seat: RankInfo, step: int) -> None:
     """Wait until every rank of this generation has reached this step."""
     name = f"meet-{os.environ['MEGALITH_GENERATION']}-{step}"
     (folder / f"{name}-{seat.rank}").touch()

@@ -11,9 +11,9 @@ from megalith.cost.memory import numbers, shares
 from megalith.cost.network import Line, rate
 from megalith.cost.parts import parts
 from megalith.cost.profile import Product
-from megalith.cost.time import Setting, Spent, product_seconds
-from megalith.cost.workload import Practice
-from megalith.spec.model import AheadSpec
+from megalith.cost.time import Setting, SpentSeconds, product_seconds
+from megalith.cost.workload import SoftwareProfile
+from megalith.spec.model import MtpSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import DIM, dense, mixture, workload
 
@@ -54,12 +54,12 @@ def test_processors_that_send_tokens_compute_nothing():
 def test_gradients_added_up_over_microbatches_are_reduced_less_often():
     """Under an interleaved schedule a stage computes as many microbatches in a row as there are pipeline ranks; without chunks,
     nothing comes between two microbatches of the only stage."""
-    run = Practice(reduces="run")
+    run = SoftwareProfile(reduces="run")
     chunked = Plan(pipeline=2, chunks=2, schedule="interleaved", zero=2, data=2)
     times = [workload(dense(), plan, practice=run).reductions for plan in (chunked, Plan(pipeline=2, zero=2, data=2))]
     assert times == [8 // 2, 1]
     assert workload(dense(), chunked).reductions == 8
-    after, each = (estimate(workload(dense(), chunked, practice=practice)).time.data for practice in (run, Practice()))
+    after, each = (estimate(workload(dense(), chunked, practice=practice)).time.data for practice in (run, SoftwareProfile()))
     assert after < each
 
 
@@ -77,7 +77,7 @@ def test_the_closed_form_of_the_bubble_is_the_simulated_program(name, ranks, chu
     program = schedules.lower(schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
     timeline = schedules.simulate(program, {"F": forward / chunks, "B": backward / chunks})
     load = workload(dense(8), Plan(pipeline=ranks, chunks=chunks, schedule=name, zero=0), global_batch=microbatches)
-    stages = [StageTime(Spent(products=forward), Spent(products=backward))] * ranks
+    stages = [StageTime(SpentSeconds(products=forward), SpentSeconds(products=backward))] * ranks
     assert microbatches * (forward + backward) + _bubble(load, stages, 0, 0.0) == pytest.approx(timeline.end)
 
 
@@ -140,7 +140,7 @@ def test_a_closed_form_is_the_simulated_idling(name: str, chunks: int, backward:
 def test_blocks_of_mtp_modules_are_reduced_and_updated_too():
     """These blocks are on the last pipeline rank, which then reduces and updates more than the first."""
     model = dense(2)
-    further = model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=2, weight=0.1)})
+    further = model.head.model_copy(update={"ahead": MtpSpec(block=model.blocks[0], depth=2, weight=0.1)})
     plan = Plan(pipeline=2, data=2, zero=1)
     loads = [workload(one, plan) for one in (model, model.model_copy(update={"head": further}))]
     last = [numbers(load, traced := parts(load), shares(load, traced).held[-1]).dense for load in loads]
@@ -153,7 +153,7 @@ def test_copies_of_experts_are_gathered_among_their_own_shards_and_added_up_betw
     """With two copies of the state half as many ranks gather one copy, and each adds its half of the gradients to another
     rank's."""
     plan = Plan(data=8, expert=2, replicate=2, zero=1)
-    small, large = (workload(mixture(hidden=size), plan, practice=Practice(overlap_data=False)) for size in (128, 256))
+    small, large = (workload(mixture(hidden=size), plan, practice=SoftwareProfile(overlap_data=False)) for size in (128, 256))
     more = 2 * 3 * 8 // 2 * 128 * DIM  # blocks, matrices, experts of a rank, channels
     wires = Setting.of(large, calibration()).wires
     shards, copies = Line(2, 2), Line(2, 4)

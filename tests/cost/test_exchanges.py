@@ -20,12 +20,12 @@ from torch._C._distributed_c10d import FakeWork
 from megalith.cost import trace
 from megalith.cost.cores import FusedCore
 from megalith.cost.exchanges import split
-from megalith.cost.foreseen import KINDS
 from megalith.cost.practices import swap_kernels
+from megalith.cost.predicted import KINDS
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.recorder import Recorder, bytes_of, leaves
 from megalith.mesh import Mesh
-from megalith.models.head import Ahead
+from megalith.models.head import MtpModule
 from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
 from megalith.parallel.context import ContextCore
@@ -263,10 +263,10 @@ def test_a_context_rank_keeps_and_sends_the_same(name: str, plan: Plan, width: i
 
 
 def test_every_class_of_the_layout_table_is_compared() -> None:
-    """Every class with a row in the table needs a model here. `Ahead` itself is not traced, but its block is."""
+    """Every class with a row in the table needs a model here. `MtpModule` itself is not traced, but its block is."""
     with torch.device("meta"):
         met = {type(module) for model in MODELS.values() for module in Stage(_bare(model)).modules()}
-    assert set(LAYOUT) - {Ahead} <= met
+    assert set(LAYOUT) - {MtpModule} <= met
 
 
 class Scaled(nn.Module):

@@ -13,7 +13,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
 from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, numbers, shares
 from megalith.cost.parts import parts
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.mesh import Mesh
 from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
@@ -22,7 +22,7 @@ from megalith.parallel.groups import Groups
 from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
 from megalith.spec.cluster import HostSpec
-from megalith.spec.model import AheadSpec, MoeSpec
+from megalith.spec.model import MoeSpec, MtpSpec
 from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.state import Moments
@@ -30,7 +30,7 @@ from megalith.spec.treatment import treatments
 from tests.cost.models import dense, mixture, workload
 
 GENERATION = calibration().generations["fused"]
-BF16_GRADIENTS = Practice(gradient_bytes=2)
+BF16_GRADIENTS = SoftwareProfile(gradient_bytes=2)
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
         groups, meta = Groups.build(Mesh.of(plan), device="cpu"), torch.device("meta")
         builder = Builder(model, plan=plan, groups=groups, precision="bf16", device=meta, seed=None)
         builder.build(0, len(model.part_names))
-        kept = sum(local(weight.kept).numel() for weight in builder.by_name.values())
-        whole = sum(weight.computes.numel() for weight in builder.by_name.values())
+        kept = sum(local(weight.master).numel() for weight in builder.by_name.values())
+        whole = sum(weight.compute.numel() for weight in builder.by_name.values())
     load = workload(model, plan)
     (found,) = every_rank(load, parts(load), GENERATION)
     assert found.optimizer / load.state_bytes == kept
@@ -91,7 +91,7 @@ def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[
         builder = Builder(model, plan=plan, groups=groups, precision="bf16", device=meta, seed=None)
         builder.build(0, len(model.part_names))
         treated = treatments(model, optimizer)
-        shapes = {name: tuple(local(weight.kept).shape) for name, weight in builder.by_name.items()}
+        shapes = {name: tuple(local(weight.master).shape) for name, weight in builder.by_name.items()}
     kept = sum(4 * prod(shape) for shape in shapes.values())
     for name, shape in shapes.items():
         kept += sum((1 if slot.block else 4) * prod(slot.shape_of(shape)) for slot in treated[name].slots)
@@ -141,7 +141,7 @@ def test_gradients_added_up_over_a_run_of_microbatches_are_those_of_one_chunk():
 
 
 def test_temporary_tensors_of_an_update_take_the_place_of_activations():
-    plain, large = (workload(dense(), Plan(), practice=Practice(update_bytes=size)) for size in (0, 1e4))
+    plain, large = (workload(dense(), Plan(), practice=SoftwareProfile(update_bytes=size)) for size in (0, 1e4))
     before, after = (memory(load, traced := parts(load), GENERATION) for load in (plain, large))
     held = numbers(large, traced, shares(large, traced).held[0]).dense
     assert after.working + after.activations + after.logits == pytest.approx(1e4 * held)
@@ -183,7 +183,7 @@ def test_ranks_share_the_model_out(plan: Plan):
 
 
 @pytest.mark.parametrize(
-    "head", [{}, {"tied": True}, {"ahead": AheadSpec(block=mixture(1).blocks[0], depth=2, weight=0.1)}], ids=str
+    "head", [{}, {"tied": True}, {"ahead": MtpSpec(block=mixture(1).blocks[0], depth=2, weight=0.1)}], ids=str
 )
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_rank_holds_the_weights_that_its_stage_has(head: dict[str, Any], pipeline: int):
@@ -274,7 +274,7 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
     """Each graph has static inputs and outputs of its own, for every microbatch in flight, in addition to the tensors
     for backward."""
     model, plan = mixture(), Plan(pipeline=2, zero=0)
-    plain, recorded = (workload(model, plan, global_batch=8, practice=Practice(graphs=kind)) for kind in ("none", graphs))
+    plain, recorded = (workload(model, plan, global_batch=8, practice=SoftwareProfile(graphs=kind)) for kind in ("none", graphs))
     traced = parts(plain)
     before, after = (every_rank(load, traced, GENERATION) for load in (plain, recorded))
     output = 256 * model.dim * 2
@@ -285,7 +285,7 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
 def test_temporary_tensors_of_recorded_attention_are_nobody_else_s():
     model = dense()
     alone = model.model_copy(update={"blocks": tuple(block.model_copy(update={"mlp": None}) for block in model.blocks)})
-    load = workload(alone, Plan(), practice=Practice(graphs="parts"))
+    load = workload(alone, Plan(), practice=SoftwareProfile(graphs="parts"))
     traced = parts(load)
     apart = memory(load, traced, GENERATION).non_torch - non_torch(load)
     assert apart == traced.blocks[0].working > 0
@@ -297,7 +297,8 @@ def test_what_torch_does_not_count_grows_with_the_axes():
     assert 0.3e9 < alone < 1e9
     assert split - alone >= 2 * GROUP
     shared = [
-        non_torch(workload(mixture(), Plan(data=8, expert=8), practice=Practice(deduplicated=kind))) for kind in (True, False)
+        non_torch(workload(mixture(), Plan(data=8, expert=8), practice=SoftwareProfile(deduplicated=kind)))
+        for kind in (True, False)
     ]
     assert shared[1] > shared[0] > non_torch(workload(mixture(), Plan(data=8))) + GROUP
 

@@ -15,7 +15,7 @@ from megalith.cost.parts import Parts, _seen, parts, prepare
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.software import TRAINER
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
-from megalith.spec.model import AheadSpec, BlockSpec, LatentAttentionSpec, MambaSpec, ModelSpec
+from megalith.spec.model import BlockSpec, LatentAttentionSpec, MambaSpec, ModelSpec, MtpSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -188,7 +188,7 @@ BLOCKS |= {"latent": mixture().blocks[0].model_copy(update={"attention": LATENT}
     [
         replace(ASKED, recompute="none"),
         Layout(microbatch=2, seq_len=256),
-        Layout(microbatch=2, seq_len=256, recompute="mlp", kept=1, sparing=True),
+        Layout(microbatch=2, seq_len=256, recompute="mlp", kept=1, low_precision_kept=True),
         Layout(microbatch=2, seq_len=256, tensor=2, sequence=False, fused=False, recompute="full"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_large_microbatch_s_figures_lie_on_the_line_through_two_smaller_ones(b
     model = dense().model_copy(update={"blocks": (block,)})
     two, four, eight, twelve = (trace_block(model, 0, replace(layout, microbatch=size)) for size in (2, 4, 8, 12))
     for times, traced in ((3, eight), (5, twelve)):
-        found = two.further(four, times)
+        found = two.extrapolate(four, times)
         assert found is not None
         # of two nearly equal peaks the other can be the larger one if the gradients of biases weigh less
         assert found.working == pytest.approx(traced.working, rel=1e-3)
@@ -217,7 +217,7 @@ def test_plain_operations_give_what_torch_says_they_do(block: BlockSpec, recompu
 @pytest.mark.parametrize("loss", ["copied", "whole", "fused", "chunked"])
 def test_so_do_those_of_the_ends(trace: Callable[..., Profile], loss: Any) -> None:
     two, four, eight = (trace(dense(), Layout(microbatch=size, seq_len=256, tensor=2, loss=loss)) for size in (2, 4, 8))
-    assert two.further(four, 3) == eight
+    assert two.extrapolate(four, 3) == eight
 
 
 CHUNKED = Layout(microbatch=2, seq_len=2048, loss="chunked", fused=False)
@@ -267,7 +267,7 @@ def test_no_chunk_of_a_large_microbatch_has_less_than_a_row(monkeypatch: pytest.
 
 def test_profiles_of_other_operations_have_nothing_beyond() -> None:
     one, other = (trace_block(dense(), 0, Layout(microbatch=2, seq_len=256, tensor=tensor)) for tensor in (1, 2))
-    assert one.further(other, 3) is None
+    assert one.extrapolate(other, 3) is None
 
 
 @pytest.mark.parametrize("trace", [trace_embedding, trace_head])
@@ -280,7 +280,7 @@ def test_a_block_of_an_mtp_module_is_recomputed_by_its_own_number() -> None:
     recomputed."""
     model = dense(4)
     further = model.model_copy(
-        update={"head": model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=1, weight=0.1)})}
+        update={"head": model.head.model_copy(update={"ahead": MtpSpec(block=model.blocks[0], depth=1, weight=0.1)})}
     )
     found = parts(workload(further, Plan(recompute="every:2")))
     assert found.ahead is not None

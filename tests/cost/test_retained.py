@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from megalith.cost.constants import calibration
-from megalith.cost.course import moments
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import _here, foresee, held, of_run
 from megalith.cost.memory import Memory, every_rank
+from megalith.cost.memory_timeline import moments
 from megalith.cost.parts import parts
+from megalith.cost.predicted import _here, held, predict, workload_of
 from megalith.cost.workload import Workload
-from megalith.planner.beside import beside
+from megalith.planner.compared import compare
 from megalith.spec.plan import Plan, RetainSpec
 from tests.cost.models import dense, workload
 from tests.prove.dry import dry
@@ -32,9 +32,9 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_what_waits_elsewhere_is_predicted_to_the_byte(plan: dict[str, Any]) -> None:
     """In bf16, as a norm on the CPU keeps in fp32 what one on a GPU does not."""
     spec = brief_run(plan=plan, model={"layers": 8, "ffn": 256}, train={"precision": "bf16", "seq_len": 64, "global_batch": 8})
-    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=0), dry(spec, 0))}
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=0), dry(spec, 0))}
     tier = lines[f"memory.{plan['retain']['blocks']}"]
-    assert tier.foreseen == tier.counted > 0
+    assert tier.predicted == tier.counted > 0
     assert lines["memory.activations"].gap == pytest.approx(0, abs=0.15)
 
 
@@ -89,12 +89,12 @@ def test_each_tensor_is_in_one_place_at_each_moment(recompute: str) -> None:
     plain, moved = (_load(RetainSpec.model_validate({"blocks": blocks}), recompute=recompute) for blocks in ("device", "host"))
     traced = parts(moved)
     stay, leave = (_here(load, traced, 0) for load in (plain, moved))
-    whole, course = ([*moments(moved, traced, here.actions, here.parts, here.segments)] for here in (stay, leave))
+    whole, timeline = ([*moments(moved, traced, here.actions, here.parts, here.segments)] for here in (stay, leave))
     away = [part.away for part in leave.parts[0] if part.away]
     most = sum(away)
     step = [*accumulate(away), *(most - size for size in accumulate(reversed(away)))]
-    assert [size for size, _ in groupby(moment.elsewhere for moment in course)] == pytest.approx([0, *step * 8])
-    backwards = zip(whole[1:], course[len(away) + 2 :], leave.parts[0], strict=False)
+    assert [size for size, _ in groupby(moment.elsewhere for moment in timeline)] == pytest.approx([0, *step * 8])
+    backwards = zip(whole[1:], timeline[len(away) + 2 :], leave.parts[0], strict=False)
     for one, other, _ in backwards:
         assert one.activations == pytest.approx(other.activations + other.elsewhere)
-    assert most == foresee(moved, rank=0).elsewhere["host"] == held(moved).host > held(plain).host == 0
+    assert most == predict(moved, rank=0).elsewhere["host"] == held(moved).host > held(plain).host == 0

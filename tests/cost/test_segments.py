@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.cost.foreseen import of_run
+from megalith.cost.predicted import workload_of
 from megalith.spec.run import RunSpec
 from tests.full import sampled
 from tests.prove.dry import dry
@@ -12,7 +12,7 @@ from tests.specs import brief_run, tiny_run
 def _peak(spec: RunSpec, policy: str) -> int:
     """Return the peak bytes of activations, without their gradients, in the first rank's step."""
     plan = spec.plan.model_copy(update={"recompute": policy})
-    return max(moment["activations"] for moment in dry(spec.model_copy(update={"plan": plan}), 0).course)
+    return max(moment["activations"] for moment in dry(spec.model_copy(update={"plan": plan}), 0).memory_timeline)
 
 
 RUNS = {
@@ -30,7 +30,7 @@ def test_the_size_that_is_decided_holds_the_least(name: str) -> None:
     spec = RUNS[name]
     longest = 12 // spec.plan.pipeline
     held = {f"segments:{size}": _peak(spec, f"segments:{size}") for size in range(1, longest + 1)}
-    decided = of_run(spec).plan.recompute
+    decided = workload_of(spec).plan.recompute
     assert held[decided] <= 1.02 * min(held.values()), held
     assert held[decided] <= _peak(spec, "full")
     assert max(held.values()) > 1.3 * held[decided], "a choice that matters"
@@ -38,4 +38,4 @@ def test_the_size_that_is_decided_holds_the_least(name: str) -> None:
 
 def test_other_policies_stay_as_they_are() -> None:
     for policy in ("none", "full", "sqrt", "segments:3"):
-        assert of_run(tiny_run(plan={"recompute": policy})).plan.recompute == policy
+        assert workload_of(tiny_run(plan={"recompute": policy})).plan.recompute == policy

@@ -6,7 +6,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.parts import parts
 from megalith.cost.profile import Product
 from megalith.cost.time import Setting, _started, product_seconds, spend
-from megalith.cost.workload import Practice
+from megalith.cost.workload import SoftwareProfile
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
@@ -21,7 +21,7 @@ def _no_disk(monkeypatch):
 
 def host(model, **practice) -> float:
     """Return the seconds that the host adds to the forward of a block."""
-    load = workload(model, Plan(), practice=Practice(**practice))
+    load = workload(model, Plan(), practice=SoftwareProfile(**practice))
     block = parts(load).blocks[0]
     return spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").host
 
@@ -38,12 +38,12 @@ def test_the_host_waits_for_tokens_only_where_their_number_is_not_fixed():
 
 def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_the_experts():
     """Attention over long sequences keeps the device busy, but the experts' kernels are launched after it."""
-    load = workload(mixture(), Plan(), seq_len=65536, practice=Practice(graphs="parts"))
+    load = workload(mixture(), Plan(), seq_len=65536, practice=SoftwareProfile(graphs="parts"))
     block, setting = parts(load).blocks[0], Setting.of(load, FIGURES)
     short = replace(block, products=tuple(replace(p, rows=1) if p.expert else p for p in block.products), apart_moved={"F": 0.0})
     waiting, fixed = (
         spend(short, ("F",), replace(setting, workload=replace(load, practice=practice)), format="bf16").host
-        for practice in (Practice(graphs="parts"), Practice(graphs="parts", waits=False))
+        for practice in (SoftwareProfile(graphs="parts"), SoftwareProfile(graphs="parts", waits=False))
     )
     assert fixed == 0
     assert waiting > FIGURES.generations["fused"].routing
@@ -51,7 +51,7 @@ def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_th
 
 def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, launch=0.0, **practice) -> float:
     """Return the launches of a block: operations, or, with other weights, the kernels launched within them."""
-    load = workload(model, Plan(), practice=Practice(**practice))
+    load = workload(model, Plan(), practice=SoftwareProfile(**practice))
     setting = Setting.of(load, FIGURES)
     counting = replace(setting, generation=replace(setting.generation, host=operation, launch=launch))
     return sum(_started(parts(load).blocks[0], phases, counting, format))
@@ -68,7 +68,7 @@ def test_scales_in_blocks_are_further_kernels_where_nothing_fuses_them():
     launches = {"operation": 0.0, "launch": 1.0, "format": "mxfp8"}
     tensors = started(dense(), format="mxfp8") - started(dense())
     assert started(dense(), **launches) == 0
-    assert started(dense(), scattered=4, **launches) == 4 * tensors
+    assert started(dense(), quantise_kernels=4, **launches) == 4 * tensors
 
 
 def test_a_loop_over_experts_is_one_operation_whose_kernels_are_launched():
@@ -108,7 +108,7 @@ def _lag_alone(load, block) -> float:
 def test_rows_that_come_by_sender_are_put_in_order_once_more():
     """In each direction their bytes are read and written once more; a token that is sent only once arrives in order."""
     plain, ordered = (
-        replace(workload(mixture(), Plan(data=4, expert=4)), practice=Practice(deduplicated=deduplicated))
+        replace(workload(mixture(), Plan(data=4, expert=4)), practice=SoftwareProfile(deduplicated=deduplicated))
         for deduplicated in (False, True)
     )
     block = parts(plain).blocks[0]
@@ -133,7 +133,7 @@ def test_each_rank_sending_its_share_alone_takes_a_start_for_each():
     from megalith.cost.estimate import estimate
 
     load = workload(dense(), Plan(data=64, zero=1), global_batch=64)
-    alone = replace(load, practice=Practice(gathers="rank"))
+    alone = replace(load, practice=SoftwareProfile(gathers="rank"))
     assert estimate(alone).time.data > estimate(load).time.data
 
 

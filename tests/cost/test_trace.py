@@ -174,8 +174,8 @@ def test_products_in_a_narrow_format_keep_their_factors_in_it():
 
 def test_activations_can_be_kept_more_sparingly_still():
     """Attention's output takes 12 bits for both uses instead of 24; gate and up of a token's two experts take 8."""
-    each, sparing = (trace_block(mixture(), 0, changed(kept=1, sparing=sparing)) for sparing in (False, True))
-    assert each.saved - sparing.saved == TOKENS * (1.5 * DIM + 2 * 2 * 128)
+    each, fewer = (trace_block(mixture(), 0, changed(kept=1, low_precision_kept=low)) for low in (False, True))
+    assert each.saved - fewer.saved == TOKENS * (1.5 * DIM + 2 * 2 * 128)
 
 
 def test_recomputed_up_projections_free_queries_keys_and_values():

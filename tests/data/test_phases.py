@@ -34,7 +34,7 @@ def test_every_token_is_a_target_once_a_pass_whatever_the_phases(prepared, data)
     }
     for index in range(400):
         sample, (domain, length, runs) = stream.sample(index), stream._place(index)
-        assert len(sample.tokens) == length == sum(sample.pieces) and sample.domain == names[domain]
+        assert len(sample.tokens) == length == sum(sample.segments) and sample.domain == names[domain]
         wanted = [phase.seq_len for phase in phases if phase.first <= index]
         assert length == (wanted[-1] if wanted else stream.seq_len)
         for run in runs:

@@ -25,7 +25,7 @@ def _flat(folder, domain: str, split: str = "train") -> np.ndarray:
 
 
 def _key(sample: Sample) -> tuple:
-    return sample.domain, sample.tokens.tobytes(), sample.targets.tobytes(), sample.positions.tobytes(), sample.pieces
+    return sample.domain, sample.tokens.tobytes(), sample.targets.tobytes(), sample.positions.tobytes(), sample.segments
 
 
 def _domain_epoch(stream: Stream, domain: str, epoch: int) -> list[Sample]:
@@ -112,17 +112,17 @@ def test_masks_cut_where_documents_end(prepared):
     crowded = 0
     for index in range(300):
         sample = stream.sample(index)
-        assert sum(sample.pieces) == SEQ_LEN
-        assert min(sample.pieces) > 0
-        edges = np.cumsum(sample.pieces)
-        assert sample.positions.tolist() == [place for piece in sample.pieces for place in range(piece)]
+        assert sum(sample.segments) == SEQ_LEN
+        assert min(sample.segments) > 0
+        edges = np.cumsum(sample.segments)
+        assert sample.positions.tolist() == [place for piece in sample.segments for place in range(piece)]
         padded = sample.targets[-1] == NO_TARGET and sample.tokens[-1] == stream.end_of_text
         inside = edges[:-2] if padded and len(edges) > 1 else edges[:-1]
         assert all(sample.tokens[edge - 1] == stream.end_of_text for edge in inside)
         ends = np.flatnonzero(sample.tokens == stream.end_of_text)
         assert all(sample.targets[ends] == NO_TARGET), "what follows an end of text cannot be known from it"
         assert not any(sample.targets[sample.tokens != stream.end_of_text] == NO_TARGET)
-        crowded += len(sample.pieces) > 2
+        crowded += len(sample.segments) > 2
     assert crowded > 20, "the test needs windows of several documents"
 
 
@@ -131,7 +131,7 @@ def test_without_masks_a_sequence_is_one_piece_and_every_token_has_a_target(prep
     masked = Stream(prepared, seq_len=SEQ_LEN, seed=5)
     for index in range(200):
         sample, other = plain.sample(index), masked.sample(index)
-        assert sample.pieces == (SEQ_LEN,)
+        assert sample.segments == (SEQ_LEN,)
         assert sample.positions.tolist() == list(range(SEQ_LEN))
         assert (sample.tokens == other.tokens).all()
         kept = other.targets != NO_TARGET
@@ -159,7 +159,7 @@ def test_a_batch_is_its_samples_in_the_order_asked_for(stream):
         assert (batch.tokens[row] == sample.tokens).all()
         assert (batch.targets[row] == sample.targets).all()
         assert (batch.positions[row] == sample.positions).all()
-        assert (batch.pieces[row], batch.domains[row]) == (sample.pieces, sample.domain)
+        assert (batch.segments[row], batch.domains[row]) == (sample.segments, sample.domain)
 
 
 def test_domains_come_in_proportion_to_their_weights_or_tokens(prepared):
@@ -208,7 +208,7 @@ def test_documents_shorter_than_a_window_and_windows_longer_than_all_data(tmp_pa
     sample = Stream(tmp_path / "out", seq_len=8).sample(3)  # tokens: a b END c END
     assert sample.tokens.tolist() == [97, 98, 256, 99, 256, 256, 256, 256]
     assert sample.targets.tolist() == [98, 256, NO_TARGET, 256, *[NO_TARGET] * 4]
-    assert sample.pieces == (3, 1, 4)
+    assert sample.segments == (3, 1, 4)
     assert sample.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 

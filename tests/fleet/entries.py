@@ -154,9 +154,9 @@ def wait_like_the_others(own: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megalith.train import standing
+    from megalith.train import collective_progress
 
-    standing.answer()
+    collective_progress.answer()
     place, never = find(), threading.Event()
     assert place is not None
     store: Any = dist.FileStore(place.store.removeprefix("file://"), place.world)

@@ -15,7 +15,7 @@ from megalith.fleet import actions, hooks, injection
 from megalith.fleet.actions import ACTIONS, BALLAST, happen
 from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import Injection
-from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.rank_info import RankInfo, node_folder
 from megalith.fleet.tiers import copies
 from megalith.machine import networks
 from megalith.rehearse.campaign import REPAIR_SECONDS, may_mount, mender, small_disk
@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def seat(tmp_path: Path) -> Seat:
+def seat(tmp_path: Path) -> RankInfo:
     """Rank 1 of two ranks on two nodes. Both nodes have a copy of its state after step 4."""
     placement = ("a", "b")
     for rank, node in enumerate(placement):
@@ -46,10 +46,10 @@ def seat(tmp_path: Path) -> Seat:
         buffer.commit(label)
         buffer.close()
     shutil.copytree(tmp_path / "memory", tmp_path / "disk")
-    return Seat(1, 2, placement, tmp_path / "memory", tmp_path / "disk", key=KEY)
+    return RankInfo(1, 2, placement, tmp_path / "memory", tmp_path / "disk", key=KEY)
 
 
-def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
+def _befall(kind: str, seat: RankInfo, *, step: int = 4) -> int:
     """Return the exit status of a rank with a fault, as in `subprocess`, or 0 if it survived. Its parent is a fork server with no
     other ranks."""
     server = os.fork()
@@ -59,7 +59,7 @@ def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
     return end if end < 0x80 else end - 0x100
 
 
-def _befall_rank(kind: str, seat: Seat, step: int) -> int:
+def _befall_rank(kind: str, seat: RankInfo, step: int) -> int:
     process = os.fork()
     if process == 0:
         faulthandler.disable()
@@ -77,7 +77,7 @@ def _befall_rank(kind: str, seat: Seat, step: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _held(seat: Seat, *, disk: bool = False) -> dict[str, list[bool]]:
+def _held(seat: RankInfo, *, disk: bool = False) -> dict[str, list[bool]]:
     """Return the nodes that hold copies in memory, or on disk, and whether they are intact."""
     root = seat.disk if disk else seat.memory
     assert root is not None
@@ -90,12 +90,12 @@ WHOLE, NOTHING = {"a": [True], "b": [True]}, {}
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_a_process_is_ended_as_the_fault_says_and_copies_in_memory_stay(kind: str, run: Path, seat: Seat):
+def test_a_process_is_ended_as_the_fault_says_and_copies_in_memory_stay(kind: str, run: Path, seat: RankInfo):
     assert _befall(kind, seat) == ENDS[kind]
     assert _held(seat) == WHOLE
 
 
-def test_a_call_that_never_returns_leaves_a_process_that_lives_and_hears_signals(run: Path, seat: Seat):
+def test_a_call_that_never_returns_leaves_a_process_that_lives_and_hears_signals(run: Path, seat: RankInfo):
     def heard(number: int, frame: object) -> None:
         os.write(writing, b"!")
 
@@ -126,7 +126,7 @@ LEFT_ON_DISK = {"checkpoint": NOTHING, "altered": NOTHING, "node": {"a": [True]}
 
 
 @pytest.mark.parametrize("kind", LEFT)
-def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: Seat):
+def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: RankInfo):
     assert seat.memory is not None
     assert _befall(kind, seat) == -signal.SIGKILL
     assert _held(seat) == LEFT[kind]
@@ -140,7 +140,7 @@ def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: 
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "altered"])
-def test_memory_stays_lost_though_another_rank_was_copying(kind: str, run: Path, seat: Seat):
+def test_memory_stays_lost_though_another_rank_was_copying(kind: str, run: Path, seat: RankInfo):
     """Otherwise the run would continue from memory, and the damage to its newest checkpoint would show only at the next fault."""
     assert seat.memory is not None
     server = os.fork()
@@ -157,7 +157,7 @@ def test_memory_stays_lost_though_another_rank_was_copying(kind: str, run: Path,
     assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 0
 
 
-def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, seat: Seat):
+def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, seat: RankInfo):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         assert _befall("sockets", seat) == 0
@@ -166,7 +166,7 @@ def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, se
 
 
 def test_the_supervisor_is_the_process_that_holds_the_run_the_agent_that_which_keeps_the_rank(
-    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+    run: Path, seat: RankInfo, monkeypatch: pytest.MonkeyPatch
 ):
     supervisor, agent = _waiting(), _waiting()
     (run / "ranks").mkdir()
@@ -188,7 +188,7 @@ def _waiting() -> int:
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
-def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: RankInfo, monkeypatch: pytest.MonkeyPatch):
     shutil.rmtree(run / "checkpoints")
     injection.save(run.parent / "faults.json", [Injection(0, "full", 10, "saving", (0,))])
     monkeypatch.setenv(injection.VARIABLE, str(run.parent / "faults.json"))
@@ -206,7 +206,7 @@ def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat
 
 @pytest.mark.skipif(networks.missing() is not None, reason=networks.missing() or "")
 def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
-    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+    run: Path, seat: RankInfo, monkeypatch: pytest.MonkeyPatch
 ):
     file = run.parent / "faults.json"
     injection.save(file, [Injection(0, "interface", 4, "step", (1,))])
@@ -228,12 +228,12 @@ def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
             assert network.is_connected("b") == connected
 
 
-def test_no_interface_that_others_need_is_taken_down(run: Path, seat: Seat):
+def test_no_interface_that_others_need_is_taken_down(run: Path, seat: RankInfo):
     with pytest.raises(AssertionError, match="others need"):
         happen(Injection(0, "interface", 10, "step", (1,)), seat)
 
 
-def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
+def test_no_disk_that_others_need_is_filled(run: Path, seat: RankInfo):
     with pytest.raises(AssertionError, match="not a file system of its own"):
         happen(Injection(0, "full", 10, "saving", (1,)), seat)
     assert not list((run / "checkpoints").glob(f"{BALLAST}*"))

@@ -5,7 +5,7 @@ import pytest
 
 from megalith.fleet.causes import Exit, Failure, RankError, conclusive, describe, first, is_secondary, read_error
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.signs import of_failure
+from megalith.fleet.observations import of_failure
 
 LOG = Path("rank-0.log")
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalith.fleet import causes, evidence, report, signs
+from megalith.fleet import causes, evidence, observations, report
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
 DUMP = """loss 3.1
 Thread 0x00007f01 (most recent call first):
-  File "lifeline.py", line 48 in wait
+  File "parent_watch.py", line 48 in wait
 
 Current thread 0x00007f02 (most recent call first):
   File "innermost.py", line 1 in deep
@@ -25,7 +25,7 @@ Current thread 0x00007f02 (most recent call first):
 
 def test_the_main_stack_is_the_last_one_from_the_inside_out():
     assert evidence.main_stack(DUMP).splitlines()[1] == '  File "innermost.py", line 1 in deep'
-    assert "lifeline" not in evidence.main_stack(DUMP)
+    assert "parent_watch" not in evidence.main_stack(DUMP)
 
 
 def test_a_deep_stack_keeps_its_innermost_calls():
@@ -62,8 +62,8 @@ def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
     def away(path: Path, *given: object, **more: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    sign = signs.NodeJoined(time=1.0, node="a")
-    (tmp_path / "rank-0-1.json").write_text(json.dumps(signs.dump(sign)))
+    sign = observations.NodeJoined(time=1.0, node="a")
+    (tmp_path / "rank-0-1.json").write_text(json.dumps(observations.dump(sign)))
     with monkeypatch.context() as patch:
         for name in ("open", "stat", "glob"):
             patch.setattr(Path, name, away)

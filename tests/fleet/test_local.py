@@ -11,9 +11,9 @@ from megalith.fleet.heartbeat import VARIABLE, Heartbeat
 from megalith.fleet.job import Job
 from megalith.fleet.local import HEARTBEATS, LocalNodes
 from megalith.fleet.nodes import Generation
-from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.observations import NodesLost
+from megalith.fleet.rank_info import RankInfo, node_folder
 from megalith.fleet.secure import key
-from megalith.fleet.signs import NodesLost
 from megalith.fleet.tiers import Copy, Tier, copies, roots
 from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.tiers.roots import clear_disk, clear_memory, disk_root, memory_root
@@ -128,7 +128,7 @@ def test_ranks_are_told_of_the_disk_only_where_copies_go_there(shared: Path, tmp
     for every, shrunk in ((4, False), (4, True), (0, False)):
         nodes, disk = _on_disk(tmp_path, disk_every=every)
         told = nodes._assign(Generation("g", ("a", "b"), shrunk=shrunk)).variables(0)
-        assert Seat.find(around | told).disk == (None if shrunk else disk)
+        assert RankInfo.find(around | told).disk == (None if shrunk else disk)
         assert (disk is None) == (every == 0)
         nodes.close(forget=False)
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from megalith.fleet import agent, letters, remote
+from megalith.fleet import agent, messages, remote
 from megalith.fleet.agent import Agent
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation
+from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost
 from megalith.fleet.remote import RemoteNodes, node_logs
-from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.conftest import until
 from tests.fleet.stores import Dictionary
@@ -134,7 +134,7 @@ def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) ->
         return clock.now
 
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), FleetSpec(node_timeout=0.3), clock=passing)
-    store.set(letters.member_key(store.add(letters.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
+    store.set(messages.member_key(store.add(messages.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
     assert [type(sign) for sign in nodes.wait(0.0)] == [NodeJoined]
     assert nodes.survey(("a",)) == ()
     assert clock.now == pytest.approx(0.3, abs=0.1)
@@ -195,7 +195,7 @@ def test_no_start_is_ordered_while_the_run_folder_is_full(tmp_path: Path) -> Non
     """The controller waits for space on the disk, as it does with nodes on its own machine."""
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=1, run_dir=tmp_path), FleetSpec())
-    letters.orders(store, store.add(letters.JOINED, 1))
+    messages.orders(store, store.add(messages.JOINED, 1))
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "room").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
@@ -290,17 +290,17 @@ def test_nothing_that_an_agent_says_ends_the_controller(tmp_path: Path, capsys: 
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), FleetSpec(node_timeout=SECONDS))
     for text in NONSENSE:
-        store.set(letters.member_key(store.add(letters.JOINED, 1)), text)
-        store.set(letters.refused_key(store.add(letters.REFUSED, 1)), text)
+        store.set(messages.member_key(store.add(messages.JOINED, 1)), text)
+        store.set(messages.refused_key(store.add(messages.REFUSED, 1)), text)
     assert nodes.wait(0.0) == []
-    member = store.add(letters.JOINED, 1)
-    store.set(letters.member_key(member), json.dumps({"name": "a", "order": 0}))
+    member = store.add(messages.JOINED, 1)
+    store.set(messages.member_key(member), json.dumps({"name": "a", "order": 0}))
     assert [type(sign) for sign in nodes.wait(0.0)] == [NodeJoined]
-    answers = letters.answers(store, member)
+    answers = messages.answers(store, member)
     for text in NONSENSE:
         answers._written += 1
         store.set(f"answers/{member}/{answers._written}", text)
-        store.set(letters.beat_key(member), text)
+        store.set(messages.beat_key(member), text)
         nodes.wait(0.0)
     answers.put({"generation": "", "exit": {"rank": 1, "code": 0, "time": 1.0}})
     assert nodes.wait(0.0) == [Exit(1, 0, 1.0)], "what can be read is still heard"
@@ -312,7 +312,7 @@ def test_nothing_that_an_agent_says_ends_the_controller(tmp_path: Path, capsys: 
 def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), FleetSpec(node_timeout=SECONDS))
-    store.set(letters.member_key(store.add(letters.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
+    store.set(messages.member_key(store.add(messages.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
     nodes.wait(0.0)
     nodes._generation = Generation("g1", ("a",))
     asked = Answered(store, text)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalith.kernels.attention import attention, chunked, flash_cuda, kernel_for
-from megalith.kernels.pairs import rows_of
-from megalith.models.core import attend, attend_pieces
+from megalith.kernels.mask import mask_rows
+from megalith.models.core import attend, attend_segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::UserWarning")]  # a driver may print warnings
 
@@ -30,10 +30,10 @@ def test_flash_gives_plain_attention(gpu, shape, causal):
         assert (found.float() - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
 
-@pytest.mark.parametrize(("window", "pieces"), [(40, None), (None, ((60, 140), (200,))), (40, ((60, 140), (200,)))], ids=str)
-def test_parts_on_the_gpu_are_those_on_the_cpu(gpu, window, pieces):
+@pytest.mark.parametrize(("window", "segments"), [(40, None), (None, ((60, 140), (200,))), (40, ((60, 140), (200,)))], ids=str)
+def test_parts_on_the_gpu_are_those_on_the_cpu(gpu, window, segments):
     q, k, v = (torch.randn(2, heads, 200, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    rows = rows_of(((0, 200),), ((0, 200),), batch=2, window=window, pieces=pieces)
+    rows = mask_rows(((0, 200),), ((0, 200),), batch=2, window=window, segments=segments)
     results = []
     for device, dtype in ((gpu, torch.bfloat16), (torch.device("cpu"), torch.float32)):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
@@ -44,11 +44,11 @@ def test_parts_on_the_gpu_are_those_on_the_cpu(gpu, window, pieces):
         assert (found - wanted).abs().max() < 3e-2 * wanted.abs().max()
 
 
-def expected_of(leaves: list[torch.Tensor], pieces: tuple[tuple[int, ...], ...], upstream: torch.Tensor) -> list[torch.Tensor]:
+def expected_of(leaves: list[torch.Tensor], segments: tuple[tuple[int, ...], ...], upstream: torch.Tensor) -> list[torch.Tensor]:
     """Return output and gradients of plain attention in fp32, one document after the other."""
     wide = [x.detach().float().requires_grad_() for x in leaves]
     rows = []
-    for row, lengths in enumerate(pieces):
+    for row, lengths in enumerate(segments):
         split = [x[row : row + 1].split(lengths, dim=2) for x in wide]
         rows.append(torch.cat([plain(*some) for some in zip(*split, strict=True)], dim=2))
     out = torch.cat(rows)
@@ -70,15 +70,15 @@ def test_documents_of_any_lengths_one_after_the_other(gpu, shape):
     for turn in range(16):
         batch, seq = 1 + turn % 3, (32, 128, 200)[turn % 3]
         cuts = [sorted(set(torch.randint(1, seq, (turn % 7,), generator=random).tolist())) for _ in range(batch)]
-        pieces = tuple(tuple(b - a for a, b in zip([0, *row], [*row, seq], strict=True)) for row in cuts)
+        segments = tuple(tuple(b - a for a, b in zip([0, *row], [*row, seq], strict=True)) for row in cuts)
         sizes = ((heads, channels), (kv_heads, channels), (kv_heads, of_v), (heads, of_v))
         *leaves, upstream = (torch.randn(batch, seq, *size, device=gpu, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
-        expected = expected_of(leaves, pieces, upstream)
+        expected = expected_of(leaves, segments, upstream)
         given = [x.requires_grad_() for x in leaves]
-        functions = [lambda *x, cut=pieces: attend_pieces(*x, cut)]
-        if all(len(row) == 1 for row in pieces):
+        functions = [lambda *x, cut=segments: attend_segments(*x, cut)]
+        if all(len(row) == 1 for row in segments):
             functions.append(attend)
         for function in functions:
             out = function(*given)
             for found, wanted in zip((out, *torch.autograd.grad(out, given, upstream)), expected, strict=True):
-                assert (found.float() - wanted).abs().max() <= 3e-2 * wanted.abs().max(), (turn, pieces)
+                assert (found.float() - wanted).abs().max() <= 3e-2 * wanted.abs().max(), (turn, segments)

@@ -48,7 +48,7 @@ def test_logits_loss_and_gradients_in_fp32_are_those_of_the_cpu(spec, packed, gp
     batches = [batch_of(spec, torch.device(device), packed=packed) for device in ("cpu", gpu)]
     with torch.no_grad():
         expected, found = (
-            logits(model, b.tokens, positions=b.positions, pieces=b.pieces).cpu()
+            logits(model, b.tokens, positions=b.positions, segments=b.segments).cpu()
             for model, b in zip((here, there), batches, strict=True)
         )
     assert expected.std() > 0.1
@@ -75,7 +75,7 @@ def test_packed_documents_give_what_each_gives_alone(gpu):
     spec = SPECS["grouped queries"]
     model, batch = lively(spec, spread=0.05).to(gpu), batch_of(spec, gpu, packed=True)
     with torch.no_grad():
-        packed = logits(model, batch.tokens, positions=batch.positions, pieces=batch.pieces)
+        packed = logits(model, batch.tokens, positions=batch.positions, segments=batch.segments)
         for row, lengths in enumerate(PIECES):
             alone = torch.cat([logits(model, piece[None])[0] for piece in batch.tokens[row].split(lengths)])
             torch.testing.assert_close(packed[row], alone, rtol=1e-4, atol=1e-4)
@@ -108,13 +108,13 @@ def test_all_logits_never_lie_in_the_gpus_memory_at_once(gpu):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("pieces", [None, ((5000, 3192),)], ids=str)
-def test_attention_in_bf16_holds_no_matrix_of_all_pairs_of_tokens(pieces, kv_heads, gpu):
+@pytest.mark.parametrize("segments", [None, ((5000, 3192),)], ids=str)
+def test_attention_in_bf16_holds_no_matrix_of_all_pairs_of_tokens(segments, kv_heads, gpu):
     seq, heads = 8192, 8
     q, k, v = (torch.randn(1, seq, n, 64, device=gpu, dtype=torch.bfloat16).requires_grad_() for n in (heads, kv_heads, kv_heads))
     torch.cuda.reset_peak_memory_stats(gpu)
     before = torch.cuda.memory_allocated(gpu)
-    CausalCore()(q, k, v, Batch(torch.zeros(1, seq, dtype=torch.long), pieces=pieces)).sum().backward()
+    CausalCore()(q, k, v, Batch(torch.zeros(1, seq, dtype=torch.long), segments=segments)).sum().backward()
     assert torch.cuda.max_memory_allocated(gpu) - before < 2 * heads * seq**2 / 4
 
 

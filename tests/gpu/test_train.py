@@ -13,7 +13,7 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
 from megalith.train.measure.peak import matmul_rate
 from megalith.train.run import choose_device
-from megalith.train.step import Stepped, train_step
+from megalith.train.step import StepResult, train_step
 from tests.parallel.running import microbatches
 from tests.specs import tiny_run
 
@@ -30,7 +30,7 @@ def trainer_on(device: torch.device, spec: RunSpec, *, like: Trainer | None = No
     return trainer
 
 
-def steps(trainer: Trainer, count: int) -> list[Stepped]:
+def steps(trainer: Trainer, count: int) -> list[StepResult]:
     return [train_step(trainer, microbatches(trainer, step), step=step) for step in range(count)]
 
 
@@ -124,7 +124,7 @@ def test_the_measured_rate_is_that_of_a_gpu(gpu):
 
 @pytest.mark.any_device
 def test_an_update_checked_late_and_undone_gives_the_same_bits(gpu):
-    def run(clip: float, late: bool) -> tuple[Trainer, list[Stepped]]:
+    def run(clip: float, late: bool) -> tuple[Trainer, list[StepResult]]:
         spec = run_of(
             plan={"post_validation": late, "zero": 1}, optimizer={"clip": clip}, train={"steps": 8, "precision": "bf16"}
         )

@@ -16,7 +16,7 @@ from megalith.kernels.attention import (
     kernel_for,
     zeros_for,
 )
-from megalith.kernels.pairs import Pair, Rows, rows_of
+from megalith.kernels.mask import MaskBlock, MaskRows, mask_rows
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from tests.kernels.largest import Largest
@@ -83,7 +83,7 @@ def test_sums_of_exponentials_are_fp32(kernel, dtype):
 def test_a_query_whose_keys_come_in_parts_gets_what_it_gets_from_all_at_once():
     q, k, v, grad = tensors((4, 2, 8, 6))
     whole, sums = flash_cpu.forward(q, k, v, False, SCALE)
-    rows = (Rows(0, 2, (Pair(0, 37, 30, 7, "all"), Pair(0, 20, 0, 30, "all"), Pair(20, 17, 0, 30, "all"))),)
+    rows = (MaskRows(0, 2, (MaskBlock(0, 37, 30, 7, "all"), MaskBlock(0, 20, 0, 30, "all"), MaskBlock(20, 17, 0, 30, "all"))),)
     running = Running.start(q, v)
     add_forward(running, q, k, v, rows=rows, kernel=flash_cpu, scale=SCALE)
     torch.testing.assert_close((running.out, running.lse), (whole, sums))
@@ -94,14 +94,14 @@ def test_a_query_whose_keys_come_in_parts_gets_what_it_gets_from_all_at_once():
 
 def test_the_future_is_the_past_read_backwards():
     q, k, v, _ = tensors((4, 2, 8, 8))
-    found = attention(q, k, v, rows=(Rows(0, 2, (Pair(0, 37, 0, 37, "future"),)),), kernel=flash_cpu, scale=SCALE)
+    found = attention(q, k, v, rows=(MaskRows(0, 2, (MaskBlock(0, 37, 0, 37, "future"),)),), kernel=flash_cpu, scale=SCALE)
     turned = textbook(*(x.flip(2) for x in (q, k, v)), True, None)[0].flip(2)
     torch.testing.assert_close(found, turned)
 
 
 def test_gradients_are_those_of_finite_differences():
     q, k, v, _ = (x[:1, :, :9].requires_grad_() for x in tensors((2, 1, 4, 3)))
-    rows = rows_of(((0, 9),), ((0, 9),), batch=1, pieces=((4, 5),), window=3)
+    rows = mask_rows(((0, 9),), ((0, 9),), batch=1, segments=((4, 5),), window=3)
     assert torch.autograd.gradcheck(lambda *x: attention(*x, rows=rows, kernel=chunked(2.0, 4), scale=SCALE), (q, k, v))
 
 
@@ -117,7 +117,7 @@ def test_capped_attention_holds_no_matrix_of_all_pairs_of_tokens():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_shapes_are_right_where_nothing_is_computed(softcap):
     q, k, v, _ = (x.to("meta").requires_grad_() for x in tensors((4, 2, 8, 6), dtype=torch.bfloat16))
-    rows = rows_of(((0, 37),), ((0, 37),), batch=2, window=9)
+    rows = mask_rows(((0, 37),), ((0, 37),), batch=2, window=9)
     out = attention(q, k, v, rows=rows, kernel=kernel_for(q, v, softcap), scale=SCALE)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert out.shape == (2, 4, 37, 6)
@@ -188,9 +188,9 @@ def test_short_sequences_and_other_dtypes_go_to_the_fused_kernel(seq, dtype, mon
     assert not blocks.pays(q) and kernel_for(q, q) is flash_cpu
 
 
-@pytest.mark.parametrize("pieces", [None, ((30, 7), (37,))], ids=["whole", "documents"])
+@pytest.mark.parametrize("segments", [None, ((30, 7), (37,))], ids=["whole", "documents"])
 @pytest.mark.parametrize("shape", [SHAPES["grouped"], SHAPES["latent"]], ids=["grouped", "latent"])
-def test_attention_in_fp16_is_rounded_once(shape, pieces):
+def test_attention_in_fp16_is_rounded_once(shape, segments):
     """Scores are computed in fp32; in fp16 a probability would change by a hundredth. Output and gradients agree with fp64
     within one rounding."""
     q, k, v, grad = (x.transpose(1, 2) for x in tensors(shape, dtype=torch.float16))
@@ -199,7 +199,7 @@ def test_attention_in_fp16_is_rounded_once(shape, pieces):
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = core(*inputs, Batch(torch.zeros(2, 37), pieces=pieces))
+        out = core(*inputs, Batch(torch.zeros(2, 37), segments=segments))
         out.backward(grad.to(dtype))
         return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.permute import Order, collect, collect_plain, spread, spread_plain
+from megalith.kernels.permute import Order, permute, permute_plain, unpermute, unpermute_plain
 
 
 def order_of(copies: int, dropped: int) -> tuple[Order, Tensor]:
@@ -22,7 +22,7 @@ CASES = [(1, 0), (2, 0), (3, 5), (1, 9)]
 def test_spreading_equals_its_definition(copies: int, dropped: int) -> None:
     order, _ = order_of(copies, dropped)
     x = torch.randn(9, 5, requires_grad=True)
-    out, expected = spread(x, order), spread_plain(x, order)
+    out, expected = permute(x, order), permute_plain(x, order)
     assert torch.equal(out, expected)
     grad = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, x, grad), torch.autograd.grad(expected, x, grad))
@@ -33,7 +33,7 @@ def test_collecting_equals_its_definition(copies: int, dropped: int) -> None:
     order, _ = order_of(copies, dropped)
     rows = torch.randn(order.rows, 5, requires_grad=True)
     weights = torch.rand(9, copies, requires_grad=True)
-    out, expected = collect(rows, weights, order), collect_plain(rows, weights, order)
+    out, expected = unpermute(rows, weights, order), unpermute_plain(rows, weights, order)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     inputs = (rows, weights)
@@ -55,5 +55,5 @@ def test_places_are_the_inverse_of_the_order() -> None:
 def test_bf16_copies_are_summed_in_fp32() -> None:
     order, _ = order_of(3, 0)
     rows, weights = torch.randn(27, 64).bfloat16(), torch.rand(9, 3)
-    exact = collect_plain(rows.double(), weights.double(), order)
-    assert torch.equal(collect(rows, weights, order), exact.bfloat16())
+    exact = unpermute_plain(rows.double(), weights.double(), order)
+    assert torch.equal(unpermute(rows, weights, order), exact.bfloat16())

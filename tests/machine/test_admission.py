@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import letters
+from megalith.fleet import messages
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
+from megalith.fleet.observations import HealthChecked
+from megalith.fleet.rank_info import node_folder
 from megalith.fleet.remote import RemoteNodes
-from megalith.fleet.seat import node_folder
-from megalith.fleet.signs import HealthChecked
 from megalith.machine import admission, health, link
 from megalith.machine.admission import LEAST, UnfitError, admit, await_fitness, before_start, burnt, failures
 from megalith.machine.health import Finding, Needs
@@ -85,7 +85,7 @@ def test_a_machine_that_becomes_fit_is_let_in_and_one_that_does_not_is_not(monke
 def test_the_controller_hears_who_is_not_admitted_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Dictionary()
     nodes = RemoteNodes(store, Job("a:b", {}, ranks=1, run_dir=tmp_path), FleetSpec())
-    letters.refuse(store, "b", "memory: 1 MiB")
+    messages.refuse(store, "b", "memory: 1 MiB")
     [sign] = nodes.wait(0.0)
     assert isinstance(sign, HealthChecked)
     assert (sign.node, sign.passed, sign.there, sign.text) == ("b", False, False, "memory: 1 MiB")

@@ -120,7 +120,7 @@ def test_packed_documents_give_what_each_gives_alone(spec: Model):
     model, tokens = stirred(spec), tokens_of(spec, batch=1, seq=20)
     positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
     with torch.no_grad():
-        packed = logits(model, tokens, positions=positions, pieces=((12, 8),))
+        packed = logits(model, tokens, positions=positions, segments=((12, 8),))
         alone = torch.cat((logits(model, tokens[:, :12]), logits(model, tokens[:, 12:])), dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 

@@ -32,8 +32,8 @@ def inputs(batch: int, seq: int, kv_heads: int, of_v: int = 8, dtype: torch.dtyp
     return [torch.randn(batch, seq, *size, generator=generator, dtype=dtype).requires_grad_() for size in sizes]
 
 
-def batch_of(rows: int, seq: int, pieces: tuple[tuple[int, ...], ...] | None = None) -> Batch:
-    return Batch(torch.zeros(rows, seq, dtype=torch.long), pieces=pieces)
+def batch_of(rows: int, seq: int, segments: tuple[tuple[int, ...], ...] | None = None) -> Batch:
+    return Batch(torch.zeros(rows, seq, dtype=torch.long), segments=segments)
 
 
 CUTS = {
@@ -47,13 +47,13 @@ CUTS = {
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 7, 11, 12, 50])
-@pytest.mark.parametrize("pieces", CUTS.values(), ids=CUTS.keys())
-def test_attention_is_the_textbooks_in_output_and_gradients(pieces, window, softcap):
+@pytest.mark.parametrize("segments", CUTS.values(), ids=CUTS.keys())
+def test_attention_is_the_textbooks_in_output_and_gradients(segments, window, softcap):
     tensors = inputs(5, 12, 2, of_v=6, dtype=torch.float64)
-    found = CausalCore(scale=0.7, window=window, softcap=softcap)(*tensors, batch_of(5, 12, pieces))
+    found = CausalCore(scale=0.7, window=window, softcap=softcap)(*tensors, batch_of(5, 12, segments))
     rows = [
         textbook(
-            *(x[i] for x in tensors), (12,) if pieces is None else pieces[i], scale=0.7, window=window, softcap=softcap
+            *(x[i] for x in tensors), (12,) if segments is None else segments[i], scale=0.7, window=window, softcap=softcap
         )
         for i in range(5)
     ]  # fmt: skip
@@ -74,12 +74,12 @@ def test_key_heads_serve_runs_of_query_heads_and_values_have_channels_of_their_o
 
 @pytest.mark.parametrize("of_v", [8, 5])
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("pieces", [None, ((300, 212),), ((512,),)], ids=str)
-def test_no_matrix_of_all_pairs_of_tokens_exists_in_forward_or_backward(pieces, window, of_v):
+@pytest.mark.parametrize("segments", [None, ((300, 212),), ((512,),)], ids=str)
+def test_no_matrix_of_all_pairs_of_tokens_exists_in_forward_or_backward(segments, window, of_v):
     seq = 512
     q, k, v = inputs(1, seq, 2, of_v)
     with Largest() as largest:
-        CausalCore(window=window)(q, k, v, batch_of(1, seq, pieces)).sum().backward()
+        CausalCore(window=window)(q, k, v, batch_of(1, seq, segments)).sum().backward()
     assert largest.most <= 4 * seq * 8  # q itself
     assert q.grad is not None
 

@@ -11,7 +11,7 @@ from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.spec.model import AheadSpec, AttentionSpec, ModelSpec
+from megalith.spec.model import AttentionSpec, ModelSpec, MtpSpec
 from megalith.spec.sizes import tied_names
 from tests.models.plain import lively, llama, logits, stage, tokens_of
 
@@ -30,7 +30,7 @@ class Further:
 
     def build(self) -> ModelSpec:
         model = self.llama.build()
-        ahead = AheadSpec(depth=self.depth, block=model.blocks[0], weight=WEIGHT)
+        ahead = MtpSpec(depth=self.depth, block=model.blocks[0], weight=WEIGHT)
         return model.model_copy(update={"head": model.head.model_copy(update={"ahead": ahead})})
 
 
@@ -255,6 +255,6 @@ def test_weight_gradients_that_were_put_off_are_the_same_bits():
     with deferring(queue):
         model(batch.tokens, batch).objective.backward()
     assert model.head.ahead[0].get_parameter("project.weight").grad is None
-    queue.drain()
+    queue.run_all()
     found = {name: p.grad for name, p in model.parameters_by_name().items()}
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.models.batch import Batch
-from megalith.models.init import Held, initialise, seed_of
+from megalith.models.init import HeldExperts, initialise, seed_of
 from megalith.models.stage import Stage
 from tests.models.deepseek import deepseek
 from tests.models.families import DENSE
@@ -39,7 +39,7 @@ def test_who_holds_some_experts_draws_what_whoever_holds_all_draws_for_them(part
         dim = 1 if name == "down" else 0
         share = weight.detach()[4:6].chunk(parts, dim + 1)[-1]
         experts.register_parameter(name, torch.nn.Parameter(torch.empty_like(share)))
-        held[experts.get_parameter(name)] = Held(4, dim, parts - 1, parts)
+        held[experts.get_parameter(name)] = HeldExperts(4, dim, parts - 1, parts)
         expected.append(share)
     initialise(made.blocks["1"], name="blocks.1", spec=made.spec, seed=3, held=held)
     assert all(torch.equal(*pair) for pair in zip(experts.parameters(), expected, strict=True))

@@ -91,12 +91,12 @@ def test_the_scaling_of_positions_matters_in_these_tests():
 
 def test_packed_documents_give_what_each_gives_alone():
     spec = DENSE["yarn"]
-    model, pieces = lively(spec), ((10, 1, 13), (24,))
+    model, segments = lively(spec), ((10, 1, 13), (24,))
     tokens = tokens_of(spec)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in pieces])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in segments])
     with torch.no_grad():
-        packed = logits(model, tokens, positions=positions, pieces=pieces)
-        for row, lengths in enumerate(pieces):
+        packed = logits(model, tokens, positions=positions, segments=segments)
+        for row, lengths in enumerate(segments):
             alone = [logits(model, piece[None])[0] for piece in tokens[row].split(lengths)]
             torch.testing.assert_close(packed[row], torch.cat(alone), rtol=1e-4, atol=1e-5)
 

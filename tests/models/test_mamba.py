@@ -51,9 +51,9 @@ def inputs(rows: int = 2, seq: int = 19, dim: int = 6, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 19, 64])
-@pytest.mark.parametrize("pieces", [None, PIECES, ((4, 4, 4, 4, 3), (1,) * 19)], ids=["one document", "some", "at every chunk"])
-def test_chunks_are_the_recurrence(chunk: int, pieces: tuple | None) -> None:
-    documents = None if pieces is None else documents_of(pieces, torch.device("cpu"))
+@pytest.mark.parametrize("segments", [None, PIECES, ((4, 4, 4, 4, 3), (1,) * 19)], ids=["one document", "some", "at every chunk"])
+def test_chunks_are_the_recurrence(chunk: int, segments: tuple | None) -> None:
+    documents = None if segments is None else documents_of(segments, torch.device("cpu"))
     found = ssd(*draws(), chunk=chunk, documents=documents)
     expected = recurrence(*draws(), documents)
     assert expected.std() > 0.3
@@ -68,13 +68,13 @@ def test_strong_decay_neither_overflows_nor_gives_nan() -> None:
         assert each is not None and each.isfinite().all()
 
 
-@pytest.mark.parametrize("pieces", [None, ((2, 3), (5,))], ids=["one document", "some"])
-def test_gradients_are_those_of_finite_differences(pieces: tuple | None) -> None:
+@pytest.mark.parametrize("segments", [None, ((2, 3), (5,))], ids=["one document", "some"])
+def test_gradients_are_those_of_finite_differences(segments: tuple | None) -> None:
     layer, (x, tokens) = mamba(spec=SPEC.model_copy(update={"chunk": 2})), inputs(seq=5)
     names = [name for name, _ in layer.named_parameters()]
 
     def run(x: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Batch(tokens, pieces=pieces)))  # pyright: ignore[reportReturnType]
+        return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Batch(tokens, segments=segments)))  # pyright: ignore[reportReturnType]
 
     assert torch.autograd.gradcheck(run, (x.requires_grad_(), *layer.parameters()), fast_mode=True)
 
@@ -90,7 +90,7 @@ def test_no_token_sees_a_later_one() -> None:
 
 def test_documents_of_a_row_are_as_if_alone() -> None:
     layer, (x, tokens) = mamba(), inputs()
-    together = layer(x, Batch(tokens, pieces=PIECES))
+    together = layer(x, Batch(tokens, segments=PIECES))
     starts = [0, 7, 8]
     for start, length in zip(starts, PIECES[0], strict=True):
         part = slice(start, start + length)
@@ -173,6 +173,6 @@ def test_documents_of_a_whole_hybrid_are_as_if_alone() -> None:
     model: Stage = lively(spec, spread=0.1)
     tokens = tokens_of(spec, batch=1, seq=19)
     with torch.no_grad():
-        together = logits(model, tokens, pieces=((7, 12),))
+        together = logits(model, tokens, segments=((7, 12),))
         assert (together[:, 7:] - logits(model, tokens[:, 7:])).abs().max() <= 1e-4
         assert (together[:, 7:] - logits(model, tokens)[:, 7:]).abs().max() > 1e-2

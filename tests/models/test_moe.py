@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
 from megalith.models.moe import Moe
-from megalith.models.router import Dealing, OneProcess, earlier, recording
+from megalith.models.router import EvenRouting, OneProcess, earlier, recording
 from megalith.spec.model import MoeSpec, RouterSpec
 from tests.models.routed import mixture
 
@@ -220,7 +220,7 @@ def test_weight_gradients_can_be_put_off() -> None:
         with deferring(queue):
             moe(x, batch()).sum().backward()
         assert all(p.grad is None for p in moe.parameters())
-        queue.drain()
+        queue.run_all()
         plain(x, batch()).sum().backward()
         for (name, one), other in zip(moe.named_parameters(), plain.parameters(), strict=True):
             assert one.grad is not None and torch.equal(one.grad, other.grad), name  # pyright: ignore[reportArgumentType]
@@ -276,7 +276,7 @@ def test_dealt_choices_are_even_and_their_counts_known(experts: int) -> None:
     moe = build(MoeSpec(experts=experts, hidden=4, router=spec))
     routing = moe.route(tokens(), batch())
     counts = routing.choices.flatten().bincount(minlength=experts)
-    assert counts.tolist() == list(Dealing(ROWS, SEQ, 2, experts).counts((range(SEQ),)))
+    assert counts.tolist() == list(EvenRouting(ROWS, SEQ, 2, experts).counts((range(SEQ),)))
     assert counts.max() - counts.min() <= ROWS
     assert (routing.choices[..., 0] != routing.choices[..., 1]).all()
     with recording(moe) as found:
@@ -310,19 +310,19 @@ def test_steps_run_as_graphs_of_their_own_give_the_same_gradients() -> None:
     expected, x.grad = x.grad, None
 
     rows, deal = moe.spread(x, moe.route(x, batch()))
-    arrived = moe.exchange.start_dispatch(rows.detach(), deal.traffic).wait().detach().requires_grad_()
+    arrived = moe.dispatcher.start_dispatch(rows.detach(), deal.traffic).wait().detach().requires_grad_()
     done = moe.run(arrived, deal)
     weights = deal.weights.detach().requires_grad_()
-    returned = moe.exchange.start_combine(done.detach(), deal.traffic).wait().detach().requires_grad_()
+    returned = moe.dispatcher.start_combine(done.detach(), deal.traffic).wait().detach().requires_grad_()
     out = moe.collect(returned, type(deal)(deal.order, weights, deal.batch, deal.traffic))
     common = moe.common(x)
     assert common is not None
     common.backward(grad)
     out.backward(grad)
     assert returned.grad is not None
-    done.backward(moe.exchange.start_dispatch(returned.grad, deal.traffic).wait())
+    done.backward(moe.dispatcher.start_dispatch(returned.grad, deal.traffic).wait())
     assert arrived.grad is not None
-    torch.autograd.backward((rows, deal.weights), (moe.exchange.start_combine(arrived.grad, deal.traffic).wait(), weights.grad))
+    torch.autograd.backward((rows, deal.weights), (moe.dispatcher.start_combine(arrived.grad, deal.traffic).wait(), weights.grad))
     torch.testing.assert_close(x.grad, expected)
     for one, other in zip(moe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -58,12 +58,12 @@ def test_the_scaling_of_positions_matters_in_these_tests():
 
 def test_packed_documents_give_what_each_gives_alone():
     spec = llama()
-    model, pieces = lively(spec), ((10, 1, 13), (10, 1, 13), (24,), (7, 17))
+    model, segments = lively(spec), ((10, 1, 13), (10, 1, 13), (24,), (7, 17))
     tokens = tokens_of(spec, batch=4)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in pieces])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in segments])
     with torch.no_grad():
-        packed = logits(model, tokens, positions=positions, pieces=pieces)
-        for row, lengths in enumerate(pieces):
+        packed = logits(model, tokens, positions=positions, segments=segments)
+        for row, lengths in enumerate(segments):
             alone = [logits(model, piece[None])[0] for piece in tokens[row].split(lengths)]
             torch.testing.assert_close(packed[row], torch.cat(alone), rtol=1e-4, atol=1e-5)
         assert (packed[0] - logits(model, tokens)[0]).abs().max() > 1e-2  # without document borders this is another text
@@ -71,13 +71,13 @@ def test_packed_documents_give_what_each_gives_alone():
 
 def test_packed_documents_give_the_gradients_of_each_alone():
     spec = llama(layers=2)
-    model, pieces = lively(spec), ((9, 15), (4, 20), (9, 15))
+    model, segments = lively(spec), ((9, 15), (4, 20), (9, 15))
     tokens, targets = tokens_of(spec, batch=3), tokens_of(spec, batch=3, seed=1)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in pieces])
-    model(tokens, Batch(tokens, targets=targets, positions=positions, pieces=pieces)).objective.backward()
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in segments])
+    model(tokens, Batch(tokens, targets=targets, positions=positions, segments=segments)).objective.backward()
     packed = {name: p.grad.clone() for name, p in model.parameters_by_name().items() if p.grad is not None}
     model.zero_grad()
-    for row, lengths in enumerate(pieces):
+    for row, lengths in enumerate(segments):
         for piece, its_targets in zip(tokens[row].split(lengths), targets[row].split(lengths), strict=True):
             model(piece[None], Batch(piece[None], targets=its_targets[None])).objective.backward()
     for name, parameter in model.parameters_by_name().items():

@@ -34,7 +34,7 @@ def _whole(rank: int, plan: dict[str, Any], tied: bool) -> dict[str, Tensor]:
     builder = Builder(spec.model.build(), plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=5)
     builder.build(first, last)
     dist.barrier()  # a rank that ended now would break another rank's connection to it
-    return {name: w.kept.full_tensor().detach() for name, w in builder.by_name.items() if isinstance(w.kept, DTensor)}
+    return {name: w.master.full_tensor().detach() for name, w in builder.by_name.items() if isinstance(w.master, DTensor)}
 
 
 @pytest.mark.slow
@@ -64,14 +64,14 @@ def _drawn(rank: int) -> list[tuple[dict[str, Tensor], int, int]]:
             builder.build(2, 3)
         held = {name: w for name, w in builder.by_name.items() if ".experts." in name}
         whole = {name: full(w) for name, w in held.items()}
-        found.append((whole, meter.memory().building, sum(w.computes.numel() for w in held.values()) * 4))
+        found.append((whole, meter.memory().building, sum(w.compute.numel() for w in held.values()) * 4))
         dist.barrier()
     return found
 
 
 def full(weight: Weight) -> Tensor:
-    assert isinstance(weight.kept, DTensor)
-    return weight.kept.full_tensor().detach()
+    assert isinstance(weight.master, DTensor)
+    return weight.master.full_tensor().detach()
 
 
 def test_experts_start_as_in_the_plain_model_and_no_rank_draws_those_of_others():
@@ -91,7 +91,7 @@ def _most_held(rank: int) -> tuple[int, int, int]:
     empty = nn.Module.to_empty
 
     def watched(self: nn.Module, **options: Any) -> nn.Module:
-        faces = [t for w in builder.by_name.values() for t in (local(w.kept.detach()), w.computes)]
+        faces = [t for w in builder.by_name.values() for t in (local(w.master.detach()), w.compute)]
         earlier = sum(face.untyped_storage().nbytes() // face.element_size() for face in faces)
         empty(self, **options)
         sizes.append(sum(p.numel() for p in self.parameters()))

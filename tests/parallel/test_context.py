@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megalith.kernels.attention import Kernel, flash_cpu
-from megalith.kernels.pairs import rows_of
-from megalith.models.batch import Batch, Pieces
+from megalith.kernels.mask import mask_rows
+from megalith.models.batch import Batch, SegmentLengths
 from megalith.models.core import CausalCore
 from megalith.parallel import context as module
 from megalith.parallel.context import ContextCore, ContextGroups, Line, parts, split_context, take, together
@@ -27,7 +27,7 @@ from tests.processor import rest
 from tests.ranks import run_ranks
 
 METHODS = ("ring", "gather", "ulysses", "ulysses x ring", "ulysses x gather")
-PIECES: dict[str, Pieces | None] = {
+PIECES: dict[str, SegmentLengths | None] = {
     "whole rows": None,
     "documents": ((1, 1000, 5, 2, 3088),),
     "a document over all ranks between single tokens": ((1, 1, 4093, 1),),
@@ -41,14 +41,14 @@ class Case:
 
     seq: int = 4096
     shape: tuple[int, int, int, int] = (4, 2, 4, 4)
-    pieces: Pieces | None = None
+    segments: SegmentLengths | None = None
     window: int | None = None
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
 
     @property
     def rows(self) -> int:
-        return 1 if self.pieces is None else len(self.pieces)
+        return 1 if self.segments is None else len(self.segments)
 
     @property
     def core(self) -> CausalCore:
@@ -66,7 +66,7 @@ class Case:
     def whole(self) -> list[Tensor]:
         """Return output and gradients of one process, in fp64."""
         *inputs, grad = self.tensors(torch.float64)
-        batch = Batch(torch.zeros(self.rows, self.seq), pieces=self.pieces)
+        batch = Batch(torch.zeros(self.rows, self.seq), segments=self.segments)
         return output_and_gradients(self.core, inputs, grad, batch)
 
 
@@ -91,7 +91,7 @@ def errors(rank: int, ranks: int, method: str, cases: list[Case], wholes: list[l
     groups = groups_of(method, rank, ranks)
     for case, whole in zip(cases, wholes, strict=True):
         *inputs, grad = (take(x, 1, rank=rank, ranks=ranks) for x in case.tensors())
-        batch = Batch(torch.zeros(case.rows, case.seq // ranks), pieces=case.pieces)
+        batch = Batch(torch.zeros(case.rows, case.seq // ranks), segments=case.segments)
         ours = output_and_gradients(ContextCore(case.core, groups), inputs, grad, batch)
         assert [x.dtype for x in ours] == [case.dtype] * 4
         wanted = [take(x, 1, rank=rank, ranks=ranks) for x in whole]
@@ -114,17 +114,17 @@ def measured(ranks: int, method: str, cases: tuple[Case, ...]) -> dict[Case, flo
 
 
 def long_cases(ranks: int) -> tuple[Case, ...]:
-    return tuple(Case(shape=(ranks, max(1, ranks // 4), 4, 4), pieces=pieces) for pieces in PIECES.values())
+    return tuple(Case(shape=(ranks, max(1, ranks // 4), 4, 4), segments=segments) for segments in PIECES.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize("segments", PIECES.values(), ids=PIECES.keys())
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @sampled(15)
-def test_any_method_equals_one_process_on_long_sequences(ranks, pieces, method):
+def test_any_method_equals_one_process_on_long_sequences(ranks, segments, method):
     cases = long_cases(ranks)
-    (case,) = (case for case in cases if case.pieces == pieces)
+    (case,) = (case for case in cases if case.segments == segments)
     assert measured(ranks, method, cases)[case] < 1e-5
 
 
@@ -135,13 +135,13 @@ SHORT = {
     "key heads that ranks do not divide": Case(64, (12, 3, 8, 8), TWO_ROWS),
     "fewer channels in values": Case(64, (4, 4, 12, 5), TWO_ROWS),
     "more channels in values": Case(64, (4, 2, 5, 12), TWO_ROWS),
-    "window": Case(64, pieces=((64,), (64,)), window=13),
-    "window and documents": Case(64, pieces=TWO_ROWS, window=13),
+    "window": Case(64, segments=((64,), (64,)), window=13),
+    "window and documents": Case(64, segments=TWO_ROWS, window=13),
     "window of one token": Case(64, window=1),
     "capped": Case(64, softcap=1.5),
     "capped, window and documents, latent": Case(64, (4, 4, 6, 3), TWO_ROWS, 20, 0.7),
-    "single tokens": Case(64, pieces=((1,) * 64,)),
-    "bf16": Case(64, pieces=TWO_ROWS, dtype=torch.bfloat16),
+    "single tokens": Case(64, segments=((1,) * 64,)),
+    "bf16": Case(64, segments=TWO_ROWS, dtype=torch.bfloat16),
     "bf16, long": Case(1024, dtype=torch.bfloat16),
 }
 
@@ -198,7 +198,7 @@ def test_no_rank_of_a_ring_waits_for_a_slower_one_at_any_step(ranks):
 
 
 def _scored(queries, keys) -> int:
-    return sum(pair.scored for row in rows_of(queries, keys, batch=1) for pair in row.pairs)
+    return sum(pair.scored for row in mask_rows(queries, keys, batch=1) for pair in row.pairs)
 
 
 # --- what is sent ---
@@ -221,7 +221,7 @@ def sent(rank: int, ranks: int, method: str, case: Case) -> dict[str, int]:
     groups = groups_of(method, rank, ranks)
     *inputs, grad = (take(x, 1, rank=rank, ranks=ranks) for x in case.tensors())
     leaves = [x.requires_grad_() for x in inputs]
-    core, batch, found = ContextCore(case.core, groups), Batch(torch.zeros(case.rows, 1), pieces=case.pieces), {}
+    core, batch, found = ContextCore(case.core, groups), Batch(torch.zeros(case.rows, 1), segments=case.segments), {}
     with Traffic() as forward:
         out = core(*leaves, batch)
     with Traffic() as backward:

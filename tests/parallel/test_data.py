@@ -180,15 +180,15 @@ def _uneven(rank: int) -> bool:
         Weight(nn.Parameter(part.T.clone()), Place(mesh, (Replicate(),), dim=1), Dtypes.of("fp32")),
     ]
     bucket = Bucket(weights)
-    gone = all(w.computes.untyped_storage().nbytes() == 0 for w in weights)
+    gone = all(w.compute.untyped_storage().nbytes() == 0 for w in weights)
     bucket.gather()
-    back = [torch.equal(w.computes, whole) for w, whole in zip(weights, (part, bias, part.T), strict=True)]
+    back = [torch.equal(w.compute, whole) for w, whole in zip(weights, (part, bias, part.T), strict=True)]
     for weight in weights:
-        weight.computes.grad = weight.computes.detach() * (1 + mesh.get_local_rank("shards"))
+        weight.compute.grad = weight.compute.detach() * (1 + mesh.get_local_rank("shards"))
     reducer = Reducer()
     reducer.add(bucket.reduce())
     reducer.finish()
-    sums = [torch.equal(local(w.kept.grad), 6 * local(w.kept.detach())) for w in weights if w.kept.grad is not None]
+    sums = [torch.equal(local(w.master.grad), 6 * local(w.master.detach())) for w in weights if w.master.grad is not None]
     dist.barrier()
     return gone and all(back) and len(sums) == 3 and all(sums)
 

@@ -16,7 +16,7 @@ from megalith.mesh import Mesh
 from megalith.models.batch import Batch
 from megalith.models.moe import Moe
 from megalith.models.router import recording
-from megalith.parallel.expert import Travel, spans_of, split_experts
+from megalith.parallel.expert import AllToAllTraffic, spans_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.spec.model import MoeSpec, RouterSpec
 from megalith.spec.plan import Plan
@@ -247,20 +247,20 @@ def steps_by_hand(rank: int, plan: Plan) -> None:
 
     leaves = [x.requires_grad_() for x in inputs]
     sent = [moe.spread(x, moe.route(x, share.batch())) for x in leaves]
-    moving = [moe.exchange.start_dispatch(rows.detach(), deal.traffic) for rows, deal in sent]
+    moving = [moe.dispatcher.start_dispatch(rows.detach(), deal.traffic) for rows, deal in sent]
     arrived = [pending.wait().requires_grad_() for pending in moving]
     done = [moe.run(rows, deal) for rows, (_, deal) in zip(arrived, sent, strict=True)]
-    moving = [moe.exchange.start_combine(rows.detach(), deal.traffic) for rows, (_, deal) in zip(done, sent, strict=True)]
+    moving = [moe.dispatcher.start_combine(rows.detach(), deal.traffic) for rows, (_, deal) in zip(done, sent, strict=True)]
     returned = [pending.wait().requires_grad_() for pending in moving]
     weights = [deal.weights.detach().requires_grad_() for _, deal in sent]
     for x, rows, weight, (_, deal) in zip(leaves, returned, weights, sent, strict=True):
         common = moe.common(x)
         assert common is not None
         torch.autograd.backward((moe.collect(rows, replace(deal, weights=weight)), common), (grad, grad))
-    moving = [moe.exchange.start_dispatch(_grad(rows), deal.traffic) for rows, (_, deal) in zip(returned, sent, strict=True)]
+    moving = [moe.dispatcher.start_dispatch(_grad(rows), deal.traffic) for rows, (_, deal) in zip(returned, sent, strict=True)]
     for rows, pending in zip(done, moving, strict=True):
         rows.backward(pending.wait())
-    moving = [moe.exchange.start_combine(_grad(rows), deal.traffic) for rows, (_, deal) in zip(arrived, sent, strict=True)]
+    moving = [moe.dispatcher.start_combine(_grad(rows), deal.traffic) for rows, (_, deal) in zip(arrived, sent, strict=True)]
     for (rows, deal), weight, pending in zip(sent, weights, moving, strict=True):
         torch.autograd.backward((rows, deal.weights), (pending.wait(), _grad(weight)))
     torch.testing.assert_close([_grad(x) for x in leaves], expected)
@@ -326,7 +326,7 @@ def dry(rank: int) -> tuple[list[int], list[int]]:
         x = torch.randn(2, 32, DIM, requires_grad=True)
         routing = moe.route(x, Batch(torch.zeros(2, 32, dtype=torch.long), sequences=16))
         rows, deal = moe.spread(x, routing)
-        assert isinstance(deal.traffic, Travel)
+        assert isinstance(deal.traffic, AllToAllTraffic)
         moe(x, Batch(torch.zeros(2, 32, dtype=torch.long), sequences=16)).sum().backward()
     return list(moe.experts.down.shape), [rows.shape[0], sum(deal.traffic.receive), sum(deal.traffic.gathered)]
 

@@ -56,7 +56,7 @@ def _run(model: Model, split: Split, *, later: bool) -> dict[str, Tensor]:
     queue = Queue()
     with deferring(queue) if later else nullcontext():
         out.backward(grad)
-    queue.drain()
+    queue.run_all()
     grads = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     assert x.grad is not None
     return grads | {"out": out.detach(), "x": x.grad}

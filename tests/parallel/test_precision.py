@@ -152,7 +152,7 @@ def dispatched(rank: int, spec: RunSpec) -> None:
     """Compare rows that are sent to experts in 8 bits with rows that are rounded once they have arrived."""
     trainer = trainer_of(spec)
     (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
-    scaling, exchange = moe.experts.multiply.travels_as, moe.exchange
+    scaling, exchange = moe.experts.multiply.travels_as, moe.dispatcher
     assert scaling is not None and scaling.block == (1, 4)
     counts = torch.arange(len(moe.router.weight)) + rank
     traffic = exchange.plan(counts, None, None)
@@ -190,7 +190,7 @@ def returned(rank: int, spec: RunSpec) -> None:
     """Compare gradients that are sent to experts in 8 bits with gradients that are rounded once they have arrived."""
     trainer = trainer_of(spec)
     (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
-    scaling, exchange = moe.experts.multiply.gradients_travel_as, moe.exchange
+    scaling, exchange = moe.experts.multiply.gradients_travel_as, moe.dispatcher
     assert scaling is not None and scaling.block == (1, 4)
     counts = torch.arange(len(moe.router.weight)) + rank
     traffic = exchange.plan(counts, None, None)
@@ -286,7 +286,7 @@ def rounded_weights(rank: int, spec: RunSpec) -> tuple[int, bool]:
     with working_on(Tokens(torch.arange(1), torch.arange(8), wide=True)):
         bucket.gather()
     assert isinstance(weight.recipe, Narrow)
-    whole = weight.computes.detach()
+    whole = weight.compute.detach()
     return rounds.call_count, torch.equal(narrow.in_slabs(whole, weight.recipe.weight_along), whole)
 
 

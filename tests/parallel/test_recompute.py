@@ -34,8 +34,8 @@ def under(plan: Plan) -> Stage:
 
 def batch(*, packed: bool = False) -> Batch:
     tokens = tokens_of(SPEC, seq=32)
-    pieces = ((10, 22), (32,)) if packed else None
-    return Batch(tokens, targets=tokens_of(SPEC, seq=32, seed=1), pieces=pieces)
+    segments = ((10, 22), (32,)) if packed else None
+    return Batch(tokens, targets=tokens_of(SPEC, seq=32, seed=1), segments=segments)
 
 
 def gradients(model: Stage, given: Batch) -> tuple[Tensor, dict[str, Tensor]]:

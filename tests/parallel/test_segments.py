@@ -47,13 +47,13 @@ def test_segments_change_no_bit(name: str) -> None:
             assert all(torch.equal(other[key], plain[key]) for key in plain)
 
 
-def _course(layers: int, policy: str) -> tuple[int, float]:
+def _step(layers: int, policy: str) -> tuple[int, float]:
     """Return the peak bytes of activations in a step, and the FLOPs of its products."""
     spec = tiny_run(
         model={"layers": layers}, plan={"recompute": policy}, train={"global_batch": 1, "seq_len": 256}, optimizer={"kind": "sgd"}
     )
     counted = dryrun(spec, rank=0).counted
-    return max(moment["activations"] for moment in counted.course), counted.work.products
+    return max(moment["activations"] for moment in counted.memory_timeline), counted.work.products
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_segment_holds_its_blocks_while_they_run_again_and_inputs_otherwise() 
     held, work = ({}, {}), ({}, {})
     for at, layers in enumerate((few, many)):
         for policy in policies:
-            held[at][policy], work[at][policy] = _course(layers, policy)
+            held[at][policy], work[at][policy] = _step(layers, policy)
     more = {policy: held[1][policy] - held[0][policy] for policy in policies}
     block = more["none"] / (many - few)
     assert more["full"] == pytest.approx((many - few) * x, rel=0.02)

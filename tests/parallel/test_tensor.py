@@ -93,15 +93,15 @@ def _packed(rank: int) -> Tensor:
     spec = tiny_run(plan={"tensor": 2})
     trainer = trainer_of(spec)
     tokens = tokens_of(spec.model, seq=32)
-    pieces = ((10, 22), (32,))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in pieces])
+    segments = ((10, 22), (32,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in segments])
     with torch.no_grad():
-        return trainer.stages[0](tokens, Batch(tokens, targets=tokens, positions=positions, pieces=pieces)).nll
+        return trainer.stages[0](tokens, Batch(tokens, targets=tokens, positions=positions, segments=segments)).nll
 
 
 def test_packed_documents_stay_apart_where_the_sequence_is_split():
-    tokens, pieces = tokens_of(llama(), seq=32), ((10, 22), (32,))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in pieces])
-    expected = stage(llama())(tokens, Batch(tokens, targets=tokens, positions=positions, pieces=pieces)).nll
+    tokens, segments = tokens_of(llama(), seq=32), ((10, 22), (32,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in segments])
+    expected = stage(llama())(tokens, Batch(tokens, targets=tokens, positions=positions, segments=segments)).nll
     for found in run_ranks(_packed, 2):
         torch.testing.assert_close(found, expected)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
-from megalith.planner.asked import Question, ask
+from megalith.planner.answer import PlanResult, answer, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
 from megalith.planner.candidates import offloaded
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.varied import vary
 from megalith.planner.written import as_run
 from megalith.report import plans
@@ -42,34 +42,34 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answered(cache) -> Answer:
-    return answer(ask(Question(**WORDS)), top=5, why=True)
+def answered(cache) -> PlanResult:
+    return answer(resolve(PlanRequest(**WORDS)), top=5, why=True)
 
 
-def test_all_that_is_shown_is_legal_and_fits(answered: Answer):
+def test_all_that_is_shown_is_legal_and_fits(answered: PlanResult):
     assert len(answered.found.choices) == 5
     for choice in (*answered.found.choices, *answered.found.pareto):
         assert choice.estimate.fits
-        assert answered.asked.legal(choice.plan)
-    assert all(answered.asked.legal(one.plan) for one in answered.neighbours)
+        assert answered.asked.is_valid(choice.plan)
+    assert all(answered.asked.is_valid(one.plan) for one in answered.neighbours)
 
 
-def test_what_check_denies_is_passed_over_and_counted(answered: Answer, monkeypatch: pytest.MonkeyPatch):
+def test_what_check_denies_is_passed_over_and_counted(answered: PlanResult, monkeypatch: pytest.MonkeyPatch):
     best = answered.found.choices[0].plan
-    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: skeleton(plan) != skeleton(best))
+    monkeypatch.setattr(type(answered.asked), "is_valid", lambda self, plan: skeleton(plan) != skeleton(best))
     other = answer(answered.asked, top=2)
     assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
     assert other.found.refused > 0
     assert best not in [one.plan for one in other.found.pareto]
 
 
-def test_a_training_takes_its_tokens(answered: Answer):
+def test_a_training_takes_its_tokens(answered: PlanResult):
     best, whole = answered.found.choices[0], answered.trainings[0]
     assert whole.steps == -(-(10**9) // (128 * 8))
     assert whole.days * 86_400 == pytest.approx(whole.steps * best.estimate.time.step)
 
 
-def test_the_tables_fit_a_terminal(answered: Answer):
+def test_the_tables_fit_a_terminal(answered: PlanResult):
     own = replace(answered, own=answered.found.choices[0])
     console = Console(width=80, record=True, file=io.StringIO(), highlight=False)
     console.print(plans.table(own), plans.reasons(answered))
@@ -78,7 +78,7 @@ def test_the_tables_fit_a_terminal(answered: Answer):
     assert any("(yours)" in line for line in lines)
 
 
-def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: Answer):
+def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: PlanResult):
     first, slow = answered.found.choices[0], answered.found.choices[-1]
     assert plans.beaten(answered) == ""
     assert "No plan that was looked at is faster" in plans.beaten(replace(answered, own=first))
@@ -97,7 +97,7 @@ def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(offloaded(Plan(data=8), 0.25)) == "d8 z1 m1 o25"
 
 
-def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):
+def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: PlanResult, tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text(as_run(answered))
     hollow_data(tmp_path / "data", "text")
@@ -113,7 +113,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
         'name = "mine"\nmodel.preset = "tiny"\ndata.path = "my/data"\noptimizer = { lr = 1e-3, warmup = 5 }\nplan.data = 4\n'
         "train = { steps = 50, global_batch = 8, seq_len = 128 }\n"
     )
-    found = answer(ask(Question(path=path, cluster="h100:4")), top=1)
+    found = answer(resolve(PlanRequest(path=path, cluster="h100:4")), top=1)
     assert found.own is not None
     assert found.own.estimate.time.step >= found.found.choices[0].estimate.time.step
     text = as_run(found)
@@ -131,12 +131,12 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def tight(cache) -> Answer:
+def tight(cache) -> PlanResult:
     """Return the answer for a model whose moments fit on the host but not on a device."""
-    return answer(ask(Question(**TIGHT)), top=2, why=True)
+    return answer(resolve(PlanRequest(**TIGHT)), top=2, why=True)
 
 
-def test_a_layout_that_needs_its_hosts_memory_says_so(tight: Answer):
+def test_a_layout_that_needs_its_hosts_memory_says_so(tight: PlanResult):
     found = tight.to_json()
     assert tight.found.best is not None and tight.found.best.offload > 0
     assert tight.found.runnable is None
@@ -146,7 +146,7 @@ def test_a_layout_that_needs_its_hosts_memory_says_so(tight: Answer):
     assert "offloaded to host memory" in plans.legend(tight)
 
 
-def test_what_needs_no_host_memory_is_not_marked(answered: Answer):
+def test_what_needs_no_host_memory_is_not_marked(answered: PlanResult):
     found = answered.to_json()
     assert not any(row["offload"] for row in found["choices"])
     assert "offloaded to host memory" not in plans.legend(answered)
@@ -163,7 +163,7 @@ def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp
     """The prices are those of the written file: predicted again from it, its step takes as long."""
     path, cluster = tmp_path / "plan.toml", FORMATS[format]
     question = {"model": "llama3.2-1b", "cluster": cluster, "seq_len": 4096, "global_batch": 64}
-    found = answer(ask(Question(**question, format=format, out=True)), top=1)
+    found = answer(resolve(PlanRequest(**question, format=format, out=True)), top=1)
     path.write_text(as_run(found))
     checked = check(RunRequest(path))
     assert {problem.key for problem in checked.errors} == {"data.path"}
@@ -171,7 +171,7 @@ def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp
     assert (spec.train.precision, spec.precision) == (format, found.asked.run.precision)
     best = found.found.best
     assert best is not None and not found.to_json()["choices"][0]["predicted_only"]
-    again = answer(ask(Question(path=path)), top=1).own
+    again = answer(resolve(PlanRequest(path=path)), top=1).own
     assert again is not None
     assert again.estimate.time.step == best.estimate.time.step
     assert again.estimate.memory == best.estimate.memory
@@ -181,7 +181,7 @@ def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
     """Only products of codes gain. The table of layers and the step agree about it."""
     question = {"model": "llama3.2-1b", "cluster": "h200:8", "seq_len": 4096, "global_batch": 64}
     steps = {
-        (format, software): answer(ask(Question(**question, format=format, software=software)), top=1)
+        (format, software): answer(resolve(PlanRequest(**question, format=format, software=software)), top=1)
         for format, software in (("bf16", "megalith"), ("fp8", "megalith"), ("mxfp8", "megalith"), ("fp8", "megatron-te"))
     }
     seconds = {key: found.found.choices[0].estimate.time.step for key, found in steps.items()}
@@ -199,7 +199,9 @@ def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
 
 
 def test_layers_that_lose_under_the_best_plan_stay_wide():
-    found = answer(ask(Question(model="llama3.1-8b", cluster="h100:8", seq_len=8192, global_batch=64, format="fp8")), top=1)
+    found = answer(
+        resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8", seq_len=8192, global_batch=64, format="fp8")), top=1
+    )
     assert found.found.best is not None and found.gains is not None
     assert found.asked.widened(found.found.best.plan) is None
     assert set(found.gains.wide) == set(found.asked.run.precision.wide) == {"*.attention.k", "*.attention.v"}
@@ -207,7 +209,7 @@ def test_layers_that_lose_under_the_best_plan_stay_wide():
     assert "[precision]" in shown and 'multiply = "codes"' in shown and "*.attention.k" in shown
 
 
-def test_a_layout_that_needs_its_hosts_memory_is_written(tight: Answer, tmp_path: Path):
+def test_a_layout_that_needs_its_hosts_memory_is_written(tight: PlanResult, tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text(as_run(tight))
     checked = check(RunRequest(path))
@@ -217,7 +219,7 @@ def test_a_layout_that_needs_its_hosts_memory_is_written(tight: Answer, tmp_path
 
 def test_where_nothing_fits_the_category_and_ways_out_are_named():
     with pytest.raises(SpecErrors) as caught:
-        answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
+        answer(resolve(PlanRequest(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
     (problem,) = caught.value.problems
     assert "most of it optimizer" in problem.reason
     assert problem.way_out.startswith("--offload would fit on these devices; 2 h100 would be enough")
@@ -242,10 +244,10 @@ train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16
 )
 def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: str, tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=layers, seq_len=seq_len))
-    asked = ask(Question(path=tmp_path / "deep.toml"))
+    asked = resolve(PlanRequest(path=tmp_path / "deep.toml"))
     assert cheapest_remedy(asked) == remedy
     if remedy:
-        few = answer(ask(Question(path=tmp_path / "deep.toml", small=True)), top=1)
+        few = answer(resolve(PlanRequest(path=tmp_path / "deep.toml", small=True)), top=1)
         assert few.found.best is not None and few.found.best.estimate.fits
         (tmp_path / "small.toml").write_text(as_run(few))
         checked = check(RunRequest(tmp_path / "small.toml"))
@@ -254,7 +256,7 @@ def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: s
 
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
-    found = answer(ask(Question(path=tmp_path / "deep.toml")), top=1)
+    found = answer(resolve(PlanRequest(path=tmp_path / "deep.toml")), top=1)
     best = found.found.best
     assert best is not None and best.plan.recompute.startswith("segments:")
     (tmp_path / "plan.toml").write_text(as_run(found))
@@ -264,7 +266,7 @@ def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     }
 
 
-def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):
+def test_the_command_prints_a_table_or_json(answered: PlanResult, tmp_path: Path):
     printed = CliRunner().invoke(app, [*ARGUMENTS, "--explain", "--out", str(tmp_path / "plan.toml")])
     assert printed.exit_code == 0, printed.output
     for said in ("tokens a step, bf16", "MFU: model FLOPs", "976,563 steps", "one change", "written: "):
@@ -277,7 +279,7 @@ def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):
 
 def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less():
     """The model needs more memory than the communicators."""
-    answered = answer(ask(Question(**(WORDS | {"model": "llama3.2-1b", "cluster": "h100:8", "global_batch": 64}))), top=5)
+    answered = answer(resolve(PlanRequest(**(WORDS | {"model": "llama3.2-1b", "cluster": "h100:8", "global_batch": 64}))), top=5)
     points = frontier(answered.asked, answered.found)
     best, price = answered.found.best, answered.asked.cluster.price_per_hour
     assert best is not None and price is not None
@@ -304,10 +306,10 @@ def test_of_layouts_with_about_the_same_memory_the_fastest_is_shown():
     assert plans.distinct(points) == [points[0], points[2], points[3], points[5]]  # type: ignore[arg-type]
 
 
-def test_what_if_changes_one_thing(answered: Answer):
-    question = Question(**WORDS)
+def test_what_if_changes_one_thing(answered: PlanResult):
+    question = PlanRequest(**WORDS)
     changes = ("scale_up=100", "accelerator=b200", "seq_len=64", "global_batch_tokens=2Ki")
-    found = answer(ask(question), top=1, what_ifs=[(change, vary(question, change)) for change in changes])
+    found = answer(resolve(question), top=1, what_ifs=[(change, vary(question, change)) for change in changes])
     assert [one.change for one in found.what_ifs] == list(changes)
     slower, larger, shorter, batch = (one.choice for one in found.what_ifs)
     best = found.found.best
@@ -324,18 +326,18 @@ def test_what_if_changes_one_thing(answered: Answer):
 @pytest.mark.parametrize("change", ["seq_len", "seqlen=4", "scale_out=fast", "nodes=3"])
 def test_a_what_if_that_is_not_known_is_an_error(change: str):
     with pytest.raises(SpecErrors) as caught:
-        vary(Question(**WORDS), change)
+        vary(PlanRequest(**WORDS), change)
     assert caught.value.problems[0].key == "--what-if"
 
 
-def test_a_prefill_needs_no_optimizer_and_writes_no_run(answered: Answer):
+def test_a_prefill_needs_no_optimizer_and_writes_no_run(answered: PlanResult):
     words = {key: value for key, value in WORDS.items() if key not in ("tokens", "global_batch")}
-    found = answer(ask(Question(**words, forward_only=True)), top=3)
+    found = answer(resolve(PlanRequest(**words, forward_only=True)), top=3)
     assert found.asked.run.train.global_batch == 1
     for choice in found.found.choices:
         assert choice.estimate.memory.optimizer == 0
     with pytest.raises(SpecErrors) as caught:
-        ask(Question(**words, forward_only=True, tokens="1B", out=True))
+        resolve(PlanRequest(**words, forward_only=True, tokens="1B", out=True))
     assert {problem.key for problem in caught.value.problems} == {"--tokens", "--out"}
 
 
@@ -344,7 +346,7 @@ def test_a_mistake_ends_with_status_2():
     assert result.exit_code == 2
 
 
-def test_a_second_call_does_without_torch(answered: Answer):
+def test_a_second_call_does_without_torch(answered: PlanResult):
     code = f"""
 import sys
 from typer.testing import CliRunner
@@ -359,13 +361,13 @@ assert "torch" not in sys.modules
 # --- sites ---
 
 
-def _across_sites(folder: Path, link: str, more: str = "", lr: str = "lr = 0.8") -> Answer:
+def _across_sites(folder: Path, link: str, more: str = "", lr: str = "lr = 0.8") -> PlanResult:
     path = folder / "sites.toml"
     path.write_text(
         f'model.preset = "tiny"\ndata.path = "my/data"\ncluster = "h100:4"\n[sites]\ncount = 2\n{lr}\n{more}\n[sites.link]\n{link}\n'
         "[train]\nsteps = 50\nglobal_batch = 16\nseq_len = 128\n"
     )
-    return answer(ask(Question(path=path)), top=1)
+    return answer(resolve(PlanRequest(path=path)), top=1)
 
 
 def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Pat
     linked, step = found.linked, found.found.choices[0].estimate.time.step
     assert linked is not None and linked.proposed is not None and linked.chosen is not None and linked.gain is not None
     assert linked.proposed.use > max(0.9, linked.said.use) and linked.chosen.bits == 8 and linked.chosen.lr == 0.8
-    alone = answer(ask(Question(path=_without_sites(tmp_path))), top=1).found.choices[0].estimate.time.step
+    alone = answer(resolve(PlanRequest(path=_without_sites(tmp_path))), top=1).found.choices[0].estimate.time.step
     assert linked.gain == pytest.approx(alone * linked.proposed.use / step)
     (tmp_path / "out.toml").write_text(as_run(found))
     hollow_data(tmp_path / "data", "text")
@@ -422,5 +424,5 @@ def test_memory_of_merges_counts(tmp_path: Path) -> None:
     assert replace(held[0], optimizer=0) == replace(held[1], optimizer=0)
 
 
-def model_size(found: Answer) -> int:
+def model_size(found: PlanResult) -> int:
     return sum(prod(each.shape) for each in model_parameters(found.asked.model).values())

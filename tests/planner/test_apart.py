@@ -6,8 +6,8 @@ import pytest
 
 from megalith.check import check
 from megalith.planner import apart
-from megalith.planner.answer import Answer, answer
-from megalith.planner.asked import Question, ask
+from megalith.planner.answer import PlanResult, answer
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.written import as_run
 from megalith.report import plans
 from megalith.spec import files
@@ -32,8 +32,8 @@ def _file(folder: Path, *clusters: str, batch: int = 64, more: str = "") -> Path
     return path
 
 
-def _answer(path: Path, **said: str) -> Answer:
-    return answer(ask(Question(path=path, overrides=tuple(f"{key}={value}" for key, value in said.items()))), top=1)
+def _answer(path: Path, **said: str) -> PlanResult:
+    return answer(resolve(PlanRequest(path=path, overrides=tuple(f"{key}={value}" for key, value in said.items()))), top=1)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def _alone(path: Path, site: int):
     text = path.read_text()
     alone = path.with_name(f"alone-{site}.toml")
     alone.write_text(f'cluster = "{cluster}"\n{text.partition("[sites]")[0]}[train]{text.partition("[train]")[2]}')
-    best = answer(ask(Question(path=alone)), top=1).found.best
+    best = answer(resolve(PlanRequest(path=alone)), top=1).found.best
     assert best is not None
     return best
 
@@ -123,7 +123,7 @@ def test_a_batch_that_cannot_be_shared_out_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("said", [{"cluster": "h100:8"}, {"global_batch": 32}])
 def test_options_for_one_site_are_refused(tmp_path: Path, said: dict) -> None:
     with pytest.raises(SpecErrors) as raised:
-        ask(Question(path=_file(tmp_path, "h100:4", "a100:2"), **said))
+        resolve(PlanRequest(path=_file(tmp_path, "h100:4", "a100:2"), **said))
     assert [one.key for one in raised.value.problems] == [f"--{next(iter(said)).replace('_', '-')}"]
 
 
@@ -140,7 +140,7 @@ def test_a_ramp_of_the_batch_is_refused(tmp_path: Path) -> None:
         path.read_text().replace("global_batch = 64", "global_batch = 64\nbatch_ramp = [{ begin = 640, global_batch = 128 }]")
     )
     with pytest.raises(SpecErrors) as raised:
-        ask(Question(path=path))
+        resolve(PlanRequest(path=path))
     assert "sites.each" in {one.key for one in raised.value.problems}
 
 

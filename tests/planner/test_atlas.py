@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 from megalith.cli import app
 from megalith.planner.answer import short
-from megalith.planner.asked import Question
 from megalith.planner.atlas import MOST, Atlas, atlas, columns
+from megalith.planner.request import PlanRequest
 from megalith.report.atlas import page
 from megalith.spec.problem import SpecErrors
 
@@ -16,7 +16,7 @@ from megalith.spec.problem import SpecErrors
 def found(tmp_path_factory: pytest.TempPathFactory) -> Atlas:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        question = Question(cluster="h100:16", seq_len=128, global_batch=16)
+        question = PlanRequest(cluster="h100:16", seq_len=128, global_batch=16)
         return atlas(question, ("tiny", "dense-2t"))
 
 
@@ -53,7 +53,7 @@ def test_the_page_needs_nothing_from_outside_and_shows_every_square(found: Atlas
 
 def test_models_that_are_not_known_are_named_all_at_once():
     with pytest.raises(SpecErrors) as caught:
-        atlas(Question(cluster="h100:8", seq_len=128, global_batch=8), ("tinny", "larma"))
+        atlas(PlanRequest(cluster="h100:8", seq_len=128, global_batch=8), ("tinny", "larma"))
     assert [problem.value for problem in caught.value.problems] == ["tinny", "larma"]
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from megalith import events
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import of_run
+from megalith.cost.predicted import workload_of
 from megalith.events.log import EventLog
 from megalith.planner.answer import answer
-from megalith.planner.asked import Question, ask
 from megalith.planner.measured import measured
 from megalith.planner.published.rows import read
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.sure import sure
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.problem import SpecErrors
@@ -33,7 +33,7 @@ def run_folder(path: Path, ratio: float, cluster: str = "h100:2") -> Path:
     spec = tiny_run(plan={"data": 2}).model_copy(update={"cluster": cluster})
     path.mkdir()
     (path / SPEC_FILE).write_text(spec.model_dump_json())
-    seconds, log = ratio * estimate(of_run(spec)).time.step, EventLog(path)
+    seconds, log = ratio * estimate(workload_of(spec)).time.step, EventLog(path)
     for number in range(1, 10):
         log.write(
             events.Step(number, 3.0, 1.0, 1e-3, 64, 64 * number, 99.0 if number < 4 else seconds, 1.0, None, {}, {"peak": 2**30})
@@ -61,9 +61,9 @@ def test_a_run_s_steps_after_its_first_ones_stand_beside_their_prediction(tmp_pa
 
 
 def test_times_and_what_follows_from_them_move_and_their_interval_shrinks(tmp_path: Path):
-    plain = answer(ask(Question(**WORDS)), top=2)
+    plain = answer(resolve(PlanRequest(**WORDS)), top=2)
     rows = measured([run_folder(tmp_path / str(n), 1.2) for n in range(3)], "megalith")
-    moved = answer(ask(Question(**WORDS)), top=2, measured=rows)
+    moved = answer(resolve(PlanRequest(**WORDS)), top=2, measured=rows)
     factor = moved.sure.factor
     assert 1.1 < factor < 1.2
     one, other = plain.found.choices[0], moved.found.choices[0]
@@ -76,7 +76,7 @@ def test_times_and_what_follows_from_them_move_and_their_interval_shrinks(tmp_pa
 
 def test_a_row_that_is_far_off_is_named_and_not_followed(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
-    found = sure(ask(Question(**WORDS)), rows)
+    found = sure(resolve(PlanRequest(**WORDS)), rows)
     assert found.factor == pytest.approx(1.1, rel=0.05)
     assert "1 is ignored: it took 2.60 of its prediction" in found.words
 
@@ -100,11 +100,11 @@ def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
 
 
 def test_without_rows_nothing_is_moved():
-    found = sure(ask(Question(**WORDS)))
+    found = sure(resolve(PlanRequest(**WORDS)))
     assert found.factor == 1.0
     assert "was not measured: the interval is the one for unmeasured software" in found.words
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
-    far = sure(ask(Question(**(WORDS | elsewhere))))
+    far = sure(resolve(PlanRequest(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
 
 
@@ -118,7 +118,7 @@ def test_without_rows_nothing_is_moved():
 )
 def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Path, asked: dict[str, Any], said: str):
     rows = measured([run_folder(tmp_path / "run", 1.3)], "megalith")
-    question = ask(Question(**(WORDS | asked)))
+    question = resolve(PlanRequest(**(WORDS | asked)))
     found, plain = sure(question, rows), sure(question)
     assert (found.factor, found.time) == (plain.factor, plain.time)
     assert said in found.words and "was not measured" in found.words
@@ -127,14 +127,14 @@ def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Pat
 
 def test_the_order_of_rows_does_not_matter(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
-    question = ask(Question(**WORDS))
+    question = resolve(PlanRequest(**WORDS))
     assert sure(question, rows[::-1]).time == pytest.approx(sure(question, rows).time)
 
 
 def test_runs_as_long_as_predicted_leave_times_nearly_alone(tmp_path: Path):
     """With more rows predictions come nearer to them, whatever the common bias of all stacks."""
     rows = measured([run_folder(tmp_path / str(n), 1.0) for n in range(6)], "megalith")
-    question = ask(Question(**WORDS))
+    question = resolve(PlanRequest(**WORDS))
     off = [abs(sure(question, rows[:number]).factor - 1) for number in (1, 3, 6)]
     assert off[0] > off[1] > off[2]
     assert off[2] < 0.01

@@ -5,7 +5,7 @@ import pytest
 
 from megalith.check import check
 from megalith.cost.profile import UP_PROJECTION
-from megalith.planner.named import NAMED, Named, replay, table
+from megalith.planner.named import NAMED, NamedRun, replay, table
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 
@@ -29,12 +29,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
-def test_a_published_training_takes_about_as_long_as_published(named: Named):
+def test_a_published_training_takes_about_as_long_as_published(named: NamedRun):
     assert abs(replay(named).error) <= WITHIN[named.unit]
 
 
 @pytest.mark.parametrize("named", [one for one in NAMED if not one.forward_only], ids=lambda named: named.name)
-def test_check_accepts_a_published_layout(named: Named):
+def test_check_accepts_a_published_layout(named: NamedRun):
     known = presets()[named.preset].values
     run = {
         "name": "published", "cluster": named.cluster, "model": known | named.sizes, "data": {"path": "data"},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith.planner.answer import answer
-from megalith.planner.asked import Question, ask
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.written import as_run
 from megalith.spec import files
 
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
-    found = answer(ask(Question(path=run, offload=False)), top=2)
+    found = answer(resolve(PlanRequest(path=run, offload=False)), top=2)
     assert [(one.phase.global_batch, one.phase.seq_len, one.steps) for one in found.phases] == [
         (64, 4096, 1000),
         (128, 4096, 3000),
@@ -54,5 +54,5 @@ def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
 
 
 def test_a_question_about_another_batch_is_of_one_phase(run: Path):
-    asked = ask(Question(path=run, global_batch=256))
+    asked = resolve(PlanRequest(path=run, global_batch=256))
     assert asked.whole is None and asked.run.train.global_batch == 256

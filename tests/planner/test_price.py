@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli import app
-from megalith.planner.asked import Asked, Question, ask
 from megalith.planner.price import REMEDIES, prices
+from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.spec.plan import Plan
 from tests.prepared import hollow_data
 
@@ -30,16 +30,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def asked(cache) -> Asked:
-    return ask(Question(model="llama-1b", cluster="h100:16", seq_len=2048, global_batch=16, tokens="1B"))
+def asked(cache) -> ResolvedRequest:
+    return resolve(PlanRequest(model="llama-1b", cluster="h100:16", seq_len=2048, global_batch=16, tokens="1B"))
 
 
-def price_of(asked: Asked, plan: Plan, key: str):
+def price_of(asked: ResolvedRequest, plan: Plan, key: str):
     (found,) = [one for one in prices(asked, plan) if one.problem.key == key]
     return found
 
 
-def test_tensor_parallelism_across_nodes_costs_time_and_money(asked: Asked):
+def test_tensor_parallelism_across_nodes_costs_time_and_money(asked: ResolvedRequest):
     found = price_of(asked, Plan(tensor=16), "plan.tensor")
     assert found.instead is not None
     assert found.instead.tensor == 8
@@ -50,26 +50,26 @@ def test_tensor_parallelism_across_nodes_costs_time_and_money(asked: Asked):
     assert found.dollars == pytest.approx(found.seconds * asked.run.train.steps * 16 * price / 3600)
 
 
-def test_an_unsharded_optimizer_costs_memory_and_the_time_to_update_it_all(asked: Asked):
+def test_an_unsharded_optimizer_costs_memory_and_the_time_to_update_it_all(asked: ResolvedRequest):
     found = price_of(asked, Plan(data=16, zero=0), "plan.zero")
     assert found.instead == Plan(data=16, zero=1)
     assert found.memory == pytest.approx(12 * 1.14e9 * 15 / 16, rel=0.05)  # master weights and moments
     assert found.seconds > 0
 
 
-def test_few_microbatches_cost_a_bubble(asked: Asked):
+def test_few_microbatches_cost_a_bubble(asked: ResolvedRequest):
     found = price_of(asked, Plan(data=2, pipeline=8), "plan.pipeline")
     assert found.share > 0.05
 
 
 def test_experts_over_the_network_are_put_beside_experts_inside_a_node(cache):
-    asked = ask(Question(model="switch-base-16", cluster="h100:16", seq_len=512, global_batch=64))
+    asked = resolve(PlanRequest(model="switch-base-16", cluster="h100:16", seq_len=512, global_batch=64))
     found = price_of(asked, Plan(data=16, expert=16), "plan.expert")
     assert found.instead == Plan(data=16, expert=8)
     assert found.memory < 0  # with fewer ranks, each holds more experts
 
 
-def test_a_plan_that_keeps_the_rules_has_nothing_to_pay(asked: Asked):
+def test_a_plan_that_keeps_the_rules_has_nothing_to_pay(asked: ResolvedRequest):
     assert prices(asked, Plan(data=16)) == ()
     assert set(REMEDIES) == {"plan.tensor", "plan.pipeline", "plan.zero", "plan.recompute", "plan.expert"}
 

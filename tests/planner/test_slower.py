@@ -10,7 +10,7 @@ import pytest
 from megalith import events
 from megalith.commands.report import report
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import of_run
+from megalith.cost.predicted import workload_of
 from megalith.events.log import EventLog
 from megalith.planner.slower import by_term, slower
 from megalith.report import plans
@@ -33,7 +33,7 @@ def folder(path: Path, **factors: float) -> Path:
     path.mkdir()
     (path / SPEC_FILE).write_text(RUN.model_dump_json())
     (path / FILE).touch()
-    here = {name: value * factors.get(name, 1.0) for name, value in by_term(estimate(of_run(RUN)).time).items()}
+    here = {name: value * factors.get(name, 1.0) for name, value in by_term(estimate(workload_of(RUN)).time).items()}
     kinds = {"forward": here["compute"] / 3, "backward": here["compute"] * 2 / 3} | {
         name: here[name] for name in ("communication", "bubble", "optimizer", "other")
     }

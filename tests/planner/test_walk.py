@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands import plan as commands
 from megalith.planner.answer import answer, short
-from megalith.planner.asked import Question, ask
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.thumb import MODELS, table, thumb
 from megalith.planner.walk import ELSEWHERE, PLAIN, TECHNIQUES, Walk, _host_too_small, walk
 from tests.full import FULL, only_full
 
-QUESTION = Question(model="llama3.2-1b", cluster="a10:8", seq_len=4096, global_batch=64, tokens="20B")
+QUESTION = PlanRequest(model="llama3.2-1b", cluster="a10:8", seq_len=4096, global_batch=64, tokens="20B")
 WORDS = ["--model", "llama3.2-1b", "--cluster", "a10:8", "--seq-len", "4k", "--global-batch", "64"]
 
 PAGE = Path(__file__).parents[2] / "docs/guide/planning.md"
@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def found(cache: None) -> Walk:
-    return walk(ask(QUESTION))
+    return walk(resolve(QUESTION))
 
 
 def test_the_first_layout_that_fits_has_the_techniques_of_its_row_and_of_those_before(found: Walk):
@@ -59,19 +59,19 @@ def test_a_microbatch_deals_the_same_batch_out(found: Walk):
 def test_no_row_is_slower_than_the_one_before_and_the_last_is_the_answer(found: Walk):
     steps = [row.choice.estimate.time.step for row in found.throughput if row.choice is not None]
     assert steps == sorted(steps, reverse=True)
-    best = answer(ask(QUESTION), top=1).found.best
+    best = answer(resolve(QUESTION), top=1).found.best
     assert best is not None and steps[-1] == best.estimate.time.step
     assert found.answered is not None and found.answered.found.best == best
 
 
 def test_a_mixture_begins_with_its_experts_dealt_out():
-    rows = walk(ask(Question(model="deepseek-tiny", cluster="h100:8", seq_len=128, global_batch=64))).fit
+    rows = walk(resolve(PlanRequest(model="deepseek-tiny", cluster="h100:8", seq_len=128, global_batch=64))).fit
     assert [row.technique.name for row in rows] == [PLAIN.name, TECHNIQUES[0].name]
     assert "no layout has the whole model" in rows[0].why and rows[1].choice is not None and rows[1].choice.plan.expert > 1
 
 
 def test_what_fits_nowhere_is_walked_to_the_end_and_says_what_would():
-    found = walk(ask(replace(QUESTION, model="llama3.1-405b")))
+    found = walk(resolve(replace(QUESTION, model="llama3.1-405b")))
     assert found.first is None and found.answered is None and not found.throughput
     assert found.fit[-1].technique is ELSEWHERE
     assert "would be enough" in found.problems[0].way_out
@@ -108,9 +108,9 @@ def test_json_holds_every_row():
 def test_what_nobody_gave_is_asked_for_and_empty_answers_take_defaults(monkeypatch: pytest.MonkeyPatch):
     given = iter(["llama3.2-1b", "8xa100", "", "", ""])
     monkeypatch.setattr(commands.typer, "prompt", lambda *args, **kwargs: next(given))
-    asked = commands._interview(Question())
-    assert asked == Question(model="llama3.2-1b", cluster="8xa100", compute_optimal=True)
-    filled = ask(asked)
+    asked = commands._interview(PlanRequest())
+    assert asked == PlanRequest(model="llama3.2-1b", cluster="8xa100", compute_optimal=True)
+    filled = resolve(asked)
     assert (filled.run.train.seq_len, filled.run.train.global_batch) == (8192, 512)
     assert "--seq-len was not given" in " ".join(filled.notes) and "about 4M tokens a step" in " ".join(filled.notes)
 
@@ -130,7 +130,7 @@ def test_a_walk_leads_to_no_prefill():
 
 @only_full  # the walk of a large model takes a minute
 def test_the_walk_in_the_guide_is_the_planners():
-    found = walk(ask(Question(model="70b", cluster="64xh100", compute_optimal=True)))
+    found = walk(resolve(PlanRequest(model="70b", cluster="64xh100", compute_optimal=True)))
     shown = re.findall(r"^   \| (\w+ ?\w*):? .*\| `(.*?)`.* \| ([\d.,]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     rows = [(row.technique.name, row.choice) for row in found.fit]
     assert shown == [(name, short(one.plan), f"{one.estimate.memory.total / 2**30:,.1f}") for name, one in rows if one]

@@ -15,7 +15,7 @@ from megalith.kernels.narrow import HISTORY
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.measure.aside import buckets_of
-from megalith.train.recompute import Probe, Recomputer
+from megalith.train.reexecution import GradientProbe, GradientVerifier
 from megalith.train.step import accumulate, train_step
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks
@@ -81,12 +81,12 @@ def left_as_it_is(rank: int, spec: RunSpec) -> None:
     trainer = trainer_of(spec)
     train_step(trainer, microbatches(trainer), step=0)
     before = histories(state_of(trainer))
-    probe = Probe(buckets_of(trainer))
-    recomputer = Recomputer(trainer, probe, read=lambda step, rank: microbatches(trainer, step), microbatches="all")
+    probe = GradientProbe(buckets_of(trainer))
+    verifier = GradientVerifier(trainer, probe, read=lambda step, rank: microbatches(trainer, step), microbatches="all")
     accumulate(trainer, microbatches(trainer, 1))
     counted = [tensor.clone() for tensor in trainer.counted()]
     assert counted and all((tensor > 0).all() for tensor in counted)
-    recomputer.again(7)
+    verifier.again(7)
     assert all(torch.equal(tensor, count) for tensor, count in zip(trainer.counted(), counted, strict=True))
     trainer.drop()
     assert not any(tensor.any() for tensor in trainer.counted())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megalith.prove.dryrun import Counted
+from megalith.prove.dryrun import RankCounts
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.spec.run import RunSpec
@@ -69,14 +69,14 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, Counted]]]:
+def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[RankCounts, RankCounts]]]:
     """Return the run, and the counts of its first and last rank, both when all ranks ran and in dry runs."""
     spec = brief_run(**{"model": SHORT} | PLANS[request.param])
     together = real(spec)
     return spec, [(together[rank], dry(spec, rank)) for rank in (0, spec.plan.ranks - 1)]
 
 
-Both = tuple[RunSpec, list[tuple[Counted, Counted]]]
+Both = tuple[RunSpec, list[tuple[RankCounts, RankCounts]]]
 
 
 @sampled(6)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.prove.axes import AXES, BELOW_FP32, Draw, legal, only
+from megalith.prove.axes import AXES, BELOW_FP32, ParityCase, only, valid_run
 from megalith.prove.compare import Recording, compare
 from megalith.prove.draw import draw, refusal, uncovered
 from megalith.prove.parity import reference, shrink
@@ -59,7 +59,7 @@ REFERENCES: dict[Any, Recording] = {}
 
 @sampled(25)
 @pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
-def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
+def test_a_drawn_combination_trains_like_one_process(one: ParityCase) -> None:
     """A tie proves nothing, so draw again with another seed."""
     proof = prove(one, references=REFERENCES)
     assert proof.outcome == "equal", proof.error or "\n".join(map(str, proof.rows))
@@ -76,7 +76,7 @@ def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
 def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, plan: dict[str, Any]) -> None:
     """The drawn combinations in bf16 use balanced routing; here routers choose."""
     exact = shrink(tiny_run(plan=plan, train={"global_batch": 8}, model={"preset": preset}), steps=3)
-    one = Draw((), exact.model_copy(update={"train": exact.train.model_copy(update={"precision": "bf16"})}))
+    one = ParityCase((), exact.model_copy(update={"train": exact.train.model_copy(update={"precision": "bf16"})}))
     proof = prove(one, references=REFERENCES)
     assert proof.rows[0].quantity.startswith("routing")
     assert proof.outcome == "equal", proof
@@ -101,7 +101,7 @@ def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
         (axis, value)
         for axis, values in AXES.items()
         for value in values
-        if legal(tuple((plain | {axis: value}).items())) is None
+        if valid_run(tuple((plain | {axis: value}).items())) is None
     }
     experts = {("expert", value) for value in AXES["expert"] if value != plain["expert"]}
     assert refused == {("precision", RELEASED)} | experts | STREAMED, (
@@ -115,10 +115,10 @@ def test_draws_are_a_function_of_the_seed() -> None:
     assert len({one.choices for one in draw(120, 3, QUICK)}) == 120
 
 
-def test_an_illegal_combination_is_not_drawn() -> None:
+def test_an_invalid_combination_is_not_drawn() -> None:
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
-    assert legal(tuple(plain.items())) is not None
-    assert legal(tuple((plain | {"expert": "2", "shards": "2"}).items())) is None
+    assert valid_run(tuple(plain.items())) is not None
+    assert valid_run(tuple((plain | {"expert": "2", "shards": "2"}).items())) is None
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
@@ -210,7 +210,7 @@ def test_a_plan_in_few_bits_trains_like_one_process(
         model={"preset": preset},
         precision=choices,
     )
-    proof = prove(Draw((), shrink(run, steps=2)), references={})
+    proof = prove(ParityCase((), shrink(run, steps=2)), references={})
     assert proof.outcome == "equal", proof.error or "\n".join(map(str, proof.rows))
 
 
@@ -228,5 +228,5 @@ def test_a_schedule_from_a_file_trains_like_one_process(tmp_path: Path) -> None:
     """This schedule places stages and orders microbatches like no other."""
     (tmp_path / "own.schedule").write_text(OWN, encoding="utf-8")
     plan = {"pipeline": 2, "chunks": 2, "schedule": f"file:{tmp_path}/own.schedule", "data": 2, "zero": 3}
-    proof = prove(Draw((), shrink(tiny_run(plan=plan, train={"global_batch": 8}), steps=2)), references={})
+    proof = prove(ParityCase((), shrink(tiny_run(plan=plan, train={"global_batch": 8}), steps=2)), references={})
     assert proof.outcome == "equal", proof

@@ -20,9 +20,9 @@ from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
 from megalith.events import EventLog, Skipped, Step, of_kind, read
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.observations import Observation, StateCorrupt
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import Reported
-from megalith.fleet.seat import Seat
-from megalith.fleet.signs import Sign, StateCorrupt
 from megalith.fleet.tiers import Source, Tier
 from megalith.kernels import cross_entropy
 from megalith.parallel.data import Weight, local
@@ -31,14 +31,14 @@ from megalith.spec.run import RunSpec
 from megalith.train import step as steps
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Skip
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import restore
 from megalith.train.stability.loss_scale import Scale
-from megalith.train.step import Stepped, accumulate, seed_step
+from megalith.train.step import StepResult, accumulate, seed_step
+from megalith.train.step_hooks import StepHook, notify
 from megalith.train.stream import open_stream
-from megalith.train.watchers import Watcher, tell
 from tests.full import FULL
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
@@ -152,7 +152,7 @@ BAD = (1, 4)
 TENSOR = "blocks.1.attention.out.weight"
 
 
-class Overflow(Watcher):
+class Overflow(StepHook):
     """Makes the gradient of TENSOR infinite in some steps, wherever it is kept and whenever it is computed."""
 
     def __init__(self, trainer: Trainer, *bad: int) -> None:
@@ -160,7 +160,7 @@ class Overflow(Watcher):
         kept = trainer.parameters.get(TENSOR)
 
         def overflowing(self: Weight, share: Tensor) -> None:
-            add(self, share * torch.inf if watcher.now and self.kept is kept else share)
+            add(self, share * torch.inf if watcher.now and self.master is kept else share)
 
         Weight.add = overflowing  # permanently: a rank is a process of its own
 
@@ -182,10 +182,10 @@ def told_to_skip(*chosen: int) -> Iterator[None]:
         yield
 
 
-def trained(trainer: Trainer, watchers: list[Any], count: int = 6) -> list[Stepped]:
+def trained(trainer: Trainer, watchers: list[Any], count: int = 6) -> list[StepResult]:
     stepper, told = stepper_of(trainer, watchers=watchers), []
     for step in range(count):
-        tell(watchers, "before_step", trainer, step)
+        notify(watchers, "before_step", trainer, step)
         seed_step(trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     return told + stepper.settle()
@@ -221,7 +221,7 @@ def test_an_overflow_is_a_step_that_is_left_out(plan: dict[str, Any]) -> None:
         assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
 
 
-def too_large(rank: int, spec: RunSpec) -> list[Stepped]:
+def too_large(rank: int, spec: RunSpec) -> list[StepResult]:
     return trained(trainer_of(spec), [])
 
 
@@ -324,7 +324,7 @@ def test_scale_and_counters_hold_over_kill_rewind_and_a_change_of_plan(tmp_path:
     assert (found, there) == (position, scale)
 
 
-class Flip(Watcher):
+class Flip(StepHook):
     """Flips a bit of the loss scale's tensor after a step."""
 
     def __init__(self, step: int) -> None:
@@ -336,16 +336,16 @@ class Flip(Watcher):
 
 
 def guarded(rank: int, spec: RunSpec, root: Path) -> Any:
-    trainer, signs = trainer_of(spec), list[Sign]()
-    seat = Seat(rank, 2, ("n0", "n1"), root, key=KEY)
+    trainer, signs = trainer_of(spec), list[Observation]()
+    seat = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY)
     memory = Memory(trainer.state.shares(), seat=seat, keep=3)
     memory.join(1, group=everyone())
-    guard = Guard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
+    guard = StateGuard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
     guard.begin(0, 0)
     watchers = [Overflow(trainer, *BAD), guard]
     stepper = stepper_of(trainer, watchers=watchers, referee=guard)
     for step in range(6):
-        tell(watchers, "before_step", trainer, step)
+        notify(watchers, "before_step", trainer, step)
         stepper.step(microbatches(trainer, step), step=step)
         stepper.settle()
         guard.copy(step + 1, 0)
@@ -370,9 +370,9 @@ def test_a_scale_that_was_altered_is_found() -> None:
     assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (0, "at rest", 3)
 
 
-def altered(rank: int, spec: RunSpec) -> list[Sign]:
-    trainer, signs = trainer_of(spec), list[Sign]()
-    guard = Guard(trainer, seat=Seat(0, 1, ("n0",), None, key=KEY), read=lambda step, data_rank: [], report=signs.append)
+def altered(rank: int, spec: RunSpec) -> list[Observation]:
+    trainer, signs = trainer_of(spec), list[Observation]()
+    guard = StateGuard(trainer, seat=RankInfo(0, 1, ("n0",), None, key=KEY), read=lambda step, data_rank: [], report=signs.append)
     guard.begin(0, 0)
     with pytest.raises(Reported):
         trained(trainer, [Flip(2), guard])

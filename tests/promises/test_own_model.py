@@ -15,7 +15,7 @@ from megalith.check.own import admit as admit_all
 from megalith.commands.export import export
 from megalith.commands.report import report
 from megalith.commands.shared.arguments import admit_parts
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.events import EventLog, Step
 from megalith.models.generate import generate as written
 from megalith.models.init import initialise
@@ -137,7 +137,7 @@ def test_sizes_and_first_weights_are_the_declared_ones() -> None:
 @pytest.mark.slow
 def test_planner_and_dry_run_count_the_same_of_a_tensor_rank() -> None:
     spec = run({"tensor": 2, "sequence": False}, train={"precision": "bf16"})
-    found, told = dry(spec, 0), foresee(of_run(spec), rank=0)
+    found, told = dry(spec, 0), predict(workload_of(spec), rank=0)
     assert found.work.products == told.work.products
     assert found.memory.peak["weights"] == pytest.approx(told.memory["weights"], rel=1e-3)
 
@@ -162,7 +162,7 @@ def test_another_module_named_core_is_counted_as_what_it_is() -> None:
 
 
 def _products(attention: str) -> float:
-    return foresee(of_run(run(model={"attention": f"{HERE}:{attention}"} if attention else {})), rank=0).work.products
+    return predict(workload_of(run(model={"attention": f"{HERE}:{attention}"} if attention else {})), rank=0).work.products
 
 
 # --- imported only for a command that is given it ---
@@ -171,7 +171,7 @@ def _products(attention: str) -> float:
 def test_what_only_opens_a_run_imports_no_part_of_its_model(folder: Path, tmp_path: Path) -> None:
     spec = run(train={"steps": 1}, data={"path": str(folder / "data")})
     train(spec, tmp_path / "run")
-    files.save(files.Resolved(spec, {}), tmp_path / "run")
+    files.save(files.ResolvedRun(spec, {}), tmp_path / "run")
     kept = dict(parts.PARTS)
     parts.PARTS.clear()
     try:
@@ -205,7 +205,7 @@ def test_a_prediction_of_a_run_imports_no_package_of_its_model(tmp_path: Path, m
     found = predicted(spec)
     assert found["time"] is found["memory"] is None
     assert "the model part strange.inner:PART is not imported" in found["why"]
-    files.save(files.Resolved(spec, {}), tmp_path)
+    files.save(files.ResolvedRun(spec, {}), tmp_path)
     log = EventLog(tmp_path)
     for step in range(1, 6):
         log.write(

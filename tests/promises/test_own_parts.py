@@ -251,7 +251,7 @@ def test_what_only_opens_a_run_imports_nothing_that_it_names(folder: Path, tmp_p
     train(spec, trained)
     assert mark.exists()
     mark.unlink()
-    files.save(files.Resolved(spec, {}), trained)
+    files.save(files.ResolvedRun(spec, {}), trained)
     report(trained)
     generate(trained, "On day", tokens=2)
     evaluate(trained, ["On day 3"])
@@ -466,7 +466,7 @@ class Short:
 
     def sample(self, index: int) -> Any:
         found = self.prepared.sample(index)
-        return type(found)(found.tokens[1:], found.targets, found.positions, found.pieces, found.domain)
+        return type(found)(found.tokens[1:], found.targets, found.positions, found.segments, found.domain)
 
 
 def test_a_sample_that_does_not_fit_the_run_is_refused(folder: Path) -> None:

@@ -21,7 +21,7 @@ from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
-from megalith.train.step import Stepped
+from megalith.train.step import StepResult
 from tests.full import sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
@@ -58,13 +58,13 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
     return {name: local(tensor).clone() for name, tensor in trainer.state.tensors().items()}
 
 
-def _steps(trainer: Trainer) -> list[Stepped]:
+def _steps(trainer: Trainer) -> list[StepResult]:
     stepper = stepper_of(trainer)
     told = [done for step in range(STEPS) for done in stepper.step(microbatches(trainer, step), step=step)]
     return told + stepper.settle()
 
 
-def _lost(done: Stepped) -> bool:
+def _lost(done: StepResult) -> bool:
     return any(name == "LOST" for name, _, _ in done.spans)
 
 

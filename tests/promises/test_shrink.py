@@ -17,7 +17,7 @@ from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind,
 from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
-from megalith.fleet.seat import node_folder
+from megalith.fleet.rank_info import node_folder
 from megalith.fleet.tiers import roots
 from megalith.spec.files import load
 from tests.patience import PATIENCE

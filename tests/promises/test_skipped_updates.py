@@ -23,8 +23,8 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
+from megalith.train.step_hooks import StepHook, notify
 from megalith.train.stream import open_stream
-from megalith.train.watchers import Watcher, tell
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -41,7 +41,7 @@ PLANS: list[dict[str, Any]] = [
 EXPERTS = {"preset": "deepseek-tiny"}
 
 
-class Poison(Watcher):
+class Poison(StepHook):
     """Makes one gradient of every rank NaN in some steps, each time they are computed."""
 
     def __init__(self, *steps: int) -> None:
@@ -73,7 +73,7 @@ def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str,
     watchers = [Poison(*bad)]
     stepper, told = stepper_of(trainer, watchers=watchers), []
     for step in range(4):
-        tell(watchers, "before_step", trainer, step)
+        notify(watchers, "before_step", trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     told += stepper.settle()
     return _state(trainer), [bool(one.skipped) for one in told], trainer.state.updates
@@ -109,7 +109,7 @@ def _too_many(rank: int, spec: RunSpec) -> tuple[str, int]:
 
     def train() -> None:
         for step in range(10):
-            tell(watchers, "before_step", trainer, step)
+            notify(watchers, "before_step", trainer, step)
             stepper.step(microbatches(trainer, step), step=step)
 
     with pytest.raises(NotFinite) as caught:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalith.events import Event, Lowered, Rewound, Skipped, Spike, Step, of_kind, read
 from megalith.fleet.tiers import copies, newest
-from megalith.prove.spikes import Ended, Fault
+from megalith.prove.spikes import Fault, RunEnd
 from megalith.spec.run import RampSpec
 from megalith.train.loop import Loop
 from megalith.train.restore import Position
@@ -36,18 +36,18 @@ POISON, RATE = (Fault("poison", 40, 1.0, lasts=3),), (Fault("rate", 40, 20.0, la
 ACCIDENT = (Fault("gradient", 40, 30, place=0.99),)
 
 
-def train(folder: Path, spec: Any, faults: Faults = (), *wrong: int, **rest: Any) -> tuple[Ended, list[Event]]:
+def train(folder: Path, spec: Any, faults: Faults = (), *wrong: int, **rest: Any) -> tuple[RunEnd, list[Event]]:
     folder.mkdir(exist_ok=True)
     ended = run_ranks(_train, spec.plan.ranks, spec, folder, faults, wrong, rest)
     assert all(one.position == ended[0].position for one in ended)
     return ended[0], list(read(folder))
 
 
-def _train(rank: int, spec: Any, folder: Path, faults: Faults, wrong: tuple[int, ...], rest: dict[str, Any]) -> Ended:
+def _train(rank: int, spec: Any, folder: Path, faults: Faults, wrong: tuple[int, ...], rest: dict[str, Any]) -> RunEnd:
     return spike(rank, spec, folder, faults, wrong, **rest)
 
 
-def same(one: Ended, other: Ended) -> bool:
+def same(one: RunEnd, other: RunEnd) -> bool:
     return all(torch.equal(one.state[name], tensor) for name, tensor in other.state.items())
 
 
@@ -120,12 +120,12 @@ def test_a_rewind_leaves_out_the_updates_since_the_copy(data: str, tmp_path: Pat
         assert same(ended, straight)
 
 
-def spike_alone(spec: Any, folder: Path, after: Any) -> Ended:
+def spike_alone(spec: Any, folder: Path, after: Any) -> RunEnd:
     folder.mkdir()
     return run_ranks(_alone, 1, spec, folder, after)[0]
 
 
-def _alone(rank: int, spec: Any, folder: Path, after: Any) -> Ended:
+def _alone(rank: int, spec: Any, folder: Path, after: Any) -> RunEnd:
     return spike(rank, spec, folder, (), after=after)
 
 
@@ -160,14 +160,14 @@ def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path:
     )
 
 
-def _killed(rank: int, spec: Any, folder: Path, at: str) -> Ended:
+def _killed(rank: int, spec: Any, folder: Path, at: str) -> RunEnd:
     """Kills its rank in the middle of the first rewind."""
 
     def die(*_: Any, **__: Any) -> None:
         if dist.get_world_size() == 1 or rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(healers.Healer if at == "_replay" else healers.Guard, at, die)
+    setattr(healers.Healer if at == "_replay" else healers.StateGuard, at, die)
     return spike(rank, spec, folder, RATE)
 
 

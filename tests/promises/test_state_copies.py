@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
-from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
+from megalith.checkpoint.memory import ChecksumInPlace, Damaged, Memory, checksum
 from megalith.commands.shared.runs import checkpoints
 from megalith.control.controller import run_here
 from megalith.events import Recovery, of_kind, read
@@ -21,7 +21,7 @@ from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
-from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
+from megalith.fleet.rank_info import MEMORY, PLACEMENT, RankInfo, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, copies, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
@@ -41,8 +41,8 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> Seat:
-    return Seat(rank, world, tuple(f"n{slot}" for slot in range(slots)), root, key=KEY)
+def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> RankInfo:
+    return RankInfo(rank, world, tuple(f"n{slot}" for slot in range(slots)), root, key=KEY)
 
 
 def memory_of(trainer: Trainer, root: Path, *, distance: int = 1) -> Memory:
@@ -317,15 +317,15 @@ def test_a_digest_that_is_taken_again_and_again_is_that_of_the_tensors_as_they_a
     odd, turned = torch.randn(7), torch.randn(6, 4).t()
     holder = torch.nn.Parameter(torch.randn(8, 3))
     tensors = [holder, odd, turned, torch.randn(0), torch.randn(5)[1:], torch.arange(6)]
-    again = Digest(tensors)
-    assert again() == digest(tensors) == again()
+    again = ChecksumInPlace(tensors)
+    assert again() == checksum(tensors) == again()
     with torch.no_grad():
         for tensor in (odd, turned, holder):
             tensor.view(-1)[-1:].add_(1.0) if tensor.is_contiguous() else tensor[-1, -1].add_(1.0)
-            assert again() == digest(tensors)
+            assert again() == checksum(tensors)
     before = again()
     holder.data = holder.data + 1.0
-    assert again() == digest(tensors) != before
-    monkeypatch.setattr(memory_module, "words", lambda others: pytest.fail(f"asked for {others}"))
-    assert Digest([holder])() == int(holder.detach().view(-1).view(torch.int64).sum()) % (1 << 64)
-    assert Digest([])() == 0
+    assert again() == checksum(tensors) != before
+    monkeypatch.setattr(memory_module, "checksum_words", lambda others: pytest.fail(f"asked for {others}"))
+    assert ChecksumInPlace([holder])() == int(holder.detach().view(-1).view(torch.int64).sum()) % (1 << 64)
+    assert ChecksumInPlace([])() == 0

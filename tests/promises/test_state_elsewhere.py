@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.shares import shares, whole_of
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.parallel.data import local
-from megalith.planner.beside import beside
+from megalith.planner.compared import compare
 from megalith.prove.dryrun import count, single_documents
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
@@ -161,7 +161,7 @@ def _kept(rank: int, spec: RunSpec) -> int:
     weights = {
         weight for runner in trainer.runners.values() for used in runner.buckets for bucket in used for weight in bucket.weights
     }
-    kept = (weight.computes.untyped_storage().nbytes() + local(weight.kept).untyped_storage().nbytes() for weight in weights)
+    kept = (weight.compute.untyped_storage().nbytes() + local(weight.master).untyped_storage().nbytes() for weight in weights)
     return sum(kept) + sum(weight.moved is not None for weight in weights)
 
 
@@ -286,11 +286,11 @@ def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any
     spec = brief_run(
         plan={"data": 2, "zero": 1, "state": place}, model=sizes, train={"precision": "bf16"}, optimizer={"kind": kind}
     )
-    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))}
     assert lines[f"memory.{place['optimizer']}"].gap == pytest.approx(0, abs=0.03)
     assert lines["memory.weights"].gap == pytest.approx(0, abs=0.03)
     left = lines["memory.optimizer"]
-    assert left.gap == pytest.approx(0, abs=0.03) if left.counted else not left.foreseen
+    assert left.gap == pytest.approx(0, abs=0.03) if left.counted else not left.predicted
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -299,7 +299,7 @@ def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any
 def test_weights_elsewhere_are_missing_on_the_device_as_predicted(place: dict[str, Any], shards: int) -> None:
     sizes = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
     spec = brief_run(plan={"data": shards, "zero": 3, "state": place}, model=sizes, train={"precision": "bf16"})
-    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=shards - 1), dry(spec, shards - 1))}
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=shards - 1), dry(spec, shards - 1))}
     assert lines[f"memory.{place['optimizer']}"].gap == pytest.approx(0, abs=0.03)
     assert lines["memory.all"].gap == pytest.approx(0, abs=0.05)
 
@@ -309,7 +309,7 @@ def test_building_holds_the_master_weights_of_one_part_besides_what_is_predicted
     sizes = {"layers": 8, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 512}
     state = {"optimizer": place, "weights": place, "share": share}
     spec = brief_run(plan={"zero": 3, "state": state}, model=sizes, train={"precision": "bf16"})
-    predicted, counted, parts = foresee(of_run(spec), rank=0), dry(spec, 0), Counter[str]()
+    predicted, counted, parts = predict(workload_of(spec), rank=0), dry(spec, 0), Counter[str]()
     for name, parameter in model_parameters(spec.model.build()).items():
         parts[".".join(name.split(".")[:2])] += parameter.numel
     kept = predicted.memory["weights"] + predicted.memory["optimizer"] + predicted.memory["buffers"]

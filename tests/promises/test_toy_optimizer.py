@@ -22,26 +22,26 @@ from megalith.check import check
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
 from megalith.cost.constants import calibration
-from megalith.cost.foreseen import foresee, of_run
 from megalith.cost.memory import memory as predicted_memory
 from megalith.cost.parts import parts
+from megalith.cost.predicted import predict, workload_of
 from megalith.events import Holding
+from megalith.fleet.observations import StateCorrupt
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import Reported
-from megalith.fleet.seat import Seat
-from megalith.fleet.signs import StateCorrupt
 from megalith.fleet.tiers import Source, Tier
 from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec.optimizers import OPTIMIZERS, Kind
 from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.spec.state import Slot
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.loop import stepper_of
 from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Whole
 from megalith.train.run import holding_of
 from megalith.train.step import train_step
-from megalith.train.watchers import tell
+from megalith.train.step_hooks import notify
 from tests.keys import KEY
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry, real
@@ -149,11 +149,11 @@ def _copied(rank: int, root: Path) -> tuple[bool, list[str]]:
     """Return whether a copy in memory restores the state bit for bit, and the guard's report about a flipped bit in a
     velocity."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1}))
-    seat, signs = Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
+    seat, signs = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
     memory = Memory(trainer.state.shares(), seat=seat)
-    guard = Guard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
+    guard = StateGuard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
     guard.begin(0, 0)
-    tell([guard], "before_step", trainer, 0)
+    notify([guard], "before_step", trainer, 0)
     train_step(trainer, microbatches(trainer, 0), step=0, watchers=[guard])
     guard.copy(1, 8)
     before = {name: share.clone() for name, share in trainer.state.shares().items()}
@@ -176,12 +176,12 @@ def test_copies_and_digests_hold_its_state(tmp_path: Path) -> None:
 def _verified(rank: int, root: Path, flips: bool) -> list[str]:
     """Return the guard's reports about an update repeated from the copy. `flips`: one bit of a velocity is then wrong."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1, "verify_every": 1}))
-    seat, signs = Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
+    seat, signs = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
     assert dist.group.WORLD is not None
     memory.join(1, group=dist.group.WORLD)
 
-    guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
     guard.begin(0, 0)
     if flips and rank == 0:
         own = trainer.rule.update
@@ -193,7 +193,7 @@ def _verified(rank: int, root: Path, flips: bool) -> list[str]:
                 parts[0].slots["moments.velocity"].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
         trainer.rule.update = wrong  # pyright: ignore[reportAttributeAccessIssue]
-    tell([guard], "before_step", trainer, 0)
+    notify([guard], "before_step", trainer, 0)
     with suppress(Reported):
         train_step(trainer, microbatches(trainer, 0), step=0, watchers=[guard])
     guard.close()
@@ -230,7 +230,7 @@ def test_post_validation_undoes_it_bit_for_bit() -> None:
 def test_it_is_planned_with_its_own_bytes() -> None:
     toy, adamw = (
         predicted_memory(load, parts(load), calibration().generations[load.practice.generation])
-        for load in (of_run(run()), replace(of_run(run()), optimizer="adamw"))
+        for load in (workload_of(run()), replace(workload_of(run()), optimizer="adamw"))
     )
     assert toy.optimizer == adamw.optimizer / 2 > 0
     assert toy.weights == adamw.weights
@@ -242,8 +242,8 @@ def test_a_dry_run_counts_it_to_the_byte() -> None:
     assert counted.state == wholly.state
     assert counted.memory.most["optimizer"] == wholly.memory.most["optimizer"] == counted.state["optimizer"]
     assert counted.state["optimizer"] == counted.state["weights"]
-    foreseen = foresee(of_run(spec), rank=1)
-    assert foreseen.memory["optimizer"] == pytest.approx(counted.state["optimizer"], rel=0.02)
+    predicted = predict(workload_of(spec), rank=1)
+    assert predicted.memory["optimizer"] == pytest.approx(counted.state["optimizer"], rel=0.02)
 
 
 def test_check_counts_its_bytes() -> None:

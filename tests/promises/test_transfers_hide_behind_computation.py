@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.models.block import Block
-from megalith.models.moe import Exchange, Moe, Pending, Traffic
+from megalith.models.moe import Moe, Pending, TokenDispatcher, Traffic
 from megalith.parallel.data import Bucket
 from megalith.parallel.execute import Executor
 from megalith.schedule.action import Overlap, parts
@@ -55,7 +55,7 @@ class Transfer:
 class Link:
     """An exchange over a delayed link that records its transfers."""
 
-    def __init__(self, exchange: Exchange, transfers: list[Transfer]) -> None:
+    def __init__(self, exchange: TokenDispatcher, transfers: list[Transfer]) -> None:
         self._exchange, self._transfers = exchange, transfers
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +155,7 @@ def _both(rank: int) -> tuple[Seen, Seen]:
     transfers: list[Transfer] = []
     for block in chain.from_iterable(stage.blocks.values() for stage in trainer.stages.values()):
         assert isinstance(block, Block) and isinstance(block.mlp, Moe)
-        block.mlp.exchange = Link(block.mlp.exchange, transfers)
+        block.mlp.dispatcher = Link(block.mlp.dispatcher, transfers)
         block.mlp.run, block.join = slowed(block.mlp.run), slowed(block.join)
     program = trainer.executor.program
     return _step(trainer, program, transfers), _step(trainer, one_after_the_other(program), transfers)

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from megalith.prove import dryrun
-from megalith.prove.dryrun import Counted
+from megalith.prove.dryrun import RankCounts
 from megalith.spec.run import RunSpec
 from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
 
 
-def dry(spec: RunSpec, rank: int) -> Counted:
+def dry(spec: RunSpec, rank: int) -> RankCounts:
     """Return the counts of rank `rank` in a dry run. Raises RuntimeError with the child's traceback."""
     return in_a_child(lambda: dryrun.dryrun(spec, rank=rank).counted)
 
 
-def real(spec: RunSpec) -> list[Counted]:
+def real(spec: RunSpec) -> list[RankCounts]:
     """Return the counts of all ranks in a real run."""
     return run_ranks(_count, spec.plan.ranks, spec)
 
 
-def _count(rank: int, spec: RunSpec) -> Counted:
+def _count(rank: int, spec: RunSpec) -> RankCounts:
     return dryrun.count(spec, [dryrun.single_documents(spec)] * spec.microbatches, unreal=False)
 
 

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import of_run
 from megalith.cost.network import Line, Wires, gather, reduce
+from megalith.cost.predicted import workload_of
 from megalith.cost.profile import Core, Product
 from megalith.cost.software import practice
 from megalith.cost.time import Setting, core_seconds, product_seconds
 from megalith.cost.workload import Workload
 from megalith.machine import capacity
 from megalith.planner.answer import answer
-from megalith.planner.asked import Question, ask
-from megalith.prove.calibrate import Calibrated, Point, Sizes, calibrate, cluster_of, text
+from megalith.planner.request import PlanRequest, resolve
+from megalith.prove.calibrate import CalibrationResult, Point, Sizes, calibrate, cluster_of, text
 from megalith.spec.cluster import ClusterSpec, catalogue, load
 from megalith.spec.problem import SpecErrors
 from tests.prepared import hollow_data
@@ -51,17 +51,17 @@ def points(ranks: int, *, slower: float = 1.0) -> list[Point]:
     return [point._replace(seconds=slower * point.seconds) for point in found]
 
 
-def machine(ranks: int, *, slower: float = 1.0, name: str = "cpu") -> Calibrated:
+def machine(ranks: int, *, slower: float = 1.0, name: str = "cpu") -> CalibrationResult:
     found = points(ranks, slower=slower)
-    return Calibrated(cluster_of(name, found, ranks=ranks, threads=3, sizes=SIZES), tuple(found))
+    return CalibrationResult(cluster_of(name, found, ranks=ranks, threads=3, sizes=SIZES), tuple(found))
 
 
 def workload(cluster: ClusterSpec, **plan: int) -> Workload:
     spec = tiny_run(plan=plan, train={"global_batch": 8, "seq_len": 64})
-    return replace(of_run(spec), cluster=cluster)
+    return replace(workload_of(spec), cluster=cluster)
 
 
-def written(found: Calibrated, folder: Path) -> Path:
+def written(found: CalibrationResult, folder: Path) -> Path:
     file = folder / "machine.toml"
     file.write_text(text(found, host="here"))
     return file
@@ -181,12 +181,12 @@ def test_figures_of_ranks_that_share_a_processor_predict_no_other_number_of_rank
     assert shared.resized(2) == shared
     assert gpus.resized(4) == gpus.model_copy(update={"count": 4})
     file = written(machine(2), tmp_path)
-    asked = ask(Question(model="tiny", cluster=str(file), seq_len=128, global_batch=8, format="fp32"))
+    asked = resolve(PlanRequest(model="tiny", cluster=str(file), seq_len=128, global_batch=8, format="fp32"))
     found = answer(asked, top=1, pareto=True)
     assert {point.devices for point in found.frontier} == {2}
-    huge = Question(model="llama3-70b", cluster=str(file), seq_len=128, global_batch=8, format="fp32")
+    huge = PlanRequest(model="llama3-70b", cluster=str(file), seq_len=128, global_batch=8, format="fp32")
     with pytest.raises(SpecErrors) as caught:
-        answer(ask(huge), top=1)
+        answer(resolve(huge), top=1)
     assert "this-machine would do" not in str(caught.value)
     run = tmp_path / "run.toml"
     run.write_text(f"""
@@ -244,7 +244,7 @@ def test_points_that_show_no_ramp_still_give_a_rate(inner: Sequence[int], second
 def test_a_plan_names_the_source_of_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
     file = written(machine(2), tmp_path)
-    asked = ask(Question(model="tiny", cluster=str(file), seq_len=128, global_batch=8, tokens="1M", format="fp32"))
+    asked = resolve(PlanRequest(model="tiny", cluster=str(file), seq_len=128, global_batch=8, tokens="1M", format="fp32"))
     found, measured = answer(asked, top=1), asked.cluster.measured
     assert measured is not None
     assert (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.prove.coordcheck import QUANTITIES, Checked, check, sized
+from megalith.prove.coordcheck import QUANTITIES, CoordinateCheck, check, sized
 from megalith.spec.families import parametrization
 from tests.specs import tiny_run
 
@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 SPEC = tiny_run(model={"preset": "tiny", "layers": 2}, optimizer={"lr": 1e-3, "weight_decay": 0.0})
 
 
-def _width(kind: parametrization.Parametrization) -> Checked:
+def _width(kind: parametrization.Parametrization) -> CoordinateCheck:
     return check(SPEC, axis="width", sizes=(32, 64, 128, 256), parametrization=kind, steps=3, seeds=(0,))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalith.commands import dryrun as command
 from megalith.commands.shared.arguments import RunRequest
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.prove import fake
 from megalith.prove.fits import GIB, does_not_fit
 from megalith.prove.meter import Memory, Meter, attention_flops
@@ -62,15 +62,15 @@ def test_a_label_holds_for_all_the_life_of_a_storage() -> None:
     assert memory.between == {"weights": 0, "gradients": 400, "optimizer": 0, "activations": 0, "buffers": 0}
 
 
-def test_the_course_of_a_step_meets_its_peak_and_keeps_its_length() -> None:
+def test_the_memory_timeline_of_a_step_meets_its_peak_and_keeps_its_length() -> None:
     with Meter() as meter:
         meter.begin_step()
         kept = [torch.zeros(100) for _ in range(1000)]
         kept.clear()
-    course = meter.course(moments=50)
-    assert len(course) == 50
-    assert max(sum(moment.values()) for moment in course) == sum(meter.memory().peak.values()) == 400_000
-    assert course[-1]["activations"] < 400_000 // 10
+    timeline = meter.memory_timeline(moments=50)
+    assert len(timeline) == 50
+    assert max(sum(moment.values()) for moment in timeline) == sum(meter.memory().peak.values()) == 400_000
+    assert timeline[-1]["activations"] < 400_000 // 10
 
 
 def test_meta_tensors_hold_nothing() -> None:
@@ -291,7 +291,7 @@ def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pyte
     spec = files.load(Path(one.recipe), overrides=one.settings).spec
     assert cluster.load(spec.cluster).accelerator.memory == one.device * GIB
     assert one.fits == (max(one.total, one.building) <= one.device)
-    assert one.fits == (sum(foresee(of_run(spec), rank=one.rank).memory.values()) <= one.device * GIB)
+    assert one.fits == (sum(predict(workload_of(spec), rank=one.rank).memory.values()) <= one.device * GIB)
 
 
 LOCKED_TORCH = torch.__version__.startswith("2.15")

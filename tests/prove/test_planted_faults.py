@@ -66,7 +66,7 @@ def part_off(trainer: Trainer) -> Iterator[None]:
     add = Weight.add
 
     def longer(self: Weight, share: Tensor) -> None:
-        add(self, share * off if id(self.kept) in chosen else share)
+        add(self, share * off if id(self.master) in chosen else share)
 
     with mock.patch.object(Weight, "add", longer):
         yield

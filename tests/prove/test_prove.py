@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megalith.prove import prove as module
-from megalith.prove.axes import Draw, key_of, only
+from megalith.prove.axes import ParityCase, only, reference_key
 from megalith.prove.compare import Recording, Row, compare
 from megalith.prove.draw import draw
 from megalith.prove.parity import reference, shrink
-from megalith.prove.prove import CPU, FEW, Proof, few, prove, prove_drawn
+from megalith.prove.prove import CPU, FEW, ParityResult, few, prove, prove_drawn
 from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
@@ -21,11 +21,11 @@ EQUAL, GAP = Row("loss", 0.0, 1e-5, "step 1"), Row("loss", 1.0, 1e-5, "step 1")
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Draw:
+def two_ranks() -> ParityCase:
     return next(one for one in draw(FEW, 0) if one.spec.plan.ranks == 2 and one.spec.train.precision == "fp32")
 
 
-def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: Draw) -> None:
+def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: ParityCase) -> None:
     references: dict[Any, Recording] = {}
     proof = prove(two_ranks, references=references)
     assert proof.outcome == "equal", proof
@@ -54,10 +54,10 @@ def test_scales_over_the_tokens_of_a_microbatch_have_a_reference_for_each_size_o
     apart, together = (shrink(tiny_run(plan=plan, **small), steps=1) for plan in plans)
     assert apart.plan.set_sequences == together.plan.set_sequences
     assert reference(apart, device=CPU).maxima != reference(together, device=CPU).maxima
-    assert key_of(apart) != key_of(together)
+    assert reference_key(apart) != reference_key(together)
 
 
-def test_ranks_that_fail_are_a_failure_of_their_case_only(two_ranks: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_fail_are_a_failure_of_their_case_only(two_ranks: ParityCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(rank: int, spec: Any) -> None:
         raise ArithmeticError(f"rank {rank} broke")
 
@@ -70,15 +70,15 @@ def test_ranks_that_fail_are_a_failure_of_their_case_only(two_ranks: Draw, monke
 @pytest.mark.parametrize(
     ("tied", "row", "outcome"), [(0, EQUAL, "equal"), (0, GAP, "NOT equal"), (2, EQUAL, "tie"), (2, GAP, "tie")]
 )
-def test_a_tie_is_neither_equal_nor_a_gap(two_ranks: Draw, tied: int, row: Row, outcome: str) -> None:
-    assert Proof(two_ranks, (row,), tied).outcome == outcome
+def test_a_tie_is_neither_equal_nor_a_gap(two_ranks: ParityCase, tied: int, row: Row, outcome: str) -> None:
+    assert ParityResult(two_ranks, (row,), tied).outcome == outcome
 
 
 def test_another_combination_is_drawn_in_place_of_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Draw] = []
+    seen: list[ParityCase] = []
 
-    def tied_at_first(one: Draw, *, references: Any) -> Proof:
-        return Proof(one, (EQUAL,), int(len(seen) <= 2))
+    def tied_at_first(one: ParityCase, *, references: Any) -> ParityResult:
+        return ParityResult(one, (EQUAL,), int(len(seen) <= 2))
 
     monkeypatch.setattr(module, "prove", tied_at_first)
     proofs = list(prove_drawn(4, 0, starting=seen.append))
@@ -90,7 +90,7 @@ def test_another_combination_is_drawn_in_place_of_a_tie(monkeypatch: pytest.Monk
 def test_only_ties_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = draw(FEW + 3, 0)
     monkeypatch.setattr(module, "draw", lambda count, seed: pool[:FEW] if seed == 0 else list(pool))
-    monkeypatch.setattr(module, "prove", lambda one, references: Proof(one, (EQUAL,), 1))
+    monkeypatch.setattr(module, "prove", lambda one, references: ParityResult(one, (EQUAL,), 1))
     assert len(list(prove_drawn(FEW, 0))) == FEW + 3
 
 
@@ -98,5 +98,5 @@ def test_few_draws_are_not_those_of_one_rank() -> None:
     assert all(one.spec.plan.ranks > 1 for seed in range(3) for one in few(3, seed))
 
 
-def test_a_failed_case_has_no_rows_to_be_equal(two_ranks: Draw) -> None:
-    assert replace(Proof(two_ranks, ()), error="died").outcome == "failed"
+def test_a_failed_case_has_no_rows_to_be_equal(two_ranks: ParityCase) -> None:
+    assert replace(ParityResult(two_ranks, ()), error="died").outcome == "failed"

@@ -10,8 +10,8 @@ import pytest
 
 from megalith.fleet.environment import MEETING
 from megalith.fleet.exit_codes import ExitCode
-from megalith.rehearse import crew
-from megalith.rehearse.crew import Crew
+from megalith.rehearse import supervised_agents
+from megalith.rehearse.supervised_agents import SupervisedAgents
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
@@ -29,9 +29,9 @@ class Engine:
 
 
 def test_one_that_is_killed_joins_anew_once_its_machine_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(supervised_agents, "LEAVE_SECONDS", 0.2)
     engine, repair = Engine(), 0.3
-    with Crew(("a", "b", "c"), repair) as agents:
+    with SupervisedAgents(("a", "b", "c"), repair) as agents:
         assert agents.place("a")[1] == {
             "RANK": "0",
             "WORLD_SIZE": "3",
@@ -57,7 +57,7 @@ def test_one_that_is_killed_joins_anew_once_its_machine_is_repaired(monkeypatch:
 @pytest.mark.parametrize(("code", "again"), [(ExitCode.FINISHED, False), (ExitCode.STOPPED, False), (ExitCode.LOST, True)])
 def test_one_that_ends_in_order_is_not_started_again_and_any_other_end_is_noted(code: int, again: bool) -> None:
     engine = Engine(then=f"sys.exit({int(code)})")
-    with Crew(("a", "b"), 0.0) as agents:
+    with SupervisedAgents(("a", "b"), 0.0) as agents:
         agents.tend(engine.begin)
         until(lambda: engine.started[0].poll() is not None, seconds=PATIENCE)
         agents.tend(engine.begin)

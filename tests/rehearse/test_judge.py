@@ -8,10 +8,10 @@ import pytest
 
 from megalith import events
 from megalith.commands.campaign import sentences
-from megalith.fleet import injection, signs
+from megalith.fleet import injection, observations
 from megalith.fleet.injection import Injection
-from megalith.fleet.signs import GradientWrong, Hang, RankFailed, Sign
-from megalith.rehearse.campaign import Ran
+from megalith.fleet.observations import GradientWrong, Hang, Observation, RankFailed
+from megalith.rehearse.campaign import CampaignRun
 from megalith.rehearse.fates import fates_of
 from megalith.rehearse.hangs import hangs_of
 from megalith.rehearse.judge import Aims, Judgement, judge
@@ -21,10 +21,10 @@ KILL, STOP = Injection(0, "kill", 3, "step", (1,)), Injection(1, "stop", 6, "ste
 STATE = {"weights": "abc", "samples": 80}
 
 
-def _incident(number: int, at: float, sign: Sign, *, node: str | None = "0", rank: int | None = None) -> events.Incident:
+def _incident(number: int, at: float, sign: Observation, *, node: str | None = "0", rank: int | None = None) -> events.Incident:
     return events.Incident(
         incident=number, began=at - 0.1, step=sign.step, cause=sign.kind, reason="because", node=node, rank=rank,
-        evidence=signs.dump(sign), commands=[], time=at,
+        evidence=observations.dump(sign), commands=[], time=at,
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _hang(number: int, at: float, rank: int, *, step: int = 6, silence: float = 
 
 def _runs(
     folder: Path, *, blamed: int = 1, loss: float | None = None, silence: float = 3.05, limit: float = 3.0
-) -> tuple[Ran, Ran, Path]:
+) -> tuple[CampaignRun, CampaignRun, Path]:
     """Return a run of ten steps of a second each, and the same with a kill and a hang, after which steps 4 and 7 were
     repeated."""
     whole = _log(folder / "whole", _started(0), *(_step(i, 100.0 + i) for i in range(1, 11)))
@@ -86,7 +86,7 @@ def _runs(
     injection.save(file, [KILL, STOP])
     for number, rank, at in ((0, 1, 204.2), (1, 2, 208.5)):
         (folder / "faults.came" / f"{number}-{rank}").write_text(f"{at} 0 ")
-    return Ran(whole, 10.0, 0, ()), Ran(hurt, 20.0, 0, ()), file
+    return CampaignRun(whole, 10.0, 0, ()), CampaignRun(hurt, 20.0, 0, ()), file
 
 
 def _judged(folder: Path, **changes: Any) -> Judgement:
@@ -95,7 +95,9 @@ def _judged(folder: Path, **changes: Any) -> Judgement:
     return _of(whole, faulted, file, aims=aims)
 
 
-def _of(whole: Ran, faulted: Ran, file: Path, *, states: tuple[Any, Any] = (STATE, dict(STATE)), **parts: Any) -> Judgement:
+def _of(
+    whole: CampaignRun, faulted: CampaignRun, file: Path, *, states: tuple[Any, Any] = (STATE, dict(STATE)), **parts: Any
+) -> Judgement:
     given = {"left_out": {}, "aimed": {}, "fleet": FleetSpec(), "timeout": 600.0} | parts
     return judge(whole, faulted, injections=file, states=states, **given)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megalith.cli import app
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.prepare import WITHOUT_EFFECT, Prepared, Wanted, prepare
+from megalith.rehearse.prepare import WITHOUT_EFFECT, PreparedSimulation, SimulationRequest, prepare
 from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.simulation import LatencySpec, SimulationSpec
@@ -120,8 +120,8 @@ def test_a_runs_own_sites_are_played(tmp_path: Path) -> None:
     assert _prepared_of(run, "step_seconds=3", "sites=1").scenario.sites == 1
 
 
-def _prepared_of(run: Path, *settings: str) -> Prepared:
-    return prepare(Wanted(cluster="h100:64", run=run, overrides=settings))
+def _prepared_of(run: Path, *settings: str) -> PreparedSimulation:
+    return prepare(SimulationRequest(cluster="h100:64", run=run, overrides=settings))
 
 
 def test_verification_finds_what_is_wrong_silently() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megalith.events import Checkpoint, Incident, Recovery
 from megalith.rehearse import closed_form
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated, of_cluster
-from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent, scenario
-from megalith.rehearse.simulate import Simulated, simulate, try_intervals, try_spares
+from megalith.rehearse.scenario import DAY, HOUR, Scenario, TimeUse, scenario
+from megalith.rehearse.simulate import SimulationResult, simulate, try_intervals, try_spares
 from megalith.rehearse.site import Site
 from megalith.spec import cluster as clusters
 from megalith.spec.faults import FaultCause, Reliability, Repair, Shows, tables
@@ -154,7 +154,7 @@ def test_copies_in_memory_beat_checkpoints_alone() -> None:
     without = simulate(_llama(latencies=warm, store_every=1800.0, days=20), seeds=2)
     with_memory = simulate(_llama(latencies=warm, store_every=1800.0, days=20, fleet=FleetSpec(spares=24)), seeds=2)
     assert with_memory.goodput > without.goodput + 0.03
-    assert with_memory.seconds[Spent.LOST] < without.seconds[Spent.LOST] / 20
+    assert with_memory.seconds[TimeUse.LOST] < without.seconds[TimeUse.LOST] / 20
 
 
 def _broken(repair: Repair, spares: int = 0, **own: Any) -> Scenario:
@@ -195,8 +195,8 @@ def test_waiting_for_nodes_calls_nobody() -> None:
     life = result.lives[0]
     assert life.stops == 0
     assert life.ended > 50
-    assert result.seconds[Spent.WAITING] > 0.5 * 200 * DAY
-    assert result.seconds[Spent.PERSON] == 0
+    assert result.seconds[TimeUse.WAITING] > 0.5 * 200 * DAY
+    assert result.seconds[TimeUse.PERSON] == 0
 
 
 def test_a_run_that_fails_at_one_step_for_the_third_time_waits_for_a_person() -> None:
@@ -204,7 +204,7 @@ def test_a_run_that_fails_at_one_step_for_the_third_time_waits_for_a_person() ->
     result = simulate(plan, seeds=1)
     assert result.lives[0].stops > 10
     assert result.lives[0].ended == 0
-    assert result.seconds[Spent.PERSON] > 0
+    assert result.seconds[TimeUse.PERSON] > 0
 
 
 def test_a_lost_rack_of_spares_stops_nobody() -> None:
@@ -234,7 +234,7 @@ def test_a_lost_rack_takes_the_next_nodes_buddy_along() -> None:
     lost = {}
     for buddy in ("next", "far"):
         fleet = FleetSpec.model_validate({"spares": 8, "buddy": buddy})
-        lost[buddy] = simulate(replace(plan, fleet=fleet), seeds=2).seconds[Spent.LOST]
+        lost[buddy] = simulate(replace(plan, fleet=fleet), seeds=2).seconds[TimeUse.LOST]
     assert lost["far"] < lost["next"] / 10
 
 
@@ -260,7 +260,7 @@ def test_unverified_corruption_is_counted_as_undetected() -> None:
     assert seeing.restarts["for a fault"] > 100
 
 
-def _four(mtbf: float = HOUR, **rest: Any) -> Simulated:
+def _four(mtbf: float = HOUR, **rest: Any) -> SimulationResult:
     return simulate(_plain(mtbf, **({"days": 20.0, "sites": 4, "grace": 5.0} | rest)), seeds=2)
 
 
@@ -269,7 +269,7 @@ def test_sites_without_faults_merge_all_that_they_do() -> None:
     assert found.goodput == pytest.approx(300 / 330, abs=0.002)
     life = found.lives[0]
     assert (life.left, life.anew) == (0, 0) and life.merges == pytest.approx(20 * DAY / 330, abs=2)
-    assert found.seconds[Spent.SYNC] == pytest.approx(20 * DAY * 30 / 330, rel=0.01)
+    assert found.seconds[TimeUse.SYNC] == pytest.approx(20 * DAY * 30 / 330, rel=0.01)
 
 
 def test_work_that_is_done_again_reaches_nothing_new() -> None:
@@ -284,7 +284,7 @@ def test_work_that_is_done_again_reaches_nothing_new() -> None:
 def test_seconds_of_sites_add_up_to_the_wall_time() -> None:
     for found in (_four(), _four(grace=1000.0), _four(decides=0), _four(mtbf=HOUR / 4)):
         assert sum(found.seconds.values()) == pytest.approx(20 * DAY, rel=1e-3)
-        assert found.goodput == pytest.approx(found.seconds[Spent.USEFUL] / (20 * DAY))
+        assert found.goodput == pytest.approx(found.seconds[TimeUse.USEFUL] / (20 * DAY))
 
 
 def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
@@ -327,7 +327,7 @@ def test_two_sites_need_each_other_unless_one_decides_alone() -> None:
 
 
 def test_results_survive_json() -> None:
-    result: Simulated = simulate(_llama(days=5), seeds=2)
+    result: SimulationResult = simulate(_llama(days=5), seeds=2)
     assert json.loads(json.dumps(result.as_json()))["goodput"] == result.goodput
 
 

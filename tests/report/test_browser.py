@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megalith import events
-from megalith.planner.asked import Question
 from megalith.planner.atlas import atlas
+from megalith.planner.request import PlanRequest
 from megalith.report import compare
 from megalith.report.atlas import page as draw_atlas
 from megalith.report.page import write
@@ -45,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     dried.write_text(a_page(), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGALITH_CACHE", str(folder / "cache"))
-        layouts = atlas(Question(cluster="h100:16", seq_len=128, global_batch=16), ("tiny", "dense-2t"))
+        layouts = atlas(PlanRequest(cluster="h100:16", seq_len=128, global_batch=16), ("tiny", "dense-2t"))
     map_of_layouts.write_text(draw_atlas(layouts), encoding="utf-8")
     return {"run": write(run), "long": write(other), "compare": found, "dry run": dried, "atlas": map_of_layouts}
 

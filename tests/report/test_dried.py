@@ -5,10 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megalith.cost.foreseen import Comparison
-from megalith.prove.dryrun import Counted, DryRun
+from megalith.cost.predicted import Comparison
+from megalith.prove.dryrun import DryRun, RankCounts
 from megalith.prove.meter import CATEGORIES, Memory, Work
-from megalith.report.dried import COLOURS, course, gap, page
+from megalith.report.dried import COLOURS, gap, memory_timeline, page
 from megalith.spec.problem import Problem
 
 
@@ -23,9 +23,9 @@ def test_every_category_has_a_colour() -> None:
     assert set(COLOURS) == set(CATEGORIES)
 
 
-def test_the_course_is_a_whole_picture() -> None:
+def test_the_memory_timeline_is_a_whole_picture() -> None:
     moments = [dict.fromkeys(CATEGORIES, 2**30 * at) for at in range(1, 9)]
-    picture = course(moments)
+    picture = memory_timeline(moments)
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
     assert "together 40 GiB" in picture
 
@@ -53,7 +53,7 @@ def a_page() -> str:
     sizes: dict[str, int] = {name: 2**30 * at for at, name in enumerate(CATEGORIES, 1)}
     every = sum(sizes.values())
     held = Memory(peak=sizes, most=sizes, between=sizes, building=every)
-    counted = Counted({"data": 3}, ["embedding", "head"], 1000, {}, held, [sizes] * 8, [], Work(5, 2, 3), [])
+    counted = RankCounts({"data": 3}, ["embedding", "head"], 1000, {}, held, [sizes] * 8, [], Work(5, 2, 3), [])
     figures = {f"memory.{name}": size for name, size in sizes.items()} | {
         "memory.all": every,
         "work.products": 5,

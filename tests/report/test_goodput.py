@@ -8,8 +8,8 @@ import pytest
 
 from megalith.control.ledger import Cause
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.scenario import Spent, scenario
-from megalith.rehearse.simulate import Life, Simulated, Tried
+from megalith.rehearse.scenario import TimeUse, scenario
+from megalith.rehearse.simulate import Life, SimulationResult, SweepPoint
 from megalith.report import goodput
 from megalith.spec import cluster as clusters
 
@@ -17,24 +17,24 @@ SECONDS = {"useful": 90.0, "lost steps": 6.0, "recovery": 4.0, "planned": 0.0}
 CURVES = (((0.0, 1.0), (86_400.0, 0.95), (172_800.0, 0.9)), ((0.0, 1.0), (86_400.0, 0.91), (172_800.0, 0.92)))
 
 
-def _simulated() -> Simulated:
-    seconds = {Spent(name): value for name, value in SECONDS.items()}
+def _simulated() -> SimulationResult:
+    seconds = {TimeUse(name): value for name, value in SECONDS.items()}
     plan = replace(scenario(clusters.load("h100:64"), days=2, latencies=PROFILES["warm"]), name="16,384 x H100 & more")
     lives = tuple(Life(i, 0.9, seconds, curve=curve) for i, curve in enumerate(CURVES))
-    return Simulated(plan, lives, 0.9, (0.85, 0.95), 0.01, seconds)
+    return SimulationResult(plan, lives, 0.9, (0.85, 0.95), 0.01, seconds)
 
 
 def _tried(marks: Sequence[tuple[float, str]] = ()) -> str:
-    points = [Tried(value, goodput=0.9, band=(0.85, 0.95), per_device=0.8) for value in (60.0, 1.0)]
+    points = [SweepPoint(value, goodput=0.9, band=(0.85, 0.95), per_device=0.8) for value in (60.0, 1.0)]
     return goodput.tried(points, title="a cluster, 5 days: goodput", x_label="minutes between checkpoints", marks=marks)
 
 
 def test_every_thing_that_time_goes_to_has_a_colour() -> None:
-    assert {cause.value for cause in [*Cause, *Spent]} == set(goodput.COLOURS)
+    assert {cause.value for cause in [*Cause, *TimeUse]} == set(goodput.COLOURS)
 
 
-@pytest.mark.parametrize("account", [Cause, Spent])
-def test_no_two_things_that_time_goes_to_share_a_colour(account: type[Cause | Spent]) -> None:
+@pytest.mark.parametrize("account", [Cause, TimeUse])
+def test_no_two_things_that_time_goes_to_share_a_colour(account: type[Cause | TimeUse]) -> None:
     used = [goodput.COLOURS[what.value] for what in account]
     assert len(set(used)) == len(used)
 

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.schedule.file import dump, read
-from megalith.schedule.table import SCHEDULES, build, refusals
+from megalith.schedule.table import SCHEDULES, build, schedule_problem_texts
 
 GOOD = """
 # two microbatches through two ranks
@@ -63,7 +63,7 @@ def test_all_mistakes_are_said_at_once():
 def test_a_file_that_does_not_fit_the_plan_is_refused_with_every_reason(tmp_path):
     path = tmp_path / "mine.schedule"
     path.write_text(GOOD)
-    found = refusals(f"file:{path}", ranks=4, microbatches=3, chunks=2)
+    found = schedule_problem_texts(f"file:{path}", ranks=4, microbatches=3, chunks=2)
     assert [text.split(" = ")[0] for text in found] == ["ranks", "microbatches", "chunks"]
     assert "Use ranks = 2 or another file." in found[0]
     assert "1 a rank (2 stages on 2 ranks)" in found[2]
@@ -72,26 +72,26 @@ def test_a_file_that_does_not_fit_the_plan_is_refused_with_every_reason(tmp_path
 def test_a_file_that_would_hang_is_refused(tmp_path):
     path = tmp_path / "stuck.schedule"
     path.write_text(GOOD.replace("0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1").replace("1F0 1B0 1F1", "1F0 1F1 1B0"))
-    (found,) = refusals(f"file:{path}", ranks=2, microbatches=2, chunks=1)
+    (found,) = schedule_problem_texts(f"file:{path}", ranks=2, microbatches=2, chunks=1)
     assert "deadlock: rank 0 at 0B0 waits for 0RECV_B0 of rank 1" in found
 
 
 def test_a_file_that_leaves_work_undone_is_refused(tmp_path):
     path = tmp_path / "short.schedule"
     path.write_text(GOOD.replace(" 1W1", ""))
-    (found,) = refusals(f"file:{path}", ranks=2, microbatches=2, chunks=1)
+    (found,) = schedule_problem_texts(f"file:{path}", ranks=2, microbatches=2, chunks=1)
     assert "backward of stage 1, microbatch 1: B 0, I 1, W 0 times" in found
 
 
 def test_a_bidirectional_file_is_refused_by_a_plan(tmp_path):
     path = tmp_path / "both.schedule"
     path.write_text(dump(build("dualpipe", ranks=2, microbatches=4)))
-    (found,) = refusals(f"file:{path}", ranks=2, microbatches=4, chunks=1)
+    (found,) = schedule_problem_texts(f"file:{path}", ranks=2, microbatches=4, chunks=1)
     assert "Use schedule = 'dualpipe'" in found
 
 
 def test_a_file_that_is_not_there_is_refused_with_its_path(tmp_path):
-    (found,) = refusals(f"file:{tmp_path}/none", ranks=2, microbatches=2, chunks=1)
+    (found,) = schedule_problem_texts(f"file:{tmp_path}/none", ranks=2, microbatches=2, chunks=1)
     assert "cannot be read" in found
     with pytest.raises(ValueError, match="cannot be read"):
         build(f"file:{tmp_path}/none", ranks=2, microbatches=2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megalith.schedule.action import MESSAGES, Action, Overlap, Schedule, computations, format_row, parse_row
 from megalith.schedule.lower import channel_of, lower, partner
-from megalith.schedule.table import SCHEDULES, build, misfits
+from megalith.schedule.table import SCHEDULES, build, schedule_problems
 from megalith.schedule.verify import problems
 
 
@@ -17,13 +17,13 @@ def schedules(draw):
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     sizes = {"ranks": draw(st.integers(1, 6)), "microbatches": draw(st.integers(1, 12)), "chunks": draw(st.integers(1, 3))}
     zero = draw(st.sampled_from([0, 1, 2, 3]))
-    for misfit in misfits(name, **sizes, zero=zero):  # replace an incompatible draw
-        if misfit.field == "zero":
+    for problem in schedule_problems(name, **sizes, zero=zero):  # replace an incompatible draw
+        if problem.field == "zero":
             zero = 1
-        elif misfit.field == "chunks":
+        elif problem.field == "chunks":
             sizes["chunks"] = SCHEDULES[name].chunks.nearest(sizes["chunks"])
         else:
-            sizes[misfit.field] += 1
+            sizes[problem.field] += 1
     return build(name, **sizes), zero
 
 

@@ -14,7 +14,7 @@ from megalith.prove.axes import AXES
 from megalith.report import guide
 from megalith.schedule import lower, problems
 from megalith.schedule.action import Action, Schedule, loop
-from megalith.schedule.table import SCHEDULES, Chunks, Kind, build, misfits
+from megalith.schedule.table import SCHEDULES, Chunks, Kind, build, schedule_problems
 from megalith.spec import cluster
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
@@ -38,9 +38,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_it_is_built_and_verified(toy: str):
-    assert misfits(toy, ranks=2, microbatches=4, chunks=1) == []
+    assert schedule_problems(toy, ranks=2, microbatches=4, chunks=1) == []
     assert problems(lower(build(toy, ranks=2, microbatches=4), 1)) == []
-    assert "'toy'" in str(misfits("zb-v", ranks=2, microbatches=4, chunks=1)[0])
+    assert "'toy'" in str(schedule_problems("zb-v", ranks=2, microbatches=4, chunks=1)[0])
 
 
 def test_check_knows_it_and_its_traits(toy: str):
@@ -80,9 +80,9 @@ def test_activations_are_counted_by_what_is_in_flight(toy: str):
 
 def test_two_copies_of_its_stages_are_laid_out(toy: str, monkeypatch: pytest.MonkeyPatch):
     plan = Plan(schedule=toy, pipeline=2)
-    assert (plan.sides, plan.holders) == (1, 1)
+    assert (plan.sides, plan.dp_size) == (1, 1)
     monkeypatch.setitem(SCHEDULES, toy, replace(SCHEDULES[toy], bidirectional=True))
-    assert (plan.sides, plan.holders) == (2, 2)
+    assert (plan.sides, plan.dp_size) == (2, 2)
 
 
 def test_the_planner_tries_it_and_predicts_its_time(toy: str):

@@ -5,13 +5,13 @@ import pytest
 from megalith.schedule.action import Overlap, parts
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import in_flight, simulate
-from megalith.schedule.table import SCHEDULES, build, enough, misfits, refusals
+from megalith.schedule.table import SCHEDULES, build, representative_microbatches, schedule_problem_texts, schedule_problems
 from megalith.schedule.verify import problems
 
 GRID = [
     (name, ranks, microbatches, chunks)
     for name, ranks, microbatches, chunks in product(SCHEDULES, range(2, 9), (1, 4, 9, 16), (1, 2, 3))
-    if not refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if not schedule_problem_texts(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
 ]
 
 
@@ -31,7 +31,7 @@ def test_over_the_grid_every_schedule_has_no_problems_under_any_zero_stage_it_al
             microbatches,
         )
         for zero in range(4) if ranks < 6 else (microbatches % 4,):
-            if not misfits(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero):
+            if not schedule_problems(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero):
                 assert problems(lower(schedule, zero)) == [], (name, ranks, microbatches, chunks, zero)
 
 
@@ -56,8 +56,8 @@ def test_all_schedules_but_dualpipe_accumulate_in_order(name):
 def test_more_microbatches_than_enough_change_neither_what_is_in_flight_nor_idling(name: str, ranks: int):
     chunks = SCHEDULES[name].chunks.nearest(3)
     for microbatches in (2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks + 1, 6 * ranks):
-        few = enough(name, ranks=ranks, microbatches=microbatches)
-        if refusals(name, ranks=ranks, microbatches=few, chunks=chunks):
+        few = representative_microbatches(name, ranks=ranks, microbatches=microbatches)
+        if schedule_problem_texts(name, ranks=ranks, microbatches=few, chunks=chunks):
             continue
         schedules = [build(name, ranks=ranks, microbatches=count, chunks=chunks) for count in (few, microbatches)]
         one, other = map(in_flight, schedules)
@@ -101,7 +101,7 @@ def test_a_closed_form_is_what_the_simulation_finds(name: str):
     assert idle is not None
     held = 0
     for ranks, microbatches, chunks, backward in product(range(1, 6), range(1, 12), (1, 2, 3), (1.4, 2.0, 3.0)):
-        if refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
+        if schedule_problem_texts(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
             continue
         expected = idle(ranks, microbatches, chunks, backward)
         if expected is not None:
@@ -114,11 +114,11 @@ def test_a_closed_form_is_what_the_simulation_finds(name: str):
 
 
 def test_a_misspelt_name_is_answered_with_the_near_one():
-    assert "Did you mean '1f1b'?" in refusals("1F1B", ranks=2, microbatches=4, chunks=1)[0]
+    assert "Did you mean '1f1b'?" in schedule_problem_texts("1F1B", ranks=2, microbatches=4, chunks=1)[0]
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    found = refusals("interleave", ranks=0, microbatches=0, chunks=0)
+    found = schedule_problem_texts("interleave", ranks=0, microbatches=0, chunks=0)
     assert len(found) == 4
     with pytest.raises(ValueError, match=r"(?s)interleave.*ranks = 0.*microbatches = 0.*chunks = 0"):
         build("interleave", ranks=0, microbatches=0, chunks=0)
@@ -128,15 +128,15 @@ def test_all_that_is_wrong_is_said_at_once():
 def test_another_number_of_chunks_points_to_schedules_that_take_it(name):
     least, _, most = SCHEDULES[name].chunks
     for chunks in {1, 2, 3} - set(range(least, (most or 3) + 1)):
-        (found,) = refusals(name, ranks=2, microbatches=4, chunks=chunks)
+        (found,) = schedule_problem_texts(name, ranks=2, microbatches=4, chunks=chunks)
         assert f"chunks = {chunks} with schedule = {name!r}" in found
         assert f"Use chunks = {least}" in found
         for other in found.rpartition("schedule: ")[2].rstrip(".").split(", "):
-            assert refusals(other.strip("'"), ranks=2, microbatches=4, chunks=chunks) == []
+            assert schedule_problem_texts(other.strip("'"), ranks=2, microbatches=4, chunks=chunks) == []
 
 
 def test_dualpipe_wants_pairs_of_ranks_both_directions_and_no_sharded_gradients():
-    found = misfits("dualpipe", ranks=3, microbatches=1, chunks=1, zero=2)
-    assert [misfit.field for misfit in found] == ["ranks", "microbatches", "zero"]
+    found = schedule_problems("dualpipe", ranks=3, microbatches=1, chunks=1, zero=2)
+    assert [problem.field for problem in found] == ["ranks", "microbatches", "zero"]
     assert "Use an even number, such as 4, or schedule = 'dualpipev'." in str(found[0])
-    assert misfits("dualpipe", ranks=4, microbatches=2, chunks=1, zero=1) == []
+    assert schedule_problems("dualpipe", ranks=4, microbatches=2, chunks=1, zero=1) == []

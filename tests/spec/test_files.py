@@ -12,7 +12,7 @@ from megalith.spec.base import AbsentError
 from megalith.spec.families import FAMILIES
 from megalith.spec.families.gemma2 import Gemma2
 from megalith.spec.families.llama import Llama
-from megalith.spec.files import Resolved, load
+from megalith.spec.files import ResolvedRun, load
 from megalith.spec.model import RopeScaling
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
@@ -448,7 +448,7 @@ RUNS = st.builds(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(spec=RUNS, origin=WORDS)
 def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpec, origin: str):
-    resolved = Resolved(spec, {dotted(leaf.path): origin for leaf in leaves(spec)})
+    resolved = ResolvedRun(spec, {dotted(leaf.path): origin for leaf in leaves(spec)})
     (tmp_path / "run.toml").write_text(files.dump(resolved), encoding="utf-8")
     assert load(tmp_path / "run.toml").spec == spec
 

@@ -21,7 +21,7 @@ def run(train: dict, data: dict | None = None, optimizer: dict | None = None) ->
     return tables | {"train": train, "optimizer": {"warmup": 0} | (optimizer or {})}
 
 
-def load(*tables: dict | None) -> files.Resolved:
+def load(*tables: dict | None) -> files.ResolvedRun:
     return files.resolve([Layer(run(*tables), "file run.toml")])  # type: ignore[arg-type]
 
 

@@ -15,7 +15,6 @@ from megalith.models.moe import Experts
 from megalith.models.stage import Stage
 from megalith.spec import sizes
 from megalith.spec.model import (
-    AheadSpec,
     AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
@@ -25,6 +24,7 @@ from megalith.spec.model import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RouterSpec,
 )
@@ -114,7 +114,7 @@ def blocks(draw: st.DrawFn) -> BlockSpec:
 def models(draw: st.DrawFn) -> ModelSpec:
     """Draw any valid model of up to three unusual blocks, with or without learned positions, tying and multi-token prediction."""
     vocab = draw(odd)
-    ahead = draw(st.none() | st.builds(AheadSpec, depth=st.integers(1, 2), block=blocks()))
+    ahead = draw(st.none() | st.builds(MtpSpec, depth=st.integers(1, 2), block=blocks()))
     return ModelSpec(
         name="odd",
         dim=draw(odd),

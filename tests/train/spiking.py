@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from megalith.prove.spikes import Ended, Fault, train
+from megalith.prove.spikes import Fault, RunEnd, train
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.watchers import Watcher
+from megalith.train.step_hooks import StepHook
 from tests.keys import KEY
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB
@@ -16,7 +16,7 @@ from tests.train.prepared import VOCAB
 BATCH = 8
 
 
-class Wrong(Watcher):
+class Wrong(StepHook):
     """A watcher that makes a weight badly wrong after each of some steps, once."""
 
     def __init__(self, *steps: int) -> None:
@@ -43,6 +43,6 @@ def spiky_run(data: str, *, plan: dict[str, Any] | None = None, steps: int = 60,
     )
 
 
-def spike(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...], wrong: tuple[int, ...] = (), **rest: Any) -> Ended:
+def spike(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...], wrong: tuple[int, ...] = (), **rest: Any) -> RunEnd:
     """Train on one of the plan's ranks. After each step in `wrong`, a weight is made wrong."""
     return train(rank, spec, folder, faults, key=KEY, watchers=[Wrong(*wrong)], **rest)

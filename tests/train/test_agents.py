@@ -12,17 +12,17 @@ from typing import cast
 
 import pytest
 
-from megalith.fleet import letters
+from megalith.fleet import messages
 from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
+from megalith.fleet.observations import NodesLost
 from megalith.fleet.remote import RemoteNodes
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.store_client import StoreClient
 from megalith.fleet.secure.store_server import listen
-from megalith.fleet.signs import NodesLost
 from megalith.machine import admission
 from megalith.machine.health import Finding
 from megalith.spec.fleet import FleetSpec
@@ -137,7 +137,7 @@ def test_a_machine_that_is_not_fit_does_not_join_and_tells_the_controller(
     monkeypatch.setattr(admission, "before_start", lambda folder: [short])
     host, store = _host(tmp_path), Dictionary()
     assert not agents._is_fit(host, store, seconds=0.0)
-    assert b"1 MiB" in store.get(letters.refused_key(1))
+    assert b"1 MiB" in store.get(messages.refused_key(1))
     assert "not fit to join" in capsys.readouterr().err
     assert agents._is_fit(replace(host, fleet=FleetSpec(check="return")), store, seconds=0.0)
 

@@ -68,7 +68,7 @@ def samples(**parts: Any) -> Samples:
         "tokens": np.arange(8).reshape(2, 4),
         "targets": np.array([[1, 2, -100, 4], [5, 6, 7, -100]]),
         "positions": np.array([[0, 1, 0, 1], [0, 1, 2, 3]]),
-        "pieces": ((2, 2), (4,)),
+        "segments": ((2, 2), (4,)),
         "domains": ("a", "a"),
         "numbers": (7, 9),
     }
@@ -86,19 +86,19 @@ def test_a_batch_says_which_samples_and_positions_its_tokens_are():
 
 def test_a_masked_batch_carries_positions_and_the_cuts_of_its_rows():
     batch = to_batch(samples(), Cut(masked=True), device=CPU, loss_scale=0.5, z_loss=0.1)
-    assert batch.pieces == ((2, 2), (4,))
+    assert batch.segments == ((2, 2), (4,))
     assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3]]
     assert (batch.loss_scale, batch.z_loss) == (0.5, 0.1)
     assert batch.tokens.dtype == torch.int64 and batch.targets is not None and batch.targets.tolist()[0] == [1, 2, -100, 4]
 
 
 def test_rows_of_one_document_each_need_no_cuts():
-    assert to_batch(samples(pieces=((4,), (4,))), Cut(masked=True), device=CPU, loss_scale=1.0).pieces is None
+    assert to_batch(samples(segments=((4,), (4,))), Cut(masked=True), device=CPU, loss_scale=1.0).segments is None
 
 
 def test_without_masks_rows_are_single_documents():
     batch = to_batch(samples(), Cut(masked=False), device=CPU, loss_scale=1.0)
-    assert batch.pieces is None and batch.positions is None
+    assert batch.segments is None and batch.positions is None
 
 
 def _valid(rank: int, ranks: int) -> int:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint.shares import shares, whole_of
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.parallel.data import Weight, local
 from megalith.parallel.gradients import sum_of_squares
-from megalith.planner.beside import beside
-from megalith.prove.axes import Draw
+from megalith.planner.compared import compare
+from megalith.prove.axes import ParityCase
 from megalith.prove.parity import shrink
 from megalith.prove.prove import prove
 from megalith.spec.optimizers import OPTIMIZERS
@@ -105,7 +105,7 @@ def test_a_plan_trains_like_one_process(plan: dict[str, Any]) -> None:
     """Equal within the limits of bf16 to the reference, which adds up in fp32."""
     model = {"preset": "mixtral-8x7b"} if "expert" in plan else {}
     spec = shrink(tiny_run(plan=plan, model=model, train={"global_batch": 8, **NARROW}), steps=3)
-    proof = prove(Draw((), spec.model_copy(update={"name": "tiny"})), references={})
+    proof = prove(ParityCase((), spec.model_copy(update={"name": "tiny"})), references={})
     assert proof.outcome == "equal", proof
 
 
@@ -125,10 +125,10 @@ def _added_up(rank: int, spec: RunSpec) -> list[str]:
     with each addition rounded to bf16."""
     trainer = trainer_of(spec)
     weights = {w for r in trainer.runners.values() for used in r.buckets for bucket in used for w in bucket.weights}
-    seen: dict[int, list[Tensor]] = {id(weight.kept): [] for weight in weights}
+    seen: dict[int, list[Tensor]] = {id(weight.master): [] for weight in weights}
 
     def watch(weight: Weight) -> None:
-        weight.computes.register_hook(lambda gradient: seen[id(weight.kept)].append(gradient.clone()))
+        weight.compute.register_hook(lambda gradient: seen[id(weight.master)].append(gradient.clone()))
 
     for weight in weights:
         watch(weight)
@@ -166,7 +166,7 @@ def test_bytes_and_messages_equal_the_prediction(zero: int) -> None:
     sizes = {"layers": 2, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
     spec = brief_run(plan={"data": 2, "zero": zero}, model=sizes, train=NARROW)
     narrow, wide = (
-        {line.name: line for line in beside(foresee(of_run(each), rank=1), dry(each, 1))}
+        {line.name: line for line in compare(predict(workload_of(each), rank=1), dry(each, 1))}
         for each in (spec, _variant(spec, train={"gradients": "fp32"}))
     )
     assert narrow["memory.gradients"].gap == pytest.approx(0, abs=0.1)

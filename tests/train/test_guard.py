@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.memory import Memory
+from megalith.fleet.observations import GradientWrong, Nonfinite, Observation, StateCorrupt
+from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import Reported
-from megalith.fleet.seat import Seat
-from megalith.fleet.signs import GradientWrong, Nonfinite, Sign, StateCorrupt
 from megalith.parallel.gradients import NotFinite
 from megalith.prove.parity import RandomText
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.loop import stepper_of
-from megalith.train.watchers import Watcher, tell
+from megalith.train.step_hooks import StepHook, notify
 from tests.full import sampled
 from tests.keys import KEY
 from tests.parallel.running import trainer_of
@@ -90,26 +90,26 @@ def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> Non
 class Outcome:
     """The outcome on one rank: its reports, its reason to end, and its final bits."""
 
-    def __init__(self, signs: list[Sign], ended: str, bits: dict[str, torch.Tensor]) -> None:
+    def __init__(self, signs: list[Observation], ended: str, bits: dict[str, torch.Tensor]) -> None:
         self.signs, self.ended, self.bits = signs, ended, bits
 
 
 def _train(
-    rank: int, run: dict[str, Any], fault: Callable[[int], Watcher | None], root: Path | None, raises: bool = False
+    rank: int, run: dict[str, Any], fault: Callable[[int], StepHook | None], root: Path | None, raises: bool = False
 ) -> Outcome:
     trainer = trainer_of(tiny_run(**run))
     world = trainer.spec.plan.ranks
-    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root, key=KEY), list[Sign]()
+    seat, signs = RankInfo(rank, world, tuple(f"n{r}" for r in range(world)), root, key=KEY), list[Observation]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True) if root else None
     if memory and world > 1 and dist.group.WORLD:
         memory.join(1, group=dist.group.WORLD)
-    guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
     guard.begin(0, 0)
     watchers = [w for w in (fault(rank), guard) if w is not None]
     stepper, ended = stepper_of(trainer, watchers=watchers, referee=guard), "finished"
     try:
         for step in range(STEPS):
-            tell(watchers, "before_step", trainer, step)
+            notify(watchers, "before_step", trainer, step)
             stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
             if guard.due(step + 1):
                 guard.copy(step + 1, 0)
@@ -123,7 +123,7 @@ def _train(
 
 
 def train(
-    run: dict[str, Any], fault: Callable[[int], Watcher | None] = lambda rank: None, root: Path | None = None
+    run: dict[str, Any], fault: Callable[[int], StepHook | None] = lambda rank: None, root: Path | None = None
 ) -> list[Outcome]:
     return run_ranks(_train, tiny_run(**run).plan.ranks, run, fault, root)
 
@@ -132,7 +132,7 @@ def alike(one: list[Outcome], other: list[Outcome]) -> bool:
     return all(torch.equal(a.bits[name], b.bits[name]) for a, b in zip(one, other, strict=True) for name in a.bits)
 
 
-def only(rank: int, **acts: Moment) -> Callable[[int], Watcher | None]:
+def only(rank: int, **acts: Moment) -> Callable[[int], StepHook | None]:
     return lambda here: Fault(**acts) if here == rank else None
 
 
@@ -267,19 +267,19 @@ def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place
     assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * 2, found[0].ended
 
 
-def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
+def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Observation]:
     """Rank 0's node is a spare that has just joined. Rank 1 holds the copy of step 1, the last verified step. The run resumes from 3."""
-    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Sign]()
+    trainer, seat, signs = trainer_of(tiny_run(**run)), RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Observation]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
     if rank == 1:
         memory.copy(1, 0, known=None, to_disk=False)
         memory.pin()
-    guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
     guard.begin(3, 0)
     if rank == 1:
         spoil(trainer, 0.37, times=-1)
     stepper = stepper_of(trainer, watchers=[guard], referee=guard)
-    tell([guard], "before_step", trainer, 4)
+    notify([guard], "before_step", trainer, 4)
     with pytest.raises(Reported):
         stepper.step(read_of(trainer, 4, trainer.groups.coordinates["data"]), step=4)
     return signs

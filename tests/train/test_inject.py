@@ -11,13 +11,13 @@ from megalith.fleet import injection
 from megalith.fleet.actions import ACTIONS
 from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import Injection
-from megalith.fleet.seat import Seat
+from megalith.fleet.rank_info import RankInfo
 from megalith.parallel.data import local
 from megalith.rehearse.faults import KINDS
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
 from megalith.train.step import accumulate, train_step
-from megalith.train.watchers import tell
+from megalith.train.step_hooks import notify
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -31,7 +31,7 @@ def _injector(kind: str, folder: Path) -> Injector:
     what, file = KINDS[kind], folder / f"{kind}.json"
     injection.save(file, [Injection(0, kind, 1, what.moment, (0,), place=0.5, lasts=what.lasts)])
     return Injector(
-        Faults(file, Seat(0, 1, ("0",), None)), lambda step: (folder / "data" / "shard.bin", 10 * step, 10 * step + 6)
+        Faults(file, RankInfo(0, 1, ("0",), None)), lambda step: (folder / "data" / "shard.bin", 10 * step, 10 * step + 6)
     )
 
 
@@ -41,7 +41,7 @@ def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
     for step in range(3):
         train_step(trainer, microbatches(trainer, step), step=step)
         before = {name: share.clone() for name, share in trainer.state.shares().items()}
-        tell([injector], "resting", trainer, step)
+        notify([injector], "resting", trainer, step)
         others = {name: int((before[name] != share).sum()) for name, share in trainer.state.shares().items()}
         found.append({name: count for name, count in others.items() if count})
     return found
@@ -58,7 +58,7 @@ def _spoilt(kind: str, folder: Path) -> list[tuple[int, int, float]]:
     trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
     whole = [_gradients(trainer, step) for step in range(3)]
     for step in range(3):
-        tell([injector], "before_step", trainer, step)
+        notify([injector], "before_step", trainer, step)
         began = time.thread_time()
         first = _gradients(trainer, step)
         seconds = time.thread_time() - began

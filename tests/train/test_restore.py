@@ -10,8 +10,8 @@ import torch
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.errors import DataError
+from megalith.fleet.observations import CopyAway, Observation
 from megalith.fleet.report import Reported
-from megalith.fleet.signs import CopyAway, Sign
 from megalith.fleet.tiers import Source, Tier
 from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
@@ -76,8 +76,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_bit_for_bit(data, tmp_path):
     run_ranks(_resume, 1, data, tmp_path)
 
 
-def _away(rank: int, data: str, folder: Path) -> list[Sign]:
-    spec, told = run_of(data), list[Sign]()
+def _away(rank: int, data: str, folder: Path) -> list[Observation]:
+    spec, told = run_of(data), list[Observation]()
     trainer, checkpointer, _, _ = start(spec, folder)
     save(trainer, checkpointer, Position(1, 8))
 

@@ -28,9 +28,9 @@ from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.fleet.job import Job
+from megalith.fleet.observations import NotThisRun, StoreAway
+from megalith.fleet.rank_info import MEMORY, REPORTS
 from megalith.fleet.report import Reported, collect
-from megalith.fleet.seat import MEMORY, REPORTS
-from megalith.fleet.signs import NotThisRun, StoreAway
 from megalith.fleet.tiers.roots import _family, copies_place
 from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
@@ -290,7 +290,7 @@ def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Pa
     monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
     for variable, value in GIVEN.items():
         monkeypatch.setenv(variable, value)
-    for module, name in ((megalith.train.run, "Guard"), (megalith.train.copies, "Memory")):
+    for module, name in ((megalith.train.run, "StateGuard"), (megalith.train.copies, "Memory")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, leave)
             train(_spec(data).model_copy(update={"fleet": FleetSpec(recover=False)}), tmp_path / f"without-{name}")

@@ -8,7 +8,7 @@ import torch
 
 from megalith.models.init import seed_of
 from megalith.parallel.gradients import local
-from megalith.train.step import Stepped, compute, seed_step, train_step, update
+from megalith.train.step import StepResult, compute, seed_step, train_step, update
 from tests.full import sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ def test_a_step_s_random_numbers_are_those_of_the_run_s_seed_and_the_step() -> N
     assert not torch.equal(drawn[0], drawn[1])
 
 
-def _steps(rank: int, run: dict[str, Any], steps: int, stops: int | None = None) -> list[Stepped]:
+def _steps(rank: int, run: dict[str, Any], steps: int, stops: int | None = None) -> list[StepResult]:
     trainer = trainer_of(tiny_run(**run))
     return [train_step(trainer, microbatches(trainer, step), step=step, stop=stops == rank) for step in range(steps)]
 

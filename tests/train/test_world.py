@@ -67,7 +67,7 @@ def _train(rank: int, first: int, spec: RunSpec, folder: Path) -> dict[str, str]
     loop = _prepared(rank, first, spec, folder, None)
     if loop is None:
         return {}
-    assert loop.guard and loop.guard.memory and loop.guard.memory.kept and loop.guard.updates and loop.guard.replicas
+    assert loop.guard and loop.guard.memory and loop.guard.memory.kept and loop.guard.update_verifier and loop.guard.replicas
     assert loop.run(stop=False, after_step=lambda step: None) == "finished"
     loop.guard.close()
     return _bits(loop)

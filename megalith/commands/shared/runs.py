@@ -25,12 +25,12 @@ from megalith.fleet import causes
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.tiers import Copy, Tier
-from megalith.machine import admission, capacity, lifeline
+from megalith.machine import admission, capacity, parent_watch
 from megalith.machine.describe import processor
 from megalith.machine.origin import origin
 from megalith.schedule.table import FILE as ORDER
 from megalith.spec import files
-from megalith.spec.files import Resolved
+from megalith.spec.files import ResolvedRun
 from megalith.spec.plan import AUTO
 from megalith.spec.problem import Problem, Severity, SpecErrors
 from megalith.spec.run import RunSpec
@@ -48,10 +48,10 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """A run and everything found in it."""
 
-    resolved: Resolved
+    resolved: ResolvedRun
     problems: list[Problem]
     here: tuple[Problem, ...] = ()
     """Problems of this machine rather than of the run."""
@@ -72,7 +72,7 @@ def check(
     look: bool = True,
     here: Severity | None = None,
     count: Callable[[RunSpec], int] = all_ranks,
-) -> Checked:
+) -> CheckResult:
     """Read a run file and find everything that is wrong with it, or unwise.
 
     `world` is the number of ranks there will be, to compare with the plan. With `look`, files and folders that the run names are looked
@@ -107,19 +107,19 @@ def check(
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
         raise SpecErrors([*reading.problems, *others])
-    checked = Checked(resolved, found, tuple(short))
+    checked = CheckResult(resolved, found, tuple(short))
     return checked if checked.errors else replace(checked, resolved=_decided(resolved))
 
 
-def _decided(resolved: Resolved) -> Resolved:
+def _decided(resolved: ResolvedRun) -> ResolvedRun:
     """Return the run with a size for each `segments:auto`: all ranks must recompute alike, so it is decided once, and recorded."""
     spec = resolved.spec
     asked = {"plan": spec.plan} | ({"fallback": spec.fleet.fallback} if spec.fleet.fallback else {})
     if all(plan.recompute != AUTO for plan in asked.values()):
         return resolved
-    from megalith.cost import foreseen  # traces blocks, for which torch is imported
+    from megalith.cost import predicted  # traces blocks, for which torch is imported
 
-    plans = {name: foreseen.of_run(spec.model_copy(update={"plan": plan})).plan for name, plan in asked.items()}
+    plans = {name: predicted.workload_of(spec.model_copy(update={"plan": plan})).plan for name, plan in asked.items()}
     fleet = spec.fleet.model_copy(update={"fallback": plans.get("fallback")})
     return replace(resolved, spec=spec.model_copy(update={"plan": plans["plan"], "fleet": fleet}))
 
@@ -128,7 +128,7 @@ OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
 """Defaults that earlier versions had, and saved with a run. A run that began with one keeps it unless its file says otherwise."""
 
 
-def _with_old_defaults(resolved: Resolved, folder: Path) -> Resolved:
+def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
     """Return the run with the defaults that it began with, if they differ from today's."""
     if not (folder / files.FILE).is_file():
         return resolved
@@ -149,7 +149,7 @@ def _table(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def refuse(problems: Sequence[Problem], resolved: Resolved | None = None, folder: Path | None = None) -> None:
+def refuse(problems: Sequence[Problem], resolved: ResolvedRun | None = None, folder: Path | None = None) -> None:
     """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why that run cannot resume the
     folder's."""
     if problems:
@@ -157,13 +157,13 @@ def refuse(problems: Sequence[Problem], resolved: Resolved | None = None, folder
         raise SpecErrors([*problems, *more])
 
 
-def tell(checked: Checked) -> None:
+def tell(checked: CheckResult) -> None:
     """Print what this machine is short of for a run that starts nevertheless: to stderr, a line each."""
     for problem in checked.here:
         print(f"advice: {problem}", file=sys.stderr, flush=True)
 
 
-def differences(resolved: Resolved, folder: Path) -> list[Problem]:
+def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
     """Return why this run cannot resume the one in `folder`, or continue from a checkpoint there, which may be another run's.
     Without a
     checkpoint there is nothing to resume, and any run may start."""
@@ -194,7 +194,7 @@ def _consumed(checkpoints: Sequence[Path]) -> int | None:
 
 
 def start(
-    resolved: Resolved,
+    resolved: ResolvedRun,
     owner: "Owner",
     entry: str,
     arguments: dict[str, Any],
@@ -250,7 +250,7 @@ def _renewed(folder: Path, *, wide: bool) -> "Iterator[Owner]":
 
 
 def join(
-    resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
+    resolved: ResolvedRun, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
 ) -> int:
     """Be the rank that torchrun or Slurm started, and return its exit status. Raises an error if the same command would fail again.
 
@@ -285,7 +285,7 @@ def _say_in_a_line(error: Exception, place: "Place") -> None:
         print(f"rank {place.rank} ends: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
 
 
-def _await(resolved: Resolved, folder: Path, *, timeout: float) -> None:
+def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> None:
     """Wait until rank 0 has written this run to the folder, which may hold an older run's file before. Raises TimeoutError."""
     text, path, end = files.dump(resolved), folder / files.FILE, time.monotonic() + timeout
     while not (path.is_file() and path.read_text(encoding="utf-8") == text):
@@ -390,4 +390,4 @@ def end_with_torchrun(place: "Place | None") -> None:
     those of the next start.
     """
     if place is not None and place.kind == "torchrun":
-        lifeline.die_with_parent(os.getppid())
+        parent_watch.die_with_parent(os.getppid())

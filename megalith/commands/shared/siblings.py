@@ -12,7 +12,7 @@ from pathlib import Path
 from megalith.commands.shared.arguments import RunRequest
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.secure import key
-from megalith.machine import lifeline
+from megalith.machine import parent_watch
 from megalith.spec.files import FILE
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import folder_of
@@ -98,7 +98,7 @@ def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) ->
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=partial(lifeline.die_with_parent, os.getpid()),
+            preexec_fn=partial(parent_watch.die_with_parent, os.getpid()),
         )
 
 

@@ -13,7 +13,7 @@ from megalith.commands.shared.output import print_json
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """The outcome of a replay. `tensors`: those of the merged weights; `different`: names of those that are not the same bit for bit."""
 
     run_dir: Path
@@ -57,7 +57,7 @@ def command(
     return 0 if found.ok else found.code or 1
 
 
-def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> Replayed:
+def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> ReplayResult:
     """Repeat the merges that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything
     starts,
     RecordError if there is something at `out`, if the merges are not all there or if the run file was changed on the way, and
@@ -80,13 +80,13 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     trained = train(RunRequest(request.file, overrides, out, saved=True), console=console)
     if trained.code not in ORDERLY:
         print(trained.message, file=sys.stderr)
-        return Replayed(out, trained.code, 0, ())
+        return ReplayResult(out, trained.code, 0, ())
     weights = [
         {name: tensor for name, tensor in read_full(folder).items() if name.startswith("weights.")} for folder in (run_dir, out)
     ]
     names = sorted(weights[0].keys() | weights[1].keys())
     different = [name for name in names if not _same(weights[0].get(name), weights[1].get(name))]
-    return Replayed(out, trained.code, len(names), tuple(different))
+    return ReplayResult(out, trained.code, len(names), tuple(different))
 
 
 def _same(one: object, other: object) -> bool:

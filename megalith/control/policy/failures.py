@@ -5,15 +5,15 @@ from dataclasses import replace
 from megalith.control.policy.placement import blame, evict
 from megalith.control.policy.restart import after_failure, ordinal, repeated, restart, stop
 from megalith.control.policy.state import Decision, State
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.commands import Order, RerunStep, RollBack
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, newest
 from megalith.spec.fleet import FleetSpec
 
 
-def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decision:
+def rank_failed(state: State, sign: observations.RankFailed, fleet: FleetSpec) -> Decision:
     """A dead process. The memory of its node outlives it, unless the machine itself is broken."""
     who = f"rank {sign.rank} on {sign.node}" if sign.rank is not None else f"the process that starts the ranks on {sign.node}"
     reason = f"{who}: {(sign.text or sign.signature).rstrip('.')}"
@@ -24,7 +24,7 @@ def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decis
     return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key=sign.signature, reason=reason)
 
 
-def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
+def _broken(state: State, sign: Observation, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
     """The machine itself reports that it is broken: its node leaves at once, even if there is no spare."""
     commands: list[Order] = []
     slot = state.slot(node)
@@ -35,7 +35,7 @@ def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int 
 
 
 def _after_fault_of_node(
-    state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
+    state: State, sign: Observation, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
     """A fault blamed on a node may be chance: only a node with too many of them leaves, and only if a spare can take its
     place. Similar faults of several nodes at one step are also counted together: then the nodes are not the cause.
@@ -54,7 +54,7 @@ def _after_fault_of_node(
     return after_failure(state, [], sign, fleet, key=f"{key} on {node}", reason=reason, blamed=node, rank=rank)
 
 
-def hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
+def hang(state: State, sign: observations.Hang, fleet: FleetSpec) -> Decision:
     """All ranks wait for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
     blamed."""
     if sign.silence < sign.limit:  # it works, but its start took too long
@@ -69,7 +69,7 @@ def hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
     return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key="hang", reason=reason)
 
 
-def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision:
+def nonfinite(state: State, sign: observations.Nonfinite, fleet: FleetSpec) -> Decision:
     """Transient: gone when run again. Persistent and reproduced elsewhere: numerics. Not reproduced elsewhere: this rank's fault."""
     runs = state.reruns.get(sign.step, 0)
     what = f"a gradient of {sign.name} is not finite in step {sign.step + 1} (rank {sign.rank} on {sign.node})"
@@ -78,7 +78,7 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
         return Decision((RerunStep(sign.step),), state, f"{what}: run it again")
     if sign.elsewhere == "reproduced":
         seen = f"{what}, again when the step was repeated, and on another replica"
-        report = f"{seen}. This is numerics: no restart helps. No weight was changed. {signs.NUMERICS}"
+        report = f"{seen}. This is numerics: no restart helps. No weight was changed. {observations.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=sign.rank)
     if sign.elsewhere == "clean":
         state, _ = blame(state, sign.node, sign, fleet)
@@ -91,13 +91,13 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
     return after_failure(state, [], sign, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=sign.rank)
 
 
-def state_corrupt(state: State, sign: signs.StateCorrupt, fleet: FleetSpec) -> Decision:
+def state_corrupt(state: State, sign: observations.StateCorrupt, fleet: FleetSpec) -> Decision:
     """A rank's memory was altered. Copies were taken with the right digest, so the newest one is good."""
     reason = f"the state of rank {sign.rank} on {sign.node} has a wrong digest ({sign.where})"
     return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key="corrupt state", reason=reason)
 
 
-def gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -> Decision:
+def gradient_wrong(state: State, sign: observations.GradientWrong, fleet: FleetSpec) -> Decision:
     """Every state since the last passed verification may be wrong, so no copy of it is used. Suspects are excluded as far as
     spares are available."""
     tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > sign.good_step)
@@ -121,7 +121,7 @@ def gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) ->
     return restart(state, commands, sign, fleet, reason=reason, source=source, blamed=known)
 
 
-def straggler(state: State, sign: signs.Straggler, fleet: FleetSpec) -> Decision:
+def straggler(state: State, sign: observations.Straggler, fleet: FleetSpec) -> Decision:
     """Replace a slow node once it has cost as much as its replacement will: at most twice the best choice in hindsight."""
     reason = f"rank {sign.rank} on {sign.node} computes {sign.ratio:.2f} times as long as the others"
     slot = state.slot(sign.node)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from megalith.control.policy.placement import blame, evict
 from megalith.control.policy.restart import backoff, can_shrink, restart, shrink, stop
 from megalith.control.policy.state import VACANT, Decision, State
-from megalith.fleet import signs
+from megalith.fleet import observations
 from megalith.fleet.commands import CheckHealth, Order, QuarantineNode, Replace, SaveState
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.fleet import FleetSpec
@@ -15,7 +15,7 @@ from megalith.spec.fleet import FleetSpec
 Kept = TypeVar("Kept")
 
 
-def nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decision:
+def nodes_lost(state: State, sign: observations.NodesLost, fleet: FleetSpec) -> Decision:
     """If a machine is lost, so are the memory and disks of its slots. A lost spare is only struck off."""
     slots = tuple(slot for slot, node in enumerate(state.placement) if node in sign.nodes)
     gone = dict.fromkeys(sign.nodes, sign.time)
@@ -33,7 +33,7 @@ def nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decisio
     return restart(state, commands, sign, fleet, reason=f"lost {names}", blamed=blamed)
 
 
-def preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision:
+def preempted(state: State, sign: observations.Preempted, fleet: FleetSpec) -> Decision:
     """There is time for a coordinated stop, so only the restart is lost."""
     slot = state.slot(sign.node)
     if slot is None:
@@ -48,7 +48,7 @@ def preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision
     return Decision((SaveState(sign.grace),), state, reason)
 
 
-def ordered_out(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
+def ordered_out(state: State, sign: observations.Ordered, fleet: FleetSpec) -> Decision:
     """A person takes a node out: as soon as the state is saved, until it has passed a health check."""
     reason = f"a person orders {sign.node} to be taken out"
     if sign.node in state.spares:
@@ -63,7 +63,7 @@ def ordered_out(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision
     return Decision((SaveState(fleet.wait_limit),), state, f"{reason}, once the state is saved")
 
 
-def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decision:
+def node_joined(state: State, sign: observations.NodeJoined, fleet: FleetSpec) -> Decision:
     """A node that was quarantined is checked first; one that is new is a spare."""
     if sign.node in state.quarantined:
         return Decision((CheckHealth(sign.node),), state, f"{sign.node} is back, and is checked first")
@@ -72,7 +72,7 @@ def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decis
     return _welcome(state, sign, fleet)
 
 
-def health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
+def health_checked(state: State, sign: observations.HealthChecked, fleet: FleetSpec) -> Decision:
     """A node that failed its check leaves, or stays out and is checked again; a node that passed starts with a clean record."""
     slot = state.slot(sign.node)
     why = f" ({sign.text})" if sign.text else ""
@@ -104,7 +104,7 @@ def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
     return {name: value for name, value in kept.items() if name != node}
 
 
-def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: FleetSpec) -> Decision:
+def _welcome(state: State, sign: observations.NodeJoined | observations.HealthChecked, fleet: FleetSpec) -> Decision:
     """A healthy node fills a slot that waits for one; otherwise it is a spare."""
     node = sign.node
     state = replace(state, spares=(*state.spares, node))
@@ -121,7 +121,7 @@ def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: 
     return restart(state, commands, sign, fleet, reason=f"{node} takes the empty place")
 
 
-def waited(state: State, sign: signs.Waited, fleet: FleetSpec) -> Decision:
+def waited(state: State, sign: observations.Waited, fleet: FleetSpec) -> Decision:
     """No node came in time: shrink to the fallback plan, or stop."""
     if not state.waiting:
         return Decision((), state, "nobody waits")

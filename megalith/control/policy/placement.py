@@ -5,13 +5,15 @@ from dataclasses import replace
 from megalith.control.policy.state import VACANT, State
 from megalith.fleet import tiers
 from megalith.fleet.commands import CheckHealth, Order, QuarantineNode, Replace
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.spec.fleet import FleetSpec
 
 HOUR = 3600.0
 
 
-def evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str, forced: bool) -> tuple[State, list[Order]]:
+def evict(
+    state: State, slot: int, sign: Observation, fleet: FleetSpec, *, because: str, forced: bool
+) -> tuple[State, list[Order]]:
     """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
 
     The node's copies do not move with the slot: the spare reads the state from a buddy, or from a slower tier.
@@ -30,7 +32,7 @@ def evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str
     return after, [*commands, Replace(slot, node, spare)] if spare else commands
 
 
-def blame(state: State, node: str, sign: Sign, fleet: FleetSpec) -> tuple[State, bool]:
+def blame(state: State, node: str, sign: Observation, fleet: FleetSpec) -> tuple[State, bool]:
     """Count a fault of a node; return True if it had enough recent faults to be excluded."""
     since = sign.time - fleet.lemon_hours * HOUR
     times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)

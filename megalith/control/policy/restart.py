@@ -6,7 +6,7 @@ from megalith.control.policy.placement import evict
 from megalith.control.policy.state import VACANT, Decision, State
 from megalith.fleet.commands import Order, Restart, RollBack, Shrink, Stop, Wait
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newest
 from megalith.spec.fleet import FleetSpec
 
@@ -15,7 +15,7 @@ FREE_STARTS = 2
 
 
 def restart(
-    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
+    state: State, commands: list[Order], sign: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
     """Restart from `source` (default: the newest whole copy), or fill empty slots first; stop when starting does not help.
@@ -82,7 +82,7 @@ def stop(
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
-def repeated(state: State, key: str, sign: Sign) -> tuple[State, int]:
+def repeated(state: State, key: str, sign: Observation) -> tuple[State, int]:
     """Count a failure at its step; return how often it has occurred there."""
     name = f"{key} @ {sign.step}"
     times = state.repeats.get(name, 0) + 1
@@ -90,7 +90,7 @@ def repeated(state: State, key: str, sign: Sign) -> tuple[State, int]:
 
 
 def after_failure(
-    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *,
+    state: State, commands: list[Order], sign: Observation, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
     """Restart after a failure; from a slower tier if it occurred before at this step, and in the end not at all."""

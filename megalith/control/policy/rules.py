@@ -7,15 +7,15 @@ from typing import Any
 from megalith.control.policy import failures, nodes, storage
 from megalith.control.policy.restart import for_any_plan, restart, stop
 from megalith.control.policy.state import Decision, State
-from megalith.fleet import signs, tiers
+from megalith.fleet import observations, tiers
 from megalith.fleet.commands import CheckHealth, EndInOrder, Grow, Order, Restart, SaveState, Shrink, Wait
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.signs import Sign
+from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, Copy, Tier, newest
 from megalith.spec.fleet import FleetSpec
 
 
-def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
+def decide(state: State, sign: Observation, *, fleet: FleetSpec) -> Decision:
     """Decide on the response to a sign. Equal arguments always give equal decisions."""
     if state.stopped:
         return Decision((), state, "the run has been stopped")
@@ -23,7 +23,7 @@ def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
     return _sparing_checkpoints(rule(_with_trusted_copies(state), sign, fleet), state.copies, sign)
 
 
-def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sign) -> Decision:
+def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Observation) -> Decision:
     """Stop rather than start over while there are checkpoints, even if none can be used: a new run's checkpoints would replace
     them."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
@@ -34,7 +34,7 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sig
         f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Starting over would eventually "
         "delete them. Restore one from a copy, or move their folder away to start over; the same command tries all of them again."
     )
-    code = ExitCode.LOST if isinstance(sign, signs.CopyAway) else ExitCode.FAILED
+    code = ExitCode.LOST if isinstance(sign, observations.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]
     state = replace(decision.state, bad=(), away=None)
     return stop(state, commands, code, report, blamed=decision.blamed, rank=decision.blamed_rank)
@@ -47,7 +47,7 @@ def _with_trusted_copies(state: State) -> State:
     return state if copies == state.copies else replace(state, copies=copies)
 
 
-def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
+def _started(state: State, sign: observations.Started, fleet: FleetSpec) -> Decision:
     """Starting, resuming and recovering are one path. Nodes that were out at the last end are checked, and the run waits for
     those that it needs."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
@@ -58,7 +58,7 @@ def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
     return restart(state, checks, sign, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
 
 
-def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
+def _progressed(state: State, sign: observations.Progressed, fleet: FleetSpec) -> Decision:
     """A new step was finished: failures at earlier steps are over."""
     if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
@@ -69,7 +69,7 @@ def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decis
     return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad, away=None), "progress")
 
 
-def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
+def _saved(state: State, sign: observations.Saved, fleet: FleetSpec) -> Decision:
     """The ranks have stopped together and their state is among the copies: commands that waited for the save can be carried
     out."""
     if not state.leaving:
@@ -81,11 +81,11 @@ def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
     return restart(state, [], sign, fleet, reason=f"{', '.join(state.leaving)} was taken away")
 
 
-def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
+def _stop_requested(state: State, sign: observations.StopRequested, fleet: FleetSpec) -> Decision:
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command resumes the run")
 
 
-def _ordered(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
+def _ordered(state: State, sign: observations.Ordered, fleet: FleetSpec) -> Decision:
     """Carry out a person's order. To save, the ranks stop together and resume: there is no other way to reach all of them at once."""
     if sign.what == "stop":
         return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
@@ -98,29 +98,29 @@ def _ordered(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
     )
 
 
-RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
-    signs.Started: _started,
-    signs.Progressed: _progressed,
-    signs.RankFailed: failures.rank_failed,
-    signs.Hang: failures.hang,
-    signs.NodesLost: nodes.nodes_lost,
-    signs.Nonfinite: failures.nonfinite,
-    signs.StateCorrupt: failures.state_corrupt,
-    signs.CopyCorrupt: storage.copy_corrupt,
-    signs.CopyAway: storage.copy_away,
-    signs.GradientWrong: failures.gradient_wrong,
-    signs.Straggler: failures.straggler,
-    signs.Preempted: nodes.preempted,
-    signs.Saved: _saved,
-    signs.StopRequested: _stop_requested,
-    signs.SaveFailed: storage.save_failed,
-    signs.SaveWorks: storage.save_works,
-    signs.DataDamaged: storage.data_damaged,
-    signs.NotThisRun: storage.not_this_run,
-    signs.StoreAway: storage.store_away,
-    signs.NodeJoined: nodes.node_joined,
-    signs.HealthChecked: nodes.health_checked,
-    signs.Ordered: _ordered,
-    signs.Waited: nodes.waited,
+RULES: dict[type[observations.Observation], Callable[[State, Any, FleetSpec], Decision]] = {
+    observations.Started: _started,
+    observations.Progressed: _progressed,
+    observations.RankFailed: failures.rank_failed,
+    observations.Hang: failures.hang,
+    observations.NodesLost: nodes.nodes_lost,
+    observations.Nonfinite: failures.nonfinite,
+    observations.StateCorrupt: failures.state_corrupt,
+    observations.CopyCorrupt: storage.copy_corrupt,
+    observations.CopyAway: storage.copy_away,
+    observations.GradientWrong: failures.gradient_wrong,
+    observations.Straggler: failures.straggler,
+    observations.Preempted: nodes.preempted,
+    observations.Saved: _saved,
+    observations.StopRequested: _stop_requested,
+    observations.SaveFailed: storage.save_failed,
+    observations.SaveWorks: storage.save_works,
+    observations.DataDamaged: storage.data_damaged,
+    observations.NotThisRun: storage.not_this_run,
+    observations.StoreAway: storage.store_away,
+    observations.NodeJoined: nodes.node_joined,
+    observations.HealthChecked: nodes.health_checked,
+    observations.Ordered: _ordered,
+    observations.Waited: nodes.waited,
 }
 """Kind of sign -> the function that decides on the response."""

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from megalith.control.policy.restart import restart, stop
 from megalith.control.policy.state import Decision, State
-from megalith.fleet import signs, tiers
+from megalith.fleet import observations, tiers
 from megalith.fleet.commands import Order, QuarantineCopy, ReadElsewhere, RollBack, SaveState, SkipTier
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.tiers import BEGINNING, newest
 from megalith.spec.fleet import FleetSpec
 
 
-def copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Decision:
+def copy_corrupt(state: State, sign: observations.CopyCorrupt, fleet: FleetSpec) -> Decision:
     """A damaged copy is set aside, and the next newest whole one taken. This does not count as a failure of the run."""
     which = "" if sign.slot is None else f" of slot {sign.slot}"
     reason = f"the copy{which} of step {sign.copy_step} in {sign.tier.value} is damaged" + (
@@ -30,7 +30,7 @@ def copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Dec
     return restart(state, commands, sign, fleet, reason=reason, source=source)
 
 
-def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
+def copy_away(state: State, sign: observations.CopyAway, fleet: FleetSpec) -> Decision:
     """A copy that cannot be read is tried again; each wait is as long as it has been unavailable so far. After the time that the
     run would wait for a node, it counts as damaged."""
     since = sign.time if state.away is None else state.away
@@ -38,7 +38,7 @@ def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
     state = replace(state, away=since)
     if gone >= fleet.wait_limit:
         error = f"it could not be read for {gone:.0f} s: {sign.error}"
-        damaged = signs.CopyCorrupt(
+        damaged = observations.CopyCorrupt(
             time=sign.time, step=sign.step, tier=sign.tier, copy_step=sign.copy_step, slot=sign.slot, error=error
         )
         return copy_corrupt(state, damaged, fleet)
@@ -47,14 +47,14 @@ def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
     return restart(state, [], sign, fleet, reason=reason, after=_until_tried_again(gone, fleet))
 
 
-def save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decision:
+def save_failed(state: State, sign: observations.SaveFailed, fleet: FleetSpec) -> Decision:
     """Training continues: a failed copy is no reason to lose steps. The user must be told."""
     skipped = state.skipped if sign.tier in state.skipped else (*state.skipped, sign.tier)
     reason = f"no copy could be written to {sign.tier.value}: {sign.error}"
     return Decision((SkipTier(sign.tier, True, reason),), replace(state, skipped=skipped), reason)
 
 
-def save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decision:
+def save_works(state: State, sign: observations.SaveWorks, fleet: FleetSpec) -> Decision:
     """A tier that failed is used again."""
     if sign.tier not in state.skipped:
         return Decision((), state, "as before")
@@ -63,7 +63,7 @@ def save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decisio
     return Decision((SkipTier(sign.tier, False, reason),), replace(state, skipped=skipped), reason)
 
 
-def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Decision:
+def data_damaged(state: State, sign: observations.DataDamaged, fleet: FleetSpec) -> Decision:
     """The reader already continues with another copy, and does so whenever it meets the damage, so no other action is needed."""
     if sign.other_copy is not None:
         if sign.error in state.damaged:
@@ -79,12 +79,12 @@ def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Dec
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
 
 
-def not_this_run(state: State, sign: signs.NotThisRun, fleet: FleetSpec) -> Decision:
+def not_this_run(state: State, sign: observations.NotThisRun, fleet: FleetSpec) -> Decision:
     """The same start would be refused again, and a different one would be a different run. A person must undo the change."""
     return stop(state, [], ExitCode.FAILED, sign.error)
 
 
-def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decision:
+def store_away(state: State, sign: observations.StoreAway, fleet: FleetSpec) -> Decision:
     """Start again; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the
     path. Nobody is blamed, and no start is counted; after `wait_limit` the run stops, and can be started again."""
     since = sign.time if state.away is None else state.away

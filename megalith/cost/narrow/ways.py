@@ -42,7 +42,7 @@ CODING, ROUNDING = 2, 30
 """Kernels of a rounding: in codes, and by plain operations."""
 
 
-class Computed(NamedTuple):
+class FormattedProduct(NamedTuple):
     """A product in the format that multiplies it."""
 
     product: Product
@@ -111,16 +111,16 @@ class Ways:
         """Return the ways of a single narrow layer with a weight of these sizes."""
         return replace(self, shares={_sizes((rows, columns)): 1.0}, experts=True)
 
-    def computed(self, products: Iterable[Product]) -> Iterator[Computed]:
+    def computed(self, products: Iterable[Product]) -> Iterator[FormattedProduct]:
         """Yield how each product is computed; one that some layers compute narrow and others wide is there twice."""
         for product in products:
             share = self._share(product)
             if share < 1:
-                yield Computed(product, self.wide, 1 - share)
+                yield FormattedProduct(product, self.wide, 1 - share)
             if share and self.multiplies_codes(product):
-                yield Computed(product, self.narrow.precision, share, RATES[self.narrow.choices.granularity])
+                yield FormattedProduct(product, self.narrow.precision, share, RATES[self.narrow.choices.granularity])
             elif share:
-                yield Computed(product, self.wide if self._exact else FP32.name, share)
+                yield FormattedProduct(product, self.wide if self._exact else FP32.name, share)
 
     def roundings(self, products: Iterable[Product]) -> Iterator[Rounding]:
         """Yield the roundings of both factors of each narrow product."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from megalith import disk
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.seat import node_folder, ranks_of, slot_of
+from megalith.fleet.rank_info import node_folder, ranks_of, slot_of
 from megalith.fleet.secure import private
 from megalith.fleet.secure.key import MAC_BYTES, Key
 from megalith.fleet.tiers import Copy, Tier

@@ -16,7 +16,6 @@ from megalith.planner.published.flops import step_flops
 from megalith.planner.published.rows import CannotSayError, Row
 from megalith.planner.published.software import SOFTWARE, cluster_of, format_of, practice_of
 from megalith.spec.model import (
-    AheadSpec,
     AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
@@ -25,6 +24,7 @@ from megalith.spec.model import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RopeSpec,
     RouterSpec,
@@ -50,7 +50,7 @@ PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a bl
 
 
 @dataclass(frozen=True)
-class Expressed:
+class ExpressedRow:
     """A row in the project's own types: `choices` holds one workload, or several where the source leaves something open. If there
     is
     a `reason`, the row has no workload."""
@@ -68,18 +68,18 @@ class Expressed:
         return any(isinstance(block.mlp, MoeSpec) for choice in self.choices[:1] for block in choice.model.blocks)
 
 
-def express(row: Row) -> Expressed:
+def express(row: Row) -> ExpressedRow:
     """The row as workloads, or the reason why not."""
     try:
         transformer = "hybrid" not in row.model
     except ValueError as error:  # of another file: sizes that are no JSON
-        return Expressed(row, reason=f"model_spec cannot be read: {error}")
+        return ExpressedRow(row, reason=f"model_spec cannot be read: {error}")
     try:
-        return Expressed(row, _choices(row), transformer=transformer)
+        return ExpressedRow(row, _choices(row), transformer=transformer)
     except CannotSayError as reason:
-        return Expressed(row, reason=str(reason), transformer=transformer)
+        return ExpressedRow(row, reason=str(reason), transformer=transformer)
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:  # of another file: sizes we never saw
-        return Expressed(row, reason=f"cannot be read ({type(error).__name__}: {_brief(error)})", transformer=transformer)
+        return ExpressedRow(row, reason=f"cannot be read ({type(error).__name__}: {_brief(error)})", transformer=transformer)
 
 
 def _brief(error: Exception) -> str:
@@ -164,7 +164,7 @@ def _model(row: Row) -> ModelSpec:
         first = moe.get("first_dense", 0)
         block = dense.model_copy(update={"mlp": _experts(moe, gated, GROUPS.get(row.text("model"), {}))})
         blocks = (dense,) * first + (block,) * (sizes["layers"] - first)
-    ahead = AheadSpec(depth=depth, block=blocks[-1]) if (depth := _ahead(row, sizes)) else None
+    ahead = MtpSpec(depth=depth, block=blocks[-1]) if (depth := _ahead(row, sizes)) else None
     return ModelSpec(
         name=row.text("model"),
         dim=sizes["hidden"],

@@ -32,7 +32,7 @@ def others_of(groups: Groups) -> Callable[[str], Spread]:
 
 
 @dataclass(frozen=True)
-class Covered:
+class Coverage:
     """Score of an interval; every group has the same weight."""
 
     rows: int
@@ -48,7 +48,7 @@ class Covered:
         return vars(self)
 
 
-def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Covered:
+def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Coverage:
     """Return the scores of intervals. `interval` returns the interval of a row of a group."""
     shares, widths, scores = list[float](), list[float](), list[float]()
     for group, logs in groups.items():
@@ -56,7 +56,7 @@ def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Covered
         shares.append(mean(one.low <= exp(value) <= one.high for one, value in zip(found, logs, strict=True)))
         widths.append(median(one.half_width for one in found))
         scores.append(mean(_score(one, value) for one, value in zip(found, logs, strict=True)))
-    return Covered(sum(map(len, groups.values())), len(groups), mean(shares), median(widths), mean(scores))
+    return Coverage(sum(map(len, groups.values())), len(groups), mean(shares), median(widths), mean(scores))
 
 
 def _score(interval: Interval, value: float) -> float:
@@ -64,7 +64,7 @@ def _score(interval: Interval, value: float) -> float:
     return high - low + 2 / (1 - SHARE) * (max(0.0, low - value) + max(0.0, value - high))
 
 
-def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval) -> dict[str, Covered]:
+def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval) -> dict[str, Coverage]:
     """Return the scores of intervals for stacks without known rows, for stacks whose other rows are all known, and of one
     interval for all rows."""
     alone = {group: others(group).interval() for group in groups}

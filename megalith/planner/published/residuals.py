@@ -11,7 +11,7 @@ from megalith.cost.estimate import Estimate
 from megalith.cost.memory import every_rank
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.published.express import Expressed, express, measured_seconds
+from megalith.planner.published.express import ExpressedRow, express, measured_seconds
 from megalith.planner.published.rows import Row
 
 
@@ -46,7 +46,7 @@ class Result:
             yield Residual(self.row.name, self.row.group, "memory", log(self.row.memory / self.memory))
 
 
-def predict(said: Expressed, figures: Calibration) -> Result:
+def predict(said: ExpressedRow, figures: Calibration) -> Result:
     """Return the planner's pick among what the row can mean."""
     workload, found = choose([(choice, parts(choice)) for choice in said.choices], figures)
     seconds = measured_seconds(said.row, workload)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from megalith.cost.software import COMPILED_2024, EAGER_2023, FUSED_2024, PLAIN_2021, TRAINER
-from megalith.cost.workload import Practice
+from megalith.cost.workload import SoftwareProfile
 from megalith.planner.published.rows import CannotSayError, Row
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
@@ -108,7 +108,7 @@ def cluster_of(row: Row) -> ClusterSpec:
     return ClusterSpec(accelerator=accelerator, count=count, per_node=per_node, scale_out=network)
 
 
-def practice_of(row: Row) -> Practice:
+def practice_of(row: Row) -> SoftwareProfile:
     """Return what the software of a row overlaps, fuses and keeps."""
     practice = SOFTWARE.get(row.group, FUSED_2024)
     options = row.options
@@ -131,7 +131,7 @@ def practice_of(row: Row) -> Practice:
     if practice.generation == "packaged":
         practice = replace(practice, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
     if options.get("step") == "baseline":  # sections 2.1.2 to 2.1.4 of its document: two kernels zero scales, two order them
-        practice = replace(practice, router="plain", scattered=4)
+        practice = replace(practice, router="plain", quantise_kernels=4)
     if options.get("dispatcher") == "alltoall":
         practice = replace(practice, deduplicated=False)
     if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
@@ -147,7 +147,7 @@ def practice_of(row: Row) -> Practice:
     return practice
 
 
-def _tuned_experts(row: Row, practice: Practice) -> Practice:
+def _tuned_experts(row: Row, practice: SoftwareProfile) -> SoftwareProfile:
     """Apply the recorded graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: DeepSeek's all-to-all in
     MXFP8, otherwise none."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))

@@ -9,12 +9,12 @@ from megalith.spec.base import Spec
 from megalith.spec.families.own import OwnPartsSpec, own_norm, replaced
 from megalith.spec.families.parametrization import ParametrizedSpec, applied
 from megalith.spec.model import (
-    AheadSpec,
     AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
     HeadSpec,
     ModelSpec,
+    MtpSpec,
     NormSpec,
     RopeSpec,
     RouterSpec,
@@ -88,7 +88,7 @@ def model_of(
     embedding_std: float | None = None,
     output_scale: float = 1.0,
     softcap: float | None = None,
-    ahead: AheadSpec | None = None,
+    ahead: MtpSpec | None = None,
 ) -> ModelSpec:
     """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec. Its multipliers are
     those of its parametrization, and a user's own parts take their places."""

@@ -7,12 +7,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megalith.spec.families.common import Balanced, ExpertWidth, model_of, multiple, router_of, shrunk
 from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import (
-    AheadSpec,
     BlockSpec,
     LatentAttentionSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    MtpSpec,
     NormSpec,
     RopeSpec,
     YarnScaling,
@@ -103,7 +103,7 @@ class DeepSeek(ParametrizedSpec):
         )
         dense = BlockSpec(attention=attention, mlp=MlpSpec(hidden=self.ffn), norm=norm)
         routed = BlockSpec(attention=attention, mlp=self._experts(), norm=norm)
-        ahead = AheadSpec(depth=self.ahead, block=routed, weight=self.ahead_weight) if self.ahead else None
+        ahead = MtpSpec(depth=self.ahead, block=routed, weight=self.ahead_weight) if self.ahead else None
         blocks = (dense,) * self.dense_layers + (routed,) * (self.layers - self.dense_layers)
         return model_of(self, blocks, norm, ahead=ahead)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from megalith.parallel.data import Bucket
 from megalith.parallel.execute import Executor
 from megalith.schedule.lower import lower
-from megalith.schedule.table import build, refusals
+from megalith.schedule.table import build, schedule_problem_texts
 from megalith.train.assemble import Trainer
 
 
@@ -15,7 +15,11 @@ def smallest(trainer: Trainer) -> Executor:
     spec, executor = trainer.spec, trainer.executor
     plan = spec.plan
     sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}
-    counts = (n for n in range(1, spec.microbatches) if not refusals(plan.schedule, microbatches=n, zero=plan.zero, **sizes))
+    counts = (
+        n
+        for n in range(1, spec.microbatches)
+        if not schedule_problem_texts(plan.schedule, microbatches=n, zero=plan.zero, **sizes)
+    )
     count = next(counts, spec.microbatches)
     program = lower(build(plan.schedule, microbatches=count, **sizes), plan.zero)
     parts = {"reducer": executor.reducer, "groups": trainer.groups, "hidden": executor.hidden}

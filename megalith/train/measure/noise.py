@@ -58,7 +58,7 @@ def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
 
 def _counts(weight: Weight, groups: Groups) -> bool:
     """Return True on the first of the tensor ranks that hold the same gradient."""
-    (split,) = weight.kept.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
+    (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 
 

@@ -28,7 +28,7 @@ Gradients = Mapping[str, Tensor]
 """This rank's shares of gradients, by parameter."""
 
 
-class Compared(NamedTuple):
+class GradientComparison(NamedTuple):
     """One comparison on this rank."""
 
     wide: Gradients
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
     """Counts of `kernels.narrow.losses`, by part."""
 
 
-class Found(NamedTuple):
+class PartError(NamedTuple):
     """A part's figures, the same on all ranks."""
 
     error: float | None
@@ -103,7 +103,7 @@ class PrecisionWatch:
             zeroed={part: one.zeroed for part, one in found.items() if one.narrow},
         )
 
-    def gradients(self, step: int) -> Compared:
+    def gradients(self, step: int) -> GradientComparison:
         """Compute the gradients of the weights that this rank counts, with wide products and with those of the step."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
@@ -112,7 +112,7 @@ class PrecisionWatch:
         valid = count_valid(samples, groups=trainer.groups)  # of the whole step, so that balance losses weigh as much as in it
         with uncounted(trainer), unobserved(trainer), losses() as lost:
             wide, narrow = (self._once(samples[:count], step, valid=valid, wide=wide) for wide in (True, False))
-        return Compared(wide, narrow, lost)
+        return GradientComparison(wide, narrow, lost)
 
     def _once(self, samples: Sequence[Samples], step: int, *, valid: int, wide: bool) -> Gradients:
         trainer = self.trainer
@@ -124,7 +124,7 @@ class PrecisionWatch:
         trainer.state.drop_gradients()
         return found
 
-    def _found(self, mine: Compared) -> dict[str, Found]:
+    def _found(self, mine: GradientComparison) -> dict[str, PartError]:
         """Return the figures of each part, over all ranks."""
         trainer, parts = self.trainer, self.trainer.model.part_names
         here = {recipe.part for recipe in trainer.narrow()} - trainer.raised
@@ -142,11 +142,11 @@ class PrecisionWatch:
         return {part: _figures(*row) for part, row in zip(parts, rows, strict=True)}
 
 
-def _figures(difference: float, wide: float, ranks: float, numbers: float, saturated: float, zeroed: float) -> Found:
+def _figures(difference: float, wide: float, ranks: float, numbers: float, saturated: float, zeroed: float) -> PartError:
     error = None
     if math.isfinite(wide) and wide > 0:
         error = (difference / wide) ** 0.5 if math.isfinite(difference) else math.inf
-    return Found(error, ranks > 0, saturated / max(1.0, numbers), zeroed / max(1.0, numbers))
+    return PartError(error, ranks > 0, saturated / max(1.0, numbers), zeroed / max(1.0, numbers))
 
 
 def worst(errors: Mapping[str, float], candidates: frozenset[str], limit: float) -> str:

@@ -46,7 +46,7 @@ class Lot(NamedTuple):
     @property
     def share(self) -> Tensor:
         """The parameter's share; it has no memory where the master weights are elsewhere."""
-        return local(self.weight.kept)
+        return local(self.weight.master)
 
 
 def lots_of(
@@ -54,7 +54,7 @@ def lots_of(
 ) -> dict[str, Lot]:
     """Return the parameters whose state is kept off the device, with their slots. Master weights go too if products compute in another
     number format; of master weights in two halves, only the lower half goes."""
-    sizes = {name: local(weight.kept).numel() for name, weight in weights.items()}
+    sizes = {name: local(weight.master).numel() for name, weight in weights.items()}
 
     def masters(name: str) -> list[Slot]:
         return [MASTER] if weights[name].narrow and not any(slot in LOWER.values() for slot in slots[name]) else []

@@ -23,7 +23,7 @@ BEHIND = 2
 """Blocks whose memory may be on its way to the tier. The next one waits for the oldest, so memory that is leaving stays little."""
 
 
-class Counted:
+class TierUsage:
     """Bytes in a tier, now and at most."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Here:
 class HostCopy:
     """A copy in the memory of a host that computes itself."""
 
-    def __init__(self, memory: Tensor, counted: Counted) -> None:
+    def __init__(self, memory: Tensor, counted: TierUsage) -> None:
         self._content = memory.clone()
         counted.observe(self._content)
         counted.hold(self, memory.nbytes)
@@ -67,7 +67,7 @@ class HostMemory:
     """The host's memory as a tier of a run on the CPU: memory of its own, so that order, bytes and bits are those of a GPU."""
 
     def __init__(self) -> None:
-        self.counted = Counted()
+        self.counted = TierUsage()
 
     def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
         return [HostCopy(memory, self.counted) for memory in memories]
@@ -111,7 +111,7 @@ class PinnedMemory:
     """The host's memory as a tier of a run on a GPU. One stream moves memory there, and another one back, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counted = Counted()
+        self.counted = TierUsage()
         self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._under_way: deque[Any] = deque()
 
@@ -159,7 +159,7 @@ class DiskFile:
     """A file without a name as a tier. A thread writes to it and another one reads, beside the computation. Raises StateFileError."""
 
     def __init__(self, folder: Path) -> None:
-        self.counted = Counted()
+        self.counted = TierUsage()
         self.folder = folder
         self.writer, self.reader = (ThreadPoolExecutor(1, f"plan.retain {name}") for name in ("writes", "reads"))
         try:

@@ -127,7 +127,7 @@ class _View:
         return found
 
 
-class Exchange:
+class MatrixExchange:
     """The messages of this rank: parts of matrices to their homes, and the results back to all ranks that hold parts."""
 
     def __init__(self, whole: Whole, placed: Sequence[Placed]) -> None:

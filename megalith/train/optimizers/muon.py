@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.kernels.numbers import DTYPE
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Runs, true_matrices
-from megalith.train.optimizers.homes import Exchange, homes_of
+from megalith.train.optimizers.homes import MatrixExchange, homes_of
 from megalith.train.optimizers.orthogonal import orthogonal, steps_of
 from megalith.train.optimizers.rule import Part, opened
 from megalith.train.optimizers.whole import Whole
@@ -29,11 +29,13 @@ class Muon:
     def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
         self.spec, self.whole = spec, whole
         self.steps, self.dtype = steps_of(spec.coefficients, spec.iterations), DTYPE[spec.iteration]
-        self._exchange: Exchange | None = None
+        self._exchange: MatrixExchange | None = None
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
         """Update the moments and send them to the homes of their matrices; the returned function updates the weights."""
-        exchange = self._exchange = self._exchange or Exchange(self.whole, homes_of(self.whole, [part.name for part in parts]))
+        exchange = self._exchange = self._exchange or MatrixExchange(
+            self.whole, homes_of(self.whole, [part.name for part in parts])
+        )
         arrive = exchange.gather({part.name: self._direction(part) for part in opened(parts)})
 
         def finish() -> None:

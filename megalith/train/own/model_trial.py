@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalith import own
 from megalith.models.batch import Batch
-from megalith.models.own import Declared, declaration
+from megalith.models.own import OwnModule, declaration
 from megalith.models.stage import Stage
 from megalith.parallel.tensor import Split, split_own
 from megalith.spec.families.own import OwnPartsSpec
@@ -54,7 +54,7 @@ def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
                 ) from error
 
 
-def _try(module: nn.Module, declared: Declared, x: Tensor, stage: Stage, *, masked: bool) -> None:
+def _try(module: nn.Module, declared: OwnModule, x: Tensor, stage: Stage, *, masked: bool) -> None:
     name, kind = declared.name, declared.kind
     call: Call = (lambda part, x, batch: part(x)) if kind == "norm" else (lambda part, x, batch: part(x, batch))
     positions = torch.arange(TOKENS).repeat(ROWS, 1)
@@ -74,18 +74,18 @@ def _try(module: nn.Module, declared: Declared, x: Tensor, stage: Stage, *, mask
 
 
 def _try_sight(
-    module: nn.Module, declared: Declared, x: Tensor, out: Tensor, batch: Batch, stage: Stage, *, masked: bool
+    module: nn.Module, declared: OwnModule, x: Tensor, out: Tensor, batch: Batch, stage: Stage, *, masked: bool
 ) -> None:
     changed = torch.cat((x[:, :-1], x[:, -1:] + 1), dim=1)
     if not _same(out[:, :-1], module(changed, batch)[:, :-1]):
         raise own.OwnPartError(f"{declared.name} lets tokens see later ones: a token must see itself and earlier ones alone")
     if masked:
         positions = torch.arange(HALF).repeat(ROWS, 2)
-        two = stage.prepare(replace(batch, positions=positions, pieces=((HALF, HALF),) * ROWS))
+        two = stage.prepare(replace(batch, positions=positions, segments=((HALF, HALF),) * ROWS))
         changed = torch.cat((x[:, :HALF] + 1, x[:, HALF:]), dim=1)
         if not _same(module(x, two)[:, HALF:], module(changed, two)[:, HALF:]):
             raise own.OwnPartError(
-                f"{declared.name} lets documents see each other, and data.document_mask is true: mask by batch.pieces, as self.core does"
+                f"{declared.name} lets documents see each other, and data.document_mask is true: mask by batch.segments, as self.core does"
             )
     if PARTS[declared.name].core:
         core, module.core = module.core, _Alone()
@@ -102,7 +102,7 @@ def _try_sight(
             module.core = core
 
 
-def _try_cuts(module: nn.Module, declared: Declared, x: Tensor, batch: Batch, call: Call) -> None:
+def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, call: Call) -> None:
     """Compare the part with the sum of two tensor ranks' results, and its gradients with theirs."""
     weight = torch.linspace(-1, 1, x.numel()).view_as(x)
     whole_x, cut_x = (x.clone().requires_grad_() for _ in range(2))

@@ -25,7 +25,7 @@ from megalith.train.sites.messages import Cut, Difference, Told
 from megalith.train.sites.progress import Made, Midway, Progress, Round, StopAsked, Turn
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
-from megalith.train.watchers import Watcher
+from megalith.train.step_hooks import StepHook
 
 T = TypeVar("T")
 WAIT_SECONDS = 2.0  # after which a site's ranks learn that they still wait for other sites
@@ -67,7 +67,7 @@ class Sites:
         self._losses = deque[float](maxlen=self.spec.inner_steps)
         self._shares: dict[int, Share] = {}
         self._refused = 0
-        self.watchers: tuple[Watcher, ...] = ()
+        self.watchers: tuple[StepHook, ...] = ()
         """Watchers of the trainer's steps that these merges need."""
 
     @property

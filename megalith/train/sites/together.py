@@ -24,7 +24,7 @@ from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending, are
 from megalith.train.sites.progress import Made, Round, StopAsked, Turn
 from megalith.train.sites.state import NOT_SENT
-from megalith.train.watchers import Watcher
+from megalith.train.step_hooks import StepHook
 
 
 class Together(Sites):
@@ -83,7 +83,7 @@ class Together(Sites):
             self._gradients[name].copy_(mean)
 
 
-class _Exchange(Watcher):
+class _Exchange(StepHook):
     """Exchanges a step's gradients once they are reduced within the site."""
 
     def __init__(self, sites: Together) -> None:

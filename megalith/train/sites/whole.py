@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Held, owners, shares
+from megalith.checkpoint.shares import HeldShare, owners, shares
 from megalith.spec.sites import Fragment
 
 
@@ -17,7 +17,7 @@ from megalith.spec.sites import Fragment
 class _Box:
     """A part of a whole tensor, and the rank of the site that sends it."""
 
-    held: Held
+    held: HeldShare
     rank: int
 
     @property

@@ -21,20 +21,20 @@ from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Damaged, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.events import Event, Lowered, Rewound
-from megalith.fleet.signs import CopyCorrupt
+from megalith.fleet.observations import CopyCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.schedule.action import parts
 from megalith.spec.phases import Phase
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rewind, Update
-from megalith.train.guard import Guard
+from megalith.train.guard import StateGuard
 from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
 from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
 from megalith.train.stability.samples import SampleLosses
-from megalith.train.step import Gathering, accumulate, seed_step
-from megalith.train.tally import Totals
-from megalith.train.watchers import Before
+from megalith.train.step import AllGatherTotals, accumulate, seed_step
+from megalith.train.step_hooks import FirstComputation
+from megalith.train.tally import StepTotals
 
 RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
 
@@ -80,7 +80,7 @@ class Healer:
         data: Data,
         *,
         checkpointer: Checkpointer,
-        guard: Guard | None,
+        guard: StateGuard | None,
         beat: Callable[[str, int], object] = lambda phase, step: None,
     ) -> None:
         """`beat` sends a heartbeat: a phase, and the step."""
@@ -93,7 +93,7 @@ class Healer:
         self._damaged: tuple[int, dict[str, float]] = -1, {}  # a step, and the largest outputs that it had in the spike
         self._found = Findings()  # of the spike that is not over
 
-    def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
+    def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
         """Record a step's decision before it is carried out, with this learning rate."""
         history = self.trainer.state.history
         inside = history.began < 0 or history.calm > 0
@@ -102,7 +102,7 @@ class Healer:
 
     # --- causes ---
 
-    def look(self, before: Before, step: int) -> Findings:
+    def look(self, before: FirstComputation, step: int) -> Findings:
         """Recompute the batch before, and prepare to recompute this step."""
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
@@ -185,12 +185,12 @@ class Healer:
             self.trainer.drop()
             seed_step(self.trainer, step)
 
-    def _again(self, step: int) -> Totals:
+    def _again(self, step: int) -> StepTotals:
         """Compute the totals of a step with the current weights. Its gradients stay, and the trainer stays in the step's
         phase."""
         self.trainer.enter(self.data.phase(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
-        return Gathering(self.trainer, accumulated.executed, stop=False).wait()
+        return AllGatherTotals(self.trainer, accumulated.executed, stop=False).wait()
 
     # --- going back ---
 
@@ -312,7 +312,7 @@ class Healer:
         trainer.clip(past.factor, number=updates)
         trainer.advance(number=updates, lr=past.lr)
         trainer.state.drop_gradients()
-        trainer.take_in_loads()
+        trainer.update_router_biases()
         return updates + 1
 
 

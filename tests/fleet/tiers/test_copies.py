@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.seat import node_folder
+from megalith.fleet.rank_info import node_folder
 from megalith.fleet.tiers import Copy, Tier, copies, newest
 from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout, Whose
 from tests.keys import KEY, OTHER_KEY

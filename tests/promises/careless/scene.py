@@ -16,7 +16,7 @@ import psutil
 from megalith import epochs
 from megalith.events import FILE
 from megalith.fleet.environment import MEETING
-from megalith.rehearse.crew import HOST, free_port
+from megalith.rehearse.supervised_agents import HOST, free_port
 from tests.patience import PATIENCE
 
 MANY = 100_000

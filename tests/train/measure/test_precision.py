@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.events import PrecisionWatched, of_kind, read
 from megalith.spec.run import RunSpec
 from megalith.train.measure.precision import PrecisionWatch, worst
@@ -130,6 +130,6 @@ def test_a_dry_run_has_the_second_copy_of_the_gradients() -> None:
     counted, before = (dry(spec, 0) for spec in (watching, without))
     assert counted.traffic == before.traffic and counted.work == before.work
     share = before.memory.most["gradients"]
-    foreseen, old = (foresee(of_run(spec), rank=0).memory for spec in (watching, without))
+    predicted, old = (predict(workload_of(spec), rank=0).memory for spec in (watching, without))
     more = counted.memory.most["gradients"] - share
-    assert foreseen["gradients"] - old["gradients"] == pytest.approx(more, rel=0.01) and more > share / 3
+    assert predicted["gradients"] - old["gradients"] == pytest.approx(more, rel=0.01) and more > share / 3

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.shares import shares, whole_of
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.events import ReleasePaused, Step, of_kind, read
 from megalith.parallel.gradients import NotFinite
-from megalith.planner.beside import beside
+from megalith.planner.compared import compare
 from megalith.prove.dryrun import count, single_documents
 from megalith.prove.meter import CATEGORIES
 from megalith.spec.run import RunSpec
@@ -21,7 +21,7 @@ from megalith.train.loop import stepper_of
 from megalith.train.offload.release import MOST, WINDOW, Pace
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
-from megalith.train.tally import Stepped
+from megalith.train.tally import StepResult
 from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
@@ -32,7 +32,7 @@ from tests.train.offload.killed import chunks, train_killed, two_ranks
 
 DISK = {"optimizer": "disk"}
 RELEASED = DISK | {"release": True}
-Trained = tuple[list[Stepped], dict[str, Tensor]]
+Trained = tuple[list[StepResult], dict[str, Tensor]]
 
 
 def _run(
@@ -220,10 +220,10 @@ def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[st
         _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1}) for place in (DISK, RELEASED)
     )
     counted = dry(released, 0)
-    lines = {line.name: line for line in beside(foresee(of_run(released), rank=0), counted)}
+    lines = {line.name: line for line in compare(predict(workload_of(released), rank=0), counted)}
     assert lines["memory.gradients"].gap == pytest.approx(0, abs=0.03)
     assert sum(counted.memory.peak.values()) < 0.9 * sum(dry(held, 0).memory.peak.values())
-    everything = sum(line.foreseen or 0.0 for name, line in lines.items() if name in {f"memory.{each}" for each in CATEGORIES})
+    everything = sum(line.predicted or 0.0 for name, line in lines.items() if name in {f"memory.{each}" for each in CATEGORIES})
     assert everything == pytest.approx(sum(counted.memory.peak.values()), rel=0.06)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer, Saved
 from megalith.checkpoint.shares import shares, whole_of
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.events import RunStarted, of_kind, read
 from megalith.kernels.halves import split
 from megalith.parallel.data import Weight, local
-from megalith.planner.beside import beside
-from megalith.prove.axes import Draw
+from megalith.planner.compared import compare
+from megalith.prove.axes import ParityCase
 from megalith.prove.dryrun import count, single_documents
 from megalith.prove.parity import _together, shrink
 from megalith.prove.prove import prove
@@ -59,7 +59,7 @@ def _trained(rank: int, specs: list[RunSpec]) -> list[tuple[list[float], Held]]:
     for spec in specs:
         with pytest.MonkeyPatch.context() as patch:
             if spec.optimizer.master == "fp32":
-                patch.setattr(Weight, "write", lambda self, into: into.copy_(split(local(self.kept), 16)[0]))
+                patch.setattr(Weight, "write", lambda self, into: into.copy_(split(local(self.master), 16)[0]))
             trainer = trainer_of(spec)
             found.append((_train(trainer), _state(trainer)))
     return found
@@ -196,7 +196,7 @@ def test_a_plan_changes_no_bit_of_an_update(model: dict[str, Any], plan: dict[st
 def test_a_plan_with_halves_trains_like_one_process(master: str) -> None:
     plan = {"data": 2, "tensor": 2, "zero": 2, "state": HALF}
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 8, **BF16}, optimizer={"master": master}), steps=3)
-    proof = prove(Draw((), spec.model_copy(update={"name": "tiny"})), references={})
+    proof = prove(ParityCase((), spec.model_copy(update={"name": "tiny"})), references={})
     assert proof.outcome == "equal", proof
 
 
@@ -345,7 +345,7 @@ def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, An
 )
 def test_bytes_equal_the_prediction(plan: dict[str, Any], master: str) -> None:
     spec = brief_run(plan=plan, model=SIZES, train=BF16, optimizer={"master": master})
-    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=0), dry(spec, 0))}
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=0), dry(spec, 0))}
     for name in ("memory.weights", "memory.optimizer", *(["memory.disk"] if "state" in plan else [])):
         line = lines[name]
-        assert line.gap == pytest.approx(0, abs=0.03) if line.counted else not line.foreseen, name
+        assert line.gap == pytest.approx(0, abs=0.03) if line.counted else not line.predicted, name

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.foreseen import foresee, of_run
+from megalith.cost.predicted import predict, workload_of
 from megalith.spec import cluster as clusters
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
@@ -86,18 +86,18 @@ def test_what_is_kept_is_predicted(kind: str, preset: str, plan: dict[str, Any])
     """This excludes rows and columns, which are counted but not predicted."""
     spec = spec_of(plan, preset, kind=kind)
     counted = dry(spec, 1).state["optimizer"]
-    foreseen = foresee(of_run(spec), rank=1).memory["optimizer"]
+    predicted = predict(workload_of(spec), rank=1).memory["optimizer"]
     if kind == "adafactor":
-        assert foreseen == 0 and counted < 0.4 * dry(spec_of(plan, preset, kind="adamw"), 1).state["optimizer"]
+        assert predicted == 0 and counted < 0.4 * dry(spec_of(plan, preset, kind="adamw"), 1).state["optimizer"]
     else:
-        assert foreseen == pytest.approx(counted, rel=0.02)
+        assert predicted == pytest.approx(counted, rel=0.02)
 
 
 def test_whole_matrices_take_time_and_memory_on_a_cluster() -> None:
     """On 8 H100, Muon's moments are half of AdamW's in the blocks, and its update takes additional time for products and
     messages."""
     spec = tiny_run(model={"preset": "llama3.1-8b"}, plan={"data": 8, "zero": 1}, train={"global_batch": 64, "seq_len": 4096})
-    load = replace(of_run(spec), cluster=clusters.load("h100"), format="bf16")
+    load = replace(workload_of(spec), cluster=clusters.load("h100"), format="bf16")
     muon, adamw = (estimate(replace(load, optimizer=kind), calibration()) for kind in ("muon", "adamw"))
     assert 0.5 < muon.memory.optimizer / adamw.memory.optimizer < 0.8
     assert adamw.time.optimizer < muon.time.optimizer < 0.1 * muon.time.step

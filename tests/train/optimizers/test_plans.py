@@ -20,7 +20,7 @@ from megalith.spec.treatment import treatments
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.optimizers import homes as homes_module
 from megalith.train.optimizers import muon as muon_module
-from megalith.train.optimizers.homes import Exchange, Item, Placed
+from megalith.train.optimizers.homes import Item, MatrixExchange, Placed
 from megalith.train.optimizers.whole import Sum, Whole
 from tests.full import sampled
 from tests.parallel.running import CPU
@@ -169,7 +169,7 @@ def _own_matrices(whole: Whole, names: Sequence[str]) -> list[Placed]:
     return found
 
 
-def _swapped(exchange: Exchange, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
+def _swapped(exchange: MatrixExchange, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
     """Plant: no result comes back from other ranks."""
     for share in shares.values():
         share.zero_()
@@ -181,7 +181,7 @@ FAULTS: list[tuple[str, dict[str, Any], Any, str, Any]] = [
     ("adafactor", {"data": 2, "zero": 1}, Whole, "add_up", _own_sums),
     ("adafactor", {"tensor": 4}, Whole, "add_up", _replicas_twice),
     ("muon", {"data": 2, "zero": 1}, muon_module, "homes_of", _own_matrices),
-    ("muon", {"tensor": 2}, Exchange, "scatter", _swapped),
+    ("muon", {"tensor": 2}, MatrixExchange, "scatter", _swapped),
 ]
 
 

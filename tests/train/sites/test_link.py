@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import link as benchmark
 from megalith.events import Merge, of_kind, read
-from megalith.fleet.seat import PLACEMENT
+from megalith.fleet.rank_info import PLACEMENT
 from megalith.fleet.secure import peers
 from megalith.machine import networks, wire
 from megalith.machine.wire import Conditions, Wire

@@ -13,7 +13,7 @@ from megalith.check import check
 from megalith.check.resume import check_branch
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
-from megalith.prove.spikes import Ended
+from megalith.prove.spikes import RunEnd
 from megalith.prove.verdict import judge
 from megalith.spec.run import BranchSpec, RunSpec
 from megalith.spec.treatment import heads_of
@@ -171,7 +171,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return small_data(tmp_path_factory.mktemp("data"))
 
 
-def _run(rank: int, spec: RunSpec, folder: Path) -> Ended:
+def _run(rank: int, spec: RunSpec, folder: Path) -> RunEnd:
     folder.mkdir(exist_ok=True)
     return spike(rank, spec, folder, ())
 

@@ -17,7 +17,7 @@ from megalith.train.loop import Loop
 from megalith.train.stability.extremes import LOGITS, Look, Risen
 from megalith.train.stability.findings import Findings
 from megalith.train.step import accumulate
-from megalith.train.watchers import Watcher
+from megalith.train.step_hooks import StepHook
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -163,7 +163,7 @@ def test_looks_before_a_spike_are_told_from_the_spike() -> None:
     assert before is None and after == Risen("blocks.0", 50, 1.0, 9.0) and rewound is None
 
 
-class Damaged(Watcher):
+class Damaged(StepHook):
     """A watcher that fills the first MLP with large random numbers after step 40."""
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
-from megalith.train.recompute import Probe, Recomputer
+from megalith.train.reexecution import GradientProbe, GradientVerifier
 from megalith.train.stability.samples import SampleLosses
 from megalith.train.step import accumulate
 from tests.parallel.running import microbatches, trainer_of
@@ -15,12 +15,12 @@ def _losses(rank: int, spec: RunSpec) -> tuple[int, list[tuple[float, int]], lis
     trainer, found = trainer_of(spec), list[list[tuple[float, int]]]()
     mine = microbatches(trainer)
     count = sum(len(each.numbers) for each in mine)
-    recomputer = Recomputer(trainer, Probe(buckets_of(trainer)), read=lambda step, rank: mine, microbatches="all")
+    verifier = GradientVerifier(trainer, GradientProbe(buckets_of(trainer)), read=lambda step, rank: mine, microbatches="all")
     for verified in (False, True):
         samples = SampleLosses(trainer, count=count)
         accumulate(trainer, mine)
         if verified:
-            recomputer.again(0)
+            verifier.again(0)
         found.append(samples.close())
         trainer.drop()
     return count, found[0], found[1]

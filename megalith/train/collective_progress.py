@@ -9,7 +9,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megalith.fleet import standing
+from megalith.fleet import collective_progress
 from megalith.fleet.evidence import STACKS
 from megalith.parallel.groups import MESSAGES_ONLY
 
@@ -28,7 +28,7 @@ def answer() -> None:
 def _answer(reading: int) -> None:
     while asked := os.read(reading, 1):
         if asked[0] == STACKS:
-            os.write(2, standing.line(begun(), recorded()).encode())
+            os.write(2, collective_progress.line(begun(), recorded()).encode())
 
 
 def begun() -> dict[str, int]:

@@ -14,7 +14,7 @@ from megalith.tagged import Family
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
+class Observation:
     """Base of all signs. `kind` names the class in JSON."""
 
     kind: ClassVar[str] = ""
@@ -23,21 +23,21 @@ class Sign:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Sign):
+class Started(Observation):
     """The supervisor has begun, for the first time or after its own end: nothing runs yet."""
 
     kind: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progressed(Sign):
+class Progressed(Observation):
     """The ranks have done a step of this generation: `step` steps are done now."""
 
     kind: ClassVar[str] = "progressed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFailed(Sign):
+class RankFailed(Observation):
     """A rank's process ended wrongly. `signature` is equal for similar failures; `hardware`: the machine itself reported a fault.
     `blamed`: True if this node was at fault: True for signals and machine reports, False for a program's own exception.
     """
@@ -53,7 +53,7 @@ class RankFailed(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang(Sign):
+class Hang(Observation):
     """No rank makes progress. `slot` None: no rank is furthest behind, so no node can be blamed. `limit` and `silence` in
     seconds. `hardware`: the blamed node's machine is known to be broken. For a hang only the simulator knows this, because a run
     does not query the machine then.
@@ -70,7 +70,7 @@ class Hang(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesLost(Sign):
+class NodesLost(Observation):
     """Machines that no longer answer; several at once when they shared a rack, a switch or a power supply."""
 
     kind: ClassVar[str] = "nodes_lost"
@@ -78,7 +78,7 @@ class NodesLost(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nonfinite(Sign):
+class Nonfinite(Observation):
     """NaN or Inf in a gradient. `elsewhere`: the result of another replica for the same microbatch, once it was asked."""
 
     kind: ClassVar[str] = "nonfinite"
@@ -94,7 +94,7 @@ NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateCorrupt(Sign):
+class StateCorrupt(Observation):
     """A rank's live state has a wrong digest: it changed at rest, or differs from its true replica or from its recomputed
     update."""
 
@@ -106,7 +106,7 @@ class StateCorrupt(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyCorrupt(Sign):
+class CopyCorrupt(Observation):
     """A copy that was to be restored failed its digest, or is not there. `slot` None: all of it."""
 
     kind: ClassVar[str] = "copy_corrupt"
@@ -117,7 +117,7 @@ class CopyCorrupt(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyAway(Sign):
+class CopyAway(Observation):
     """A copy that was to be restored cannot be read just now, but may be intact. `slot` None: all of it."""
 
     kind: ClassVar[str] = "copy_away"
@@ -128,7 +128,7 @@ class CopyAway(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientWrong(Sign):
+class GradientWrong(Observation):
     """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right.
 
     One suspect: a third computation named it. If there are two suspects, it is unknown which of them erred.
@@ -140,7 +140,7 @@ class GradientWrong(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler(Sign):
+class Straggler(Observation):
     """A node whose ranks take `ratio` times as long to compute as the median. `lost`: seconds lost so far; `replacing`: seconds
     that a replacement takes."""
 
@@ -154,7 +154,7 @@ class Straggler(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preempted(Sign):
+class Preempted(Observation):
     """The scheduler takes a node away, in `grace` seconds. `rank`: the rank that got the signal; None: the node itself."""
 
     kind: ClassVar[str] = "preempted"
@@ -164,21 +164,21 @@ class Preempted(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Sign):
+class Saved(Observation):
     """The ranks stopped together at the end of a step, as `SaveState` ordered, and their state is among the copies."""
 
     kind: ClassVar[str] = "saved"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRequested(Sign):
+class StopRequested(Observation):
     """A person or a scheduler asked the whole run to stop."""
 
     kind: ClassVar[str] = "stop_requested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveFailed(Sign):
+class SaveFailed(Observation):
     """A copy could not be written: disk full, store away."""
 
     kind: ClassVar[str] = "save_failed"
@@ -187,7 +187,7 @@ class SaveFailed(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveWorks(Sign):
+class SaveWorks(Observation):
     """A tier that failed takes copies again."""
 
     kind: ClassVar[str] = "save_works"
@@ -195,7 +195,7 @@ class SaveWorks(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataDamaged(Sign):
+class DataDamaged(Observation):
     """A shard of the training data is missing or altered. `other_copy`: the folder it was read from instead; None: no copy is right."""
 
     kind: ClassVar[str] = "data_damaged"
@@ -205,7 +205,7 @@ class DataDamaged(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotThisRun(Sign):
+class NotThisRun(Observation):
     """A rank should have resumed from a file that is not this run's: the file changed since the command began, or is another run's
     checkpoint."""
 
@@ -214,7 +214,7 @@ class NotThisRun(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreAway(Sign):
+class StoreAway(Observation):
     """A folder or file that the run has used cannot be reached: its file system is away, or it was moved. It may be intact."""
 
     kind: ClassVar[str] = "store_away"
@@ -223,7 +223,7 @@ class StoreAway(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeJoined(Sign):
+class NodeJoined(Observation):
     """A node offers itself: new, or back from repair. A quarantined one must pass a health check first."""
 
     kind: ClassVar[str] = "node_joined"
@@ -231,7 +231,7 @@ class NodeJoined(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthChecked(Sign):
+class HealthChecked(Observation):
     """Result of `megalith doctor` on a node; `text`: the failed checks. `there` False: the node is gone."""
 
     kind: ClassVar[str] = "health_checked"
@@ -242,7 +242,7 @@ class HealthChecked(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ordered(Sign):
+class Ordered(Observation):
     """A person orders something of the run: to save now, to stop after this step, to take out a `node`."""
 
     kind: ClassVar[str] = "ordered"
@@ -251,13 +251,13 @@ class Ordered(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waited(Sign):
+class Waited(Observation):
     """The time given by a `Wait` is over and no node has come."""
 
     kind: ClassVar[str] = "waited"
 
 
-SIGNS = Family(Sign, place=2)
+SIGNS = Family(Observation, place=2)
 load, dump = SIGNS.load, SIGNS.dump
 
 

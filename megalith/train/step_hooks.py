@@ -11,12 +11,12 @@ from megalith.parallel import gradients
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision
 from megalith.train.stability.findings import Findings, Reason
-from megalith.train.tally import Totals
+from megalith.train.tally import StepTotals
 
-Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
+HookPoint = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
 
 
-class Watcher(Protocol):
+class StepHook(Protocol):
     """Observes the moments of each step. Its exceptions end the step. A subclass overrides only the moments that it needs. A step
     whose update is made again, because its norm was known late, has its last three moments twice."""
 
@@ -39,18 +39,18 @@ class Watcher(Protocol):
         """Called when the state does not change until the next update."""
 
 
-def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
+def notify(watchers: Sequence[StepHook], moment: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
     """Call the watchers for a moment, in order. `more`: what the moment tells besides."""
     for watcher in watchers:
         getattr(watcher, moment)(trainer, step, *more)
 
 
 @dataclass(frozen=True)
-class Before:
+class FirstComputation:
     """The reason for recomputing a step, and the numbers that all ranks had the first time."""
 
     reason: Reason
-    totals: Totals
+    totals: StepTotals
 
     @property
     def words(self) -> str:
@@ -60,11 +60,11 @@ class Before:
 class Healer(Protocol):
     """Finds the causes of spikes and undoes their effects, on all ranks together (`train.stability.healer.Healer`)."""
 
-    def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
+    def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
         """Record a step's decision before it is carried out, with this learning rate."""
         ...
 
-    def look(self, before: Before, step: int) -> Findings:
+    def look(self, before: FirstComputation, step: int) -> Findings:
         """Drop the step's gradients and counts, examine the spike, and restore the state so that the step can be recomputed."""
         ...
 
@@ -83,7 +83,7 @@ class Healer(Protocol):
 
 
 class Referee(Protocol):
-    """Responds to numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
+    """Responds to numbers that are not finite, on all ranks together (`train.guard.StateGuard`)."""
 
     def rerun(self, step: int) -> None:
         """Report the numbers that are not finite, and restore the state from before the step, so that it can be recomputed."""

@@ -11,11 +11,11 @@ from megalith.mesh import Mesh
 from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.moe import Moe
-from megalith.parallel.expert import Travel, split_experts
+from megalith.parallel.expert import AllToAllTraffic, split_experts
 from megalith.parallel.groups import Groups
+from megalith.parallel.moe_overlap import BlockGraphs, dispatches_tokens, forward
 from megalith.parallel.passes import finish
 from megalith.parallel.recompute import apply_recompute
-from megalith.parallel.travel import Journey, forward, travels
 from megalith.prove.meter import Meter
 from megalith.spec.plan import Plan
 from tests.models.deepseek import deepseek
@@ -82,13 +82,13 @@ def _whole(groups: Groups, plan: Plan) -> Found:
 def _travelled(groups: Groups, plan: Plan, policy: Plan) -> Found:
     block, (x, grad, batch) = _block(groups, plan), _given(plan, groups.rank)
     apply_recompute(block, 1, blocks=2, plan=policy)
-    assert travels(block)
+    assert dispatches_tokens(block)
     with Meter() as meter:
         x = x.clone()
         out, graph = finish(forward(block, x, batch))
         del x
         rest(0.05)  # gloo's thread releases sent tensors shortly after arrival
-    assert isinstance(graph, Journey) and isinstance(graph.lines.deal.traffic, Travel)
+    assert isinstance(graph, BlockGraphs) and isinstance(graph.lines.deal.traffic, AllToAllTraffic)
     with Meter() as back:
         of_x = finish(graph.backward(grad, None))
     calls = sum(t.calls for t in back.traffic() if t.kind == "all-to-all")

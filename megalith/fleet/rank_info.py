@@ -13,7 +13,7 @@ AGENT = "MEGALITH_AGENT"
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
     `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
@@ -30,7 +30,7 @@ class Seat:
     key: Key | None = None
 
     @classmethod
-    def find(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
+    def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
         """Return this process's seat from its environment; outside a supervised run, the only rank of the only slot."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))

@@ -22,29 +22,29 @@ from megalith.kernels.deferred import Queue
 from megalith.kernels.permute import by_token, factors_of, rows_of, sums_of
 from megalith.models.batch import Batch
 from megalith.models.block import Block
-from megalith.models.moe import Deal, Here, Moe, Pending
+from megalith.models.moe import Destinations, LocalDispatcher, Moe, Pending
 from megalith.parallel.passes import Graph, Piece, Steps, record
 from megalith.parallel.recompute import is_checkpointed, unwrapped
 from megalith.parallel.retain import STAYS, Saved, Shelf, taken
 
 
-def travels(part: nn.Module) -> TypeGuard[Block]:
+def dispatches_tokens(part: nn.Module) -> TypeGuard[Block]:
     """True for a block whose tokens leave this rank. A compiled block is a single graph, so it does not count."""
-    if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.exchange, Here):
+    if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.dispatcher, LocalDispatcher):
         return False
     return part._compiled_call_impl is None
 
 
-class Lines:
+class BlockComputations:
     """The computations of a block between its exchanges, for one microbatch."""
 
     def __init__(self, block: Block, batch: Batch) -> None:
         assert isinstance(block.mlp, Moe)
         self.block, self.moe, self.batch = block, block.mlp, batch
-        self._deal: Deal | None = None
+        self._deal: Destinations | None = None
 
     @property
-    def deal(self) -> Deal:
+    def deal(self) -> Destinations:
         """Destinations of the tokens; their weights are data."""
         assert self._deal is not None
         return self._deal
@@ -74,7 +74,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputeChoice:
     """Computations that run again in backward, from their saved inputs; `rows`: rows are dispatched to their experts again."""
 
     attend: bool
@@ -83,7 +83,7 @@ class Again:
     rows: bool
 
     @classmethod
-    def of(cls, lines: Lines) -> "Again":
+    def of(cls, lines: BlockComputations) -> "RecomputeChoice":
         """Return the choice that `parallel.recompute` marked on the block."""
         block, moe = lines.block, lines.moe
         mixture = is_checkpointed(block) or is_checkpointed(moe)
@@ -96,17 +96,17 @@ class Again:
 
 
 class Replay:
-    """A function whose graph is built in forward, or, with `again` (recomputation), rebuilt from its inputs shortly before
+    """A function whose graph is built in forward, or, with `recompute`, rebuilt from its inputs shortly before
     backward. `shelf` keeps what forward leaves."""
 
-    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool, shelf: Shelf) -> None:
-        self.lines, self.again, self.shelf = lines, again, shelf
+    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, recompute: bool, shelf: Shelf) -> None:
+        self.lines, self.recompute, self.shelf = lines, recompute, shelf
         self._piece: Piece | None = None
         self._inputs: tuple[Tensor | Saved, ...] = ()
 
     def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
         """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
-        if not self.again:
+        if not self.recompute:
             return self._make(inputs, self.shelf)
         self._inputs = tuple(map(self.shelf.put, inputs)) if keep else ()
         with torch.no_grad():
@@ -128,11 +128,11 @@ class Replay:
 
 
 @dataclass
-class Journey:
+class BlockGraphs:
     """The graphs of one block."""
 
-    lines: Lines
-    again: Again
+    lines: BlockComputations
+    recompute: RecomputeChoice
     attend: Replay
     common: Replay
     experts: Replay
@@ -144,22 +144,22 @@ class Journey:
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
         """See `Graph`."""
-        deal, exchange = self.lines.deal, self.lines.moe.exchange
+        deal, dispatcher = self.lines.deal, self.lines.moe.dispatcher
         of_residual, of_tokens, *of_common = self.join.gradients([grad], queue)
         assert of_tokens is not None
-        factors = exchange.start_dispatch(factors_of(deal.weights, deal.order).unsqueeze(-1), deal.traffic)
+        factors = dispatcher.start_dispatch(factors_of(deal.weights, deal.order).unsqueeze(-1), deal.traffic)
         moving = self.lines.moe.start_return(rows_of(of_tokens, deal.order), deal.traffic)
-        if self.again.attend:
+        if self.recompute.attend:
             self.normal = self.attend.rerun()[1]
-        coming = self._send_again() if self.again.rows else None
+        coming = self._send_again() if self.recompute.rows else None
         of_normal = self._common_backward(of_common, queue)
-        if self.again.experts:
+        if self.recompute.experts:
             (self.sent,) = self.experts.rerun() if coming is None else self.experts.rerun((yield coming))
         of_sent = yield moving
-        products = exchange.start_combine(self._weigh(of_sent, factors.wait()), deal.traffic)
+        products = dispatcher.start_combine(self._weigh(of_sent, factors.wait()), deal.traffic)
         (of_arrived,) = self.experts.gradients([of_sent], queue)
         assert of_arrived is not None
-        of_rows = yield exchange.start_combine(of_arrived, deal.traffic)
+        of_rows = yield dispatcher.start_combine(of_arrived, deal.traffic)
         of_weights = by_token(products.wait().squeeze(-1), deal.order)
         return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, deal.order), of_weights], queue)[0]
 
@@ -167,14 +167,14 @@ class Journey:
         """Dispatch the experts' input rows again, from the tokens that they were made of."""
         lines = self.lines
         assert self.normal is not None
-        own = lines.moe.exchange.enter(taken(self.normal)).flatten(0, 1)
+        own = lines.moe.dispatcher.enter(taken(self.normal)).flatten(0, 1)
         return lines.moe.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
 
     def _common_backward(self, of_common: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
         """The gradient of the shared expert's input, if there is one."""
         if not of_common:
             return None
-        if self.again.common:
+        if self.recompute.common:
             assert self.normal is not None
             self.common.rerun(taken(self.normal))
         self.normal = None
@@ -192,28 +192,28 @@ class Journey:
 
 def forward(block: Block, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor, Graph]]:
     """`block(x, batch)` in steps, and its graphs, whose tensors `shelf` keeps."""
-    lines = Lines(block, batch)
-    again, exchange = Again.of(lines), lines.moe.exchange
+    lines = BlockComputations(block, batch)
+    recompute, dispatcher = RecomputeChoice.of(lines), lines.moe.dispatcher
     attend, common, experts = (
-        Replay(lines.attend, again=again.attend, shelf=shelf),
-        Replay(lines.common, again=again.common, shelf=shelf),
-        Replay(lines.experts, again=again.experts, shelf=shelf),
+        Replay(lines.attend, recompute=recompute.attend, shelf=shelf),
+        Replay(lines.common, recompute=recompute.common, shelf=shelf),
+        Replay(lines.experts, recompute=recompute.experts, shelf=shelf),
     )
     residual, normal, own, weights = attend.run(x)
     deal = lines.deal
     pending = lines.moe.start_dispatch(rows_of(own, deal.order), deal.traffic)
     made = common.run(normal, keep=False)
-    (sent,) = experts.run((yield pending), keep=not again.rows)
-    returned = yield exchange.start_combine(sent, deal.traffic)
+    (sent,) = experts.run((yield pending), keep=not recompute.rows)
+    returned = yield dispatcher.start_combine(sent, deal.traffic)
     (out,), join = record(lines.join, residual, sums_of(returned, weights, deal.order), *made, shelf=shelf)
-    made_from = (again.common or again.rows) and not again.attend
-    return out, Journey(
+    made_from = (recompute.common or recompute.rows) and not recompute.attend
+    return out, BlockGraphs(
         lines,
-        again,
+        recompute,
         attend,
         common,
         experts,
         join,
         normal=shelf.put(normal) if made_from else None,
-        sent=None if again.experts else shelf.put(sent),
+        sent=None if recompute.experts else shelf.put(sent),
     )

@@ -9,11 +9,11 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
-Run = tuple[int, int]  # consecutive positions: first and past-the-last
-Runs = tuple[Run, ...]  # in rising order
+Segment = tuple[int, int]  # consecutive positions: first and past-the-last
+Segments = tuple[Segment, ...]  # in rising order
 
 
-class Pair(NamedTuple):
+class MaskBlock(NamedTuple):
     """Queries [query, query + queries) of a tensor against keys [key, key + keys) of another, both counted along the tensor.
 
     `sees`: each query sees "all" keys, or of equally many keys the "past" (the t-th query sees the first t + 1), or the "future" (the
@@ -32,12 +32,12 @@ class Pair(NamedTuple):
         return self.queries * self.keys if self.sees == "all" else self.queries * (self.queries + 1) // 2
 
 
-class Rows(NamedTuple):
+class MaskRows(NamedTuple):
     """Rows [first, end) of a batch, and the pairs of each."""
 
     first: int
     end: int
-    pairs: tuple[Pair, ...]
+    pairs: tuple[MaskBlock, ...]
 
 
 class _Spot(NamedTuple):
@@ -47,47 +47,49 @@ class _Spot(NamedTuple):
     first: int
     end: int
 
-    def clip(self, first: int, end: int) -> Run:
+    def clip(self, first: int, end: int) -> Segment:
         return max(first, self.first), min(end, self.end)
 
 
-def rows_of(
-    queries: Runs, keys: Runs, *, batch: int, pieces: Sequence[tuple[int, ...]] | None = None, window: int | None = None
-) -> tuple[Rows, ...]:
+def mask_rows(
+    queries: Segments, keys: Segments, *, batch: int, segments: Sequence[tuple[int, ...]] | None = None, window: int | None = None
+) -> tuple[MaskRows, ...]:
     """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows with the same cut are
     grouped.
 
-    `pieces` are the lengths of the documents of each whole row, None: each row is one document.
+    `segments` are the lengths of the documents of each whole row, None: each row is one document.
     """
-    if pieces is None:
-        return (Rows(0, batch, visible(queries, keys, None, window)),)
-    assert len(pieces) == batch, (len(pieces), batch)
-    found: list[Rows] = []
-    for lengths, alike in groupby(pieces):
+    if segments is None:
+        return (MaskRows(0, batch, mask_blocks(queries, keys, None, window)),)
+    assert len(segments) == batch, (len(segments), batch)
+    found: list[MaskRows] = []
+    for lengths, alike in groupby(segments):
         first = found[-1].end if found else 0
-        found.append(Rows(first, first + len(list(alike)), visible(queries, keys, lengths, window)))
+        found.append(MaskRows(first, first + len(list(alike)), mask_blocks(queries, keys, lengths, window)))
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)  # every layer asks the same
-def visible(queries: Runs, keys: Runs, lengths: tuple[int, ...] | None = None, window: int | None = None) -> tuple[Pair, ...]:
+def mask_blocks(
+    queries: Segments, keys: Segments, lengths: tuple[int, ...] | None = None, window: int | None = None
+) -> tuple[MaskBlock, ...]:
     """Return the visible keys at `keys` of the queries at `queries`, in one row of documents of these `lengths`."""
     whole = max(end for _, end in (*queries, *keys))
     ends = list(accumulate(lengths)) if lengths else [whole]
     assert ends[-1] >= whole, (lengths, whole)
-    found: list[Pair] = []
+    found: list[MaskBlock] = []
     for first, end in zip([0, *ends], ends, strict=False):
         of_queries = list(_spots(queries, first, end))
         if queries == keys and of_queries and (window is None or end - first <= window):
             length = sum(spot.end - spot.first for spot in of_queries)  # rising positions: causal in the order of the tensor
-            found.append(Pair(of_queries[0].local, length, of_queries[0].local, length, "past"))
+            found.append(MaskBlock(of_queries[0].local, length, of_queries[0].local, length, "past"))
             continue
         of_keys = list(_spots(keys, first, end)) if of_queries else []
         found += [pair for q in of_queries for k in of_keys for pair in _pairs(q, k, window or end)]
     return tuple(_joined(found))
 
 
-def _spots(runs: Runs, first: int, end: int) -> Iterator[_Spot]:
+def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
     """The parts of `runs` that lie in [first, end)."""
     local = 0
     for start, stop in runs:
@@ -97,14 +99,14 @@ def _spots(runs: Runs, first: int, end: int) -> Iterator[_Spot]:
         local += stop - start
 
 
-def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[Pair]:
+def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
     """Position i sees the positions j with i - window < j <= i. Cut for blocks of at most `window` queries, whose band of keys is
     a triangle of the oldest, a rectangle and a triangle of the newest."""
 
-    def pair(queries: Run, keys: Run, sees: Literal["all", "past", "future"]) -> Iterator[Pair]:
+    def pair(queries: Segment, keys: Segment, sees: Literal["all", "past", "future"]) -> Iterator[MaskBlock]:
         (i, i_end), (j, j_end) = queries, keys
         if i < i_end and j < j_end:
-            yield Pair(q.local + i - q.first, i_end - i, k.local + j - k.first, j_end - j, sees)
+            yield MaskBlock(q.local + i - q.first, i_end - i, k.local + j - k.first, j_end - j, sees)
 
     for first in range(q.first, q.end, window):
         end = min(first + window, q.end)
@@ -118,9 +120,9 @@ def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[Pair]:
         yield from pair((new_end, end), (new, new_end), "all")
 
 
-def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
+def _joined(pairs: Sequence[MaskBlock]) -> Iterator[MaskBlock]:
     """Neighbouring rectangles as one: fewer, larger calls."""
-    last: Pair | None = None
+    last: MaskBlock | None = None
     for pair in pairs:
         if last is None:
             last = pair

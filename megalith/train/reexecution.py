@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.memory import Memory, digest, words
+from megalith.checkpoint.memory import Memory, checksum, checksum_words
 from megalith.data.stream import Batch as Samples
 from megalith.fleet.tiers.copies import Entry
 from megalith.parallel.data import Bucket, local
@@ -34,7 +34,7 @@ Read = Callable[[int, int], Sequence[Samples]]
 """The microbatches of a data rank: (step, data rank)."""
 
 
-class Probe:
+class GradientProbe:
     """Digest of this rank's gradients before their reduction, and whether they are finite."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -57,7 +57,7 @@ class Probe:
     def __call__(self, grads: Sequence[Tensor]) -> bool:
         self._sums.append(torch.stack([grad.sum() for grad in grads]).sum().float())
         if self.digests:
-            self._words.append(words(grads))
+            self._words.append(checksum_words(grads))
         return not self.drops
 
     def finite(self) -> bool:
@@ -80,10 +80,10 @@ class Disagreement:
     text: str
 
 
-class Recomputer:
+class GradientVerifier:
     """Computes gradients again. Built by all ranks together, because it creates its own message lanes."""
 
-    def __init__(self, trainer: Trainer, probe: Probe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
+    def __init__(self, trainer: Trainer, probe: GradientProbe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
         self.shift = trainer.groups.mesh.replica_shift
         self.executor = trainer.executor if self.whole else smallest(trainer)
@@ -168,7 +168,7 @@ def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
 # --- updates ---
 
 
-class Updates:
+class UpdateVerifier:
     """Repeats the update of a shard, from the copy of the state before it and its gradients: on the rank that keeps the copy, or
     on its own rank if there is no other."""
 
@@ -204,7 +204,7 @@ class Updates:
         """Check right after the update; return the rank with a wrong update, if this rank found one."""
         if self._grads is None:
             return None
-        after = digest(self.trainer.state.updated())
+        after = checksum(self.trainer.state.updated())
         if self.memory.kept is not None:
             after = self._exchanged(after)
         buffers = self.memory.kept or self.memory.own
@@ -252,4 +252,4 @@ class Updates:
             offset += count
         with torch.no_grad():
             self.trainer.rule.update(parts, number=self._number, lr=self._lr)
-        return digest(tensor for part in parts for tensor in (part.weight, *part.slots.values()))
+        return checksum(tensor for part in parts for tensor in (part.weight, *part.slots.values()))

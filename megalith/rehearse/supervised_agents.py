@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 @dataclass
-class Crew:
+class SupervisedAgents:
     """The machines `names`, which meet at `port`. `unexplained`: ends of agents without a signal from this process."""
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Crew:
         del self._gone[name]
         return True
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "SupervisedAgents":
         return self
 
     def __exit__(self, *error: object) -> None:

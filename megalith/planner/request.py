@@ -12,11 +12,11 @@ from megalith.cost.software import OURS, SOFTWARE
 from megalith.cost.workload import Narrow, computed
 from megalith.planner import formats
 from megalith.planner.candidates import splits
-from megalith.planner.refused import across_sites, problem, refusals, unpublished
+from megalith.planner.problems import across_sites, plan_problems, problem, unpublished
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.files import Resolved
+from megalith.spec.files import ResolvedRun
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, is_narrow
 from megalith.spec.phases import Phase, Phases, during
@@ -45,7 +45,7 @@ STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """The options of the command line; None where nothing was given."""
 
     path: Path | None = None
@@ -72,7 +72,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResolvedRequest:
     """A question that can be answered. `run` has everything except the plan to search for."""
 
     run: RunSpec
@@ -83,7 +83,7 @@ class Asked:
     """Tokens of the whole training; None if unknown."""
     notes: tuple[str, ...]
     """Notes on values that were rounded or assumed."""
-    resolved: Resolved | None
+    resolved: ResolvedRun | None
     forward_only: bool = False
     offload: bool = False
     software: str = OURS
@@ -122,7 +122,7 @@ class Asked:
         """The plan that the run file has, if it uses the cluster as it is."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
-    def changed(self, *, small: bool = False, offload: bool = False) -> "Asked":
+    def changed(self, *, small: bool = False, offload: bool = False) -> "ResolvedRequest":
         """Return the question with moments in 8 bits, or with state in host memory or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
@@ -133,7 +133,7 @@ class Asked:
         codes = self.ours and not self.forward_only and formats.multiplies_in_8_bits(run, self.cluster)
         return formats.gains(run, self.cluster) if codes else None
 
-    def widened(self, plan: Plan) -> "Asked | None":
+    def widened(self, plan: Plan) -> "ResolvedRequest | None":
         """Return the question with the layers wide that the chosen recipe makes slower under a plan; None if there are no more."""
         more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
         if not more:
@@ -144,19 +144,19 @@ class Asked:
         notes = (*self.notes, f"layers that it would make slower under the best layout stay wide too: {', '.join(more)}")
         return replace(self, run=self.run.model_copy(update=changed), whole=whole, notes=notes)
 
-    def legal(self, plan: Plan) -> bool:
+    def is_valid(self, plan: Plan) -> bool:
         """True if `megalith check` would accept the plan; problems that do not concern it do not count."""
-        return not self.refusals(plan)
+        return not self.problems(plan)
 
-    def refusals(self, plan: Plan) -> list[Problem]:
+    def problems(self, plan: Plan) -> list[Problem]:
         """Return the problems for which `megalith check` would refuse the plan."""
-        denied = refusals(self.whole or self.run, plan)
+        denied = plan_problems(self.whole or self.run, plan)
         # what `plan.zero` is denied for is the state of training on the device, which a prefill has not
         passed = {"plan.zero"} if self.forward_only else set[str]()
         return [problem for problem in denied if problem.key not in passed]
 
 
-def ask(question: Question) -> Asked:
+def resolve(question: PlanRequest) -> ResolvedRequest:
     """Turn a question into a request. Raises SpecErrors with everything that is wrong with it."""
     problems: list[Problem] = []
     resolved = _loaded(question, problems)
@@ -214,7 +214,7 @@ def ask(question: Question) -> Asked:
         train = whole.train.model_copy(update=length | {"precision": trained})
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train, "precision": run.precision})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
-    found = Asked(
+    found = ResolvedRequest(
         run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload, question.software,
         whole=whole, sites=sites, chosen=chosen,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def compute_optimal(model: ModelSpec) -> tuple[float, str]:
     )
 
 
-def _not_of_prefill(question: Question) -> list[Problem]:
+def _not_of_prefill(question: PlanRequest) -> list[Problem]:
     """Options that only trainings have."""
     given = {
         "--tokens": question.tokens, "--compute-optimal": question.compute_optimal or None, "--out": question.out or None,
@@ -252,7 +252,7 @@ def _not_of_prefill(question: Question) -> list[Problem]:
     return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 
-def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
+def _loaded(question: PlanRequest, problems: list[Problem]) -> ResolvedRun | None:
     if question.path is None:
         if question.overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
@@ -268,7 +268,7 @@ def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
         return None
 
 
-def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
+def _model(question: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
     """Return the model's flat spec, or None, and a note where a size was taken for one of several models."""
     if question.model is None:
         if spec is None and question.path is None:
@@ -306,7 +306,7 @@ def named_model(name: str) -> Any:
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
 
 
-def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
+def _cluster(question: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
     name = question.cluster
     if name is None and spec is not None and spec.cluster != "local":
         name = spec.cluster if clusters.counted(spec.cluster) else f"{spec.cluster}:{spec.plan.ranks}"
@@ -323,7 +323,7 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
     return name, found
 
 
-def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
+def _length(question: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
     """Return the tokens of a sequence, and a note if it was not given: the model's context, but at most LENGTH."""
     length = question.seq_len or (spec.train.seq_len if spec else None)
     if length is not None or model is None or question.path is not None:
@@ -332,12 +332,12 @@ def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int |
     return length, (f"--seq-len was not given: {length:,}, of the model's context of {model.context:,}",)
 
 
-def _batch_key(question: Question) -> str:
+def _batch_key(question: PlanRequest) -> str:
     return "--global-batch-tokens" if question.global_batch_tokens else "--global-batch"
 
 
 def _batch(
-    question: Question, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
+    question: PlanRequest, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the sequences of a step, and notes on rounding."""
     text = question.global_batch_tokens
@@ -367,7 +367,7 @@ def _batch(
     )
 
 
-def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
+def _tokens(question: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if question.tokens is not None and question.compute_optimal:
         way_out = "Leave one of them out."
         problems.append(problem("--tokens", question.tokens, "and --compute-optimal both set the length of training", way_out))

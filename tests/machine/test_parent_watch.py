@@ -7,15 +7,15 @@ from tests.patience import PATIENCE
 
 WATCH = """
 import sys, time
-from megalith.machine import lifeline
-lifeline.watch(int(sys.argv[1]))
+from megalith.machine import parent_watch
+parent_watch.watch(int(sys.argv[1]))
 print("watching", flush=True)
 time.sleep(3600)
 """
 FOLLOW = """
 import os, sys
-from megalith.machine import lifeline
-lifeline.die_with_parent(int(sys.argv[1]))
+from megalith.machine import parent_watch
+parent_watch.die_with_parent(int(sys.argv[1]))
 print("followed")
 """
 

@@ -25,7 +25,7 @@ def die_with_parent(parent: int) -> None:
         arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
         if libc.prctl(_PR_SET_PDEATHSIG, *arguments) != 0:
             reason = os.strerror(ctypes.get_errno())
-            print(f"no parent-death signal ({reason}): the lifeline pipe alone is watched", file=sys.stderr)
+            print(f"no parent-death signal ({reason}): the pipe alone is watched", file=sys.stderr)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -36,15 +36,15 @@ def _end() -> NoReturn:
     os._exit(1)
 
 
-def watch(lifeline: int) -> None:
-    """Start a thread that ends this process when the other end of the pipe `lifeline` closes.
+def watch(pipe: int) -> None:
+    """Start a thread that ends this process when the other end of the pipe `pipe` closes.
 
     For ranks only: a fork server must stay without threads.
     """
 
     def wait() -> None:
-        while os.read(lifeline, 1):
+        while os.read(pipe, 1):
             pass
         _end()
 
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """Bytes of what its forward leaves that wait outside the device until its backward."""
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     """Bytes by the categories of a dry run: weights that are gathered for a while, gradients, activations, and buffers of
     messages. `elsewhere`: activations that wait outside the device."""
 
@@ -55,24 +55,24 @@ def moments(
     actions: tuple[Action, ...],
     stages: Mapping[int, tuple[Part, ...]],
     segments: Mapping[int, tuple[tuple[int, ...], ...]],
-) -> Iterator[Moment]:
+) -> Iterator[MemoryPoint]:
     """Yield what a rank holds while its program computes and reduces each part, and during the update. `segments`: the blocks of
     each segment, by stage."""
-    course = _Course(workload, traced, stages, segments)
+    timeline = _Timeline(workload, traced, stages, segments)
     for action, then in zip_longest(actions, actions[1:]):
         if action.kind == "F":
-            yield from course.forward(course.stages[action.stage])
+            yield from timeline.forward(timeline.stages[action.stage])
         elif action.kind == "FETCH":
-            course.move(-course.stages[action.stage].last)
+            timeline.move(-timeline.stages[action.stage].last)
         elif action.kind in DOES:
             reduces = then is not None and (then.kind, then.stage) == ("REDUCE", action.stage)
             begins, forms = action.kind in BACKWARDS, action.kind in WEIGHT_GRADIENTS
-            yield from course.backward(course.stages[action.stage], begins=begins, forms=forms, reduces=reduces)
+            yield from timeline.backward(timeline.stages[action.stage], begins=begins, forms=forms, reduces=reduces)
         elif action.kind == "REDUCE":
-            yield from course.reduce(course.stages[action.stage])
-    course.joined = 0.0
-    course.arrived.clear()
-    yield course.moment(activations=opened_bytes(workload))
+            yield from timeline.reduce(timeline.stages[action.stage])
+    timeline.joined = 0.0
+    timeline.arrived.clear()
+    yield timeline.moment(activations=opened_bytes(workload))
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Stage:
     """Bytes of each part's gradients that are added up until they are reduced."""
 
 
-class _Course:
+class _Timeline:
     """The running totals of a rank."""
 
     def __init__(
@@ -145,19 +145,19 @@ class _Course:
         last = parts[left[-1]].away if left else 0.0
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
-    def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> Moment:
+    def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
         """Return what the rank holds with these bytes besides."""
         held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
         buffers = self.joined + arrived * (not release)
-        return Moment(weights, gradients, self.kept + activations, buffers, self.elsewhere)
+        return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
     def move(self, size: float) -> None:
         """Count activations that leave the device; below 0: that come back."""
         self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
 
-    def forward(self, stage: _Stage) -> Iterator[Moment]:
+    def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:
         """Count a forward. Activations of a part leave when its forward ends, so until then it may hold the most. Otherwise the last part
         does: if it is the head, logits, and gradients that are made of them."""
         head = self.traced.head
@@ -170,7 +170,7 @@ class _Course:
         if stage.last:
             yield self.moment()  # now the most is elsewhere
 
-    def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[Moment]:
+    def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
         """Count a backward, or a half of one. `begins`: it is the first half or the whole, which brings activations back. `forms`: it
         forms gradients of weights, and frees what forward left. `reduces`: each part's gradients are reduced when it is done."""
         narrow = self.workload.width < self.workload.gradient_bytes
@@ -188,13 +188,13 @@ class _Course:
                 held = self.reduced(stage, number)
                 yield held._replace(buffers=messages + held.buffers, gradients=self.waits + held.gradients)
 
-    def reduce(self, stage: _Stage) -> Iterator[Moment]:
+    def reduce(self, stage: _Stage) -> Iterator[MemoryPoint]:
         """Count the reduction of a stage's sums, part by part, if its last backward did not reduce them."""
         for number, size in enumerate(stage.sums):
             if size:
                 yield self.reduced(stage, number)
 
-    def reduced(self, stage: _Stage, number: int) -> Moment:
+    def reduced(self, stage: _Stage, number: int) -> MemoryPoint:
         """Count the reduction of a part's gradients. Return the moment at which all buffers exist."""
         part = stage.parts[number]
         joined, mine = _times(part.weights, self.joins), _times(part.weights, self.shares)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megalith.cost.foreseen import Comparison, foresee, of_run
 from megalith.cost.gathered import packed_bytes
-from megalith.planner.beside import beside
+from megalith.cost.predicted import Comparison, predict, workload_of
+from megalith.planner.compared import compare
 from megalith.prove.meter import CATEGORIES
 from megalith.spec import files
 from megalith.spec.run import RunSpec
@@ -41,7 +41,7 @@ RUNS = {
 @pytest.fixture(scope="module", params=RUNS)
 def lines(request: pytest.FixtureRequest) -> dict[str, Comparison]:
     spec: RunSpec = RUNS[request.param]
-    return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+    return {line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))}
 
 
 @sampled(4)
@@ -70,13 +70,13 @@ def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str,
     """Equal to within a block, because the peak may come at any point of a block's backward."""
     line = lines["memory.gradients"]
     block = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
-    assert line.foreseen is not None
-    assert line.counted <= line.foreseen <= line.counted + block
+    assert line.predicted is not None
+    assert line.counted <= line.predicted <= line.counted + block
 
 
 def test_weights_of_blocks_of_mtp_modules_are_kept_and_sent() -> None:
     spec = brief_run(plan={"data": 2, "pipeline": 2, "zero": 3}, model={"preset": "deepseek-tiny"})
-    found = {line.name: line.gap for line in beside(foresee(of_run(spec), rank=3), dry(spec, 3))}
+    found = {line.name: line.gap for line in compare(predict(workload_of(spec), rank=3), dry(spec, 3))}
     assert found["memory.optimizer"] == pytest.approx(0, abs=0.001)
     for axis in ("shards", "expert shards"):
         for kind in ("all-gather", "reduce-scatter"):
@@ -99,11 +99,11 @@ def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str)
         brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={message: how})
         for how in ("wide", "fp8")
     )
-    found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
+    found = [{line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))} for spec in runs]
     wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
-    assert wide.foreseen is not None and packed.foreseen is not None
-    rows = wide.foreseen / 4 / 2  # one of four messages, in half of the blocks
-    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == rows * (1 - 132 / 256) > 0
+    assert wide.predicted is not None and packed.predicted is not None
+    rows = wide.predicted / 4 / 2  # one of four messages, in half of the blocks
+    assert wide.counted - packed.counted == wide.predicted - packed.predicted == rows * (1 - 132 / 256) > 0
 
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, in
     """The larger models have fewer layers here."""
     name, rank, settings = run
     spec = files.load(ROOT / "recipes" / f"{name}.toml", overrides=settings).spec
-    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=rank), dry(spec, rank))}
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=rank), dry(spec, rank))}
     assert lines["memory.all"].gap == pytest.approx(0, abs=0.05), [lines[f"memory.{one}"] for one in CATEGORIES]
 
 
@@ -143,15 +143,15 @@ def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[
 
     def found(gather: str) -> dict[str, Comparison]:
         spec = brief_run(**run | {"train": {"precision": "fp8"}, "precision": {"tile": 4, "gather": gather}})
-        return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+        return {line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))}
 
     def less(name: str) -> float:
-        (foreseen, counted), (few, of_them) = ((one[name].foreseen or 0.0, one[name].counted) for one in (wide, packed))
-        assert foreseen - few == counted - of_them, name
+        (predicted, counted), (few, of_them) = ((one[name].predicted or 0.0, one[name].counted) for one in (wide, packed))
+        assert predicted - few == counted - of_them, name
         return counted - of_them
 
     wide, packed = found("wide"), found("fp8")
-    sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "shards" in name and one.foreseen]
+    sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "shards" in name and one.predicted]
     assert sent and all(less(name) > 0 for name in sent)
     if "recompute" in run["plan"]:  # the other ranks then have their peak at another moment
         assert less("memory.buffers") < 0
@@ -169,8 +169,8 @@ def test_inputs_kept_in_8_bits_are_the_bytes_foreseen() -> None:
     def found(kept: str) -> Comparison:
         run = {"model": {"layers": 6}, "train": {"precision": "fp8", "seq_len": 64}, "precision": {"tile": 4, "kept": kept}}
         spec = brief_run(plan={"pipeline": 2, "data": 2, "schedule": "gpipe"}, **run)
-        return {line.name: line for line in beside(foresee(of_run(spec), rank=0), dry(spec, 0))}["memory.activations"]
+        return {line.name: line for line in compare(predict(workload_of(spec), rank=0), dry(spec, 0))}["memory.activations"]
 
     wide, packed = found("wide"), found("fp8")
-    assert wide.foreseen is not None and packed.foreseen is not None
-    assert packed.counted - wide.counted == packed.foreseen - wide.foreseen + 64 * 48 * 2 > 0
+    assert wide.predicted is not None and packed.predicted is not None
+    assert packed.counted - wide.counted == packed.predicted - wide.predicted + 64 * 48 * 2 > 0

@@ -1,6 +1,6 @@
-"""Letters between a run's controller and the agents of its nodes, through a store that only processes with the run's key can reach.
+"""Messages between a run's controller and the agents of its nodes, through a store that only processes with the run's key can reach.
 
-An unreadable letter is dropped, counted and reported; it never ends its reader.
+An unreadable message is dropped, counted and reported; it never ends its reader.
 """
 
 import json
@@ -15,7 +15,7 @@ REPORT_SECONDS = 60.0
 
 
 class Unreadable:
-    """Counts the letters that a process could not read, and reports them on standard error at most once a minute."""
+    """Counts the messages that a process could not read, and reports them on standard error at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +23,7 @@ class Unreadable:
         self._told = -float("inf")
 
     def drop(self, where: str, why: object) -> None:
-        """Count a letter under the key or name `where`."""
+        """Count a message under the key or name `where`."""
         self.count += 1
         if self._clock() - self._told >= REPORT_SECONDS:
             self._told = self._clock()
@@ -35,7 +35,7 @@ class Unreadable:
 
 
 def load(text: bytes) -> dict[str, Any]:
-    """The JSON object that a letter is. Raises ValueError for anything else."""
+    """The JSON object that a message is. Raises ValueError for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -45,45 +45,45 @@ def load(text: bytes) -> dict[str, Any]:
     return found
 
 
-class Letters:
-    """Numbered letters under one name: one side puts, the other takes, each letter once and in order."""
+class Messages:
+    """Numbered messages under one name: one side puts, the other takes, each message once and in order."""
 
     def __init__(self, store: Store, name: str, unreadable: Unreadable | None = None) -> None:
         self._store, self._name = store, name
         self._unreadable = unreadable or Unreadable()
         self._written = self._read = 0
 
-    def put(self, letter: dict[str, Any]) -> None:
+    def put(self, message: dict[str, Any]) -> None:
         """Send something that JSON can hold."""
         self._written += 1
-        self._store.set(f"{self._name}/{self._written}", json.dumps(letter))
+        self._store.set(f"{self._name}/{self._written}", json.dumps(message))
 
     def pending(self) -> bool:
-        """True if the last letter put has not been taken."""
+        """True if the last message put has not been taken."""
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
-        """All readable letters since the last call."""
-        letters = []
+        """All readable messages since the last call."""
+        messages = []
         while self._store.check([key := f"{self._name}/{self._read + 1}"]):
             text = self._store.get(key)
             self._store.delete_key(key)
             self._read += 1
             try:
-                letters.append(load(text))
+                messages.append(load(text))
             except ValueError as error:
                 self._unreadable.drop(key, error)
-        return letters
+        return messages
 
 
-def orders(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
+def orders(store: Store, member: int, unreadable: Unreadable | None = None) -> Messages:
     """The controller's orders to an agent."""
-    return Letters(store, f"orders/{member}", unreadable)
+    return Messages(store, f"orders/{member}", unreadable)
 
 
-def answers(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
+def answers(store: Store, member: int, unreadable: Unreadable | None = None) -> Messages:
     """The agent's answers."""
-    return Letters(store, f"answers/{member}", unreadable)
+    return Messages(store, f"answers/{member}", unreadable)
 
 
 def beat_key(member: int) -> str:

@@ -5,8 +5,8 @@ import pytest
 from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
-from megalith.cost.workload import Practice, Workload
-from megalith.planner.asked import Question, ask
+from megalith.cost.workload import SoftwareProfile, Workload
+from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.varied import vary
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
@@ -18,7 +18,7 @@ GOOD = {"model": "tiny", "cluster": "h100:8", "seq_len": 128, "global_batch": 16
 
 def wrong(**words):
     with pytest.raises(SpecErrors) as caught:
-        ask(Question(**words))
+        resolve(PlanRequest(**words))
     return {problem.key: problem for problem in caught.value.problems}
 
 
@@ -33,7 +33,7 @@ def test_what_is_no_amount_is_none(text: str):
 
 
 def test_lengths_of_a_what_if_count_in_powers_of_two():
-    assert vary(Question(**GOOD), "seq_len=1k").run.train.seq_len == 1024
+    assert vary(PlanRequest(**GOOD), "seq_len=1k").run.train.seq_len == 1024
 
 
 def test_every_mistake_is_said_at_once_with_the_nearest_name():
@@ -48,14 +48,14 @@ def test_a_batch_that_no_layout_deals_out_names_those_that_one_does():
     numbers = [int(word) for word in found.way_out.split() if word.isdigit()]
     assert numbers
     for batch in numbers:
-        ask(Question(**{**GOOD, "cluster": "h100:4096", "global_batch": batch}))
+        resolve(PlanRequest(**{**GOOD, "cluster": "h100:4096", "global_batch": batch}))
 
 
 def test_a_batch_in_tokens_is_rounded_to_whole_sequences_and_says_so():
-    asked = ask(Question(model="tiny", cluster="h100:8", seq_len=128, global_batch_tokens="2100"))
+    asked = resolve(PlanRequest(model="tiny", cluster="h100:8", seq_len=128, global_batch_tokens="2100"))
     assert asked.run.train.global_batch == 16
     assert "rounded to whole sequences: 16 of 128 = 2,048 tokens" in asked.notes[0]
-    exact = ask(Question(model="llama3.1-8b", cluster="h100:64", seq_len=8192, global_batch_tokens="16M"))
+    exact = resolve(PlanRequest(model="llama3.1-8b", cluster="h100:64", seq_len=8192, global_batch_tokens="16M"))
     assert exact.run.train.global_batch == 2048
     assert "rounded" not in exact.notes[0]
 
@@ -67,7 +67,7 @@ def test_a_batch_is_said_once():
 def test_a_device_without_bf16_is_planned_for_in_fp16():
     v100 = {**GOOD, "cluster": "v100-32gb:8"}
     assert set(wrong(**v100)) == {"--format"}
-    asked = ask(Question(**v100, format="fp16", out=True))
+    asked = resolve(PlanRequest(**v100, format="fp16", out=True))
     assert (asked.format, asked.run.train.precision, asked.cluster.accelerator.half) == ("fp16", "fp16", "fp16")
 
 
@@ -78,7 +78,7 @@ LARGE = {"model": "llama3.1-8b", "cluster": "h100:8", "seq_len": 8192, "global_b
     ("cluster", "granularity"), [("h100:8", "tile"), ("b200:8", "tensor"), ("l4:8", "tensor"), ("a100-80gb:8", None)]
 )
 def test_fp8_is_multiplied_in_8_bits_where_the_device_can_and_rehearsed_elsewhere(cluster: str, granularity: str | None):
-    asked = ask(Question(**{**LARGE, "cluster": cluster}, format="fp8", out=True))
+    asked = resolve(PlanRequest(**{**LARGE, "cluster": cluster}, format="fp8", out=True))
     choices = asked.run.precision
     assert (asked.format, asked.run.train.precision, asked.chosen) == ("fp8", "fp8", True)
     assert choices.multiply == ("codes" if granularity else "wide")
@@ -92,7 +92,7 @@ def test_fp8_is_multiplied_in_8_bits_where_the_device_can_and_rehearsed_elsewher
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "mxfp4"])
 def test_other_narrow_formats_are_rehearsed_and_other_software_is_named_where_it_multiplies_in_them(format: str):
     notes = {
-        cluster: " ".join(ask(Question(**{**LARGE, "cluster": cluster}, format=format, out=True)).notes)
+        cluster: " ".join(resolve(PlanRequest(**{**LARGE, "cluster": cluster}, format=format, out=True)).notes)
         for cluster in ("a100-80gb:8", "b200:8")
     }
     assert all(f"{format} is rehearsed on" in note for note in notes.values())
@@ -112,9 +112,9 @@ def test_choices_of_a_run_file_are_kept_and_what_no_plan_avoids_is_said(tmp_path
         RUN.replace("fp32", "fp8").replace('"tiny"', '"llama3.1-8b"') + 'precision.multiply = "codes"\nprecision.history = 4\n'
     )
     with pytest.raises(SpecErrors) as caught:
-        ask(Question(path=path))
+        resolve(PlanRequest(path=path))
     assert {problem.key for problem in caught.value.problems} == {"precision.history"}
-    asked = ask(Question(path=path, overrides=("precision.granularity=tensor", "precision.wide=['*.attention.q']")))
+    asked = resolve(PlanRequest(path=path, overrides=("precision.granularity=tensor", "precision.wide=['*.attention.q']")))
     assert (asked.run.precision.history, asked.run.precision.wide, asked.chosen) == (4, ("*.attention.q",), False)
     assert asked.widened(Plan(data=8)) is None
 
@@ -141,10 +141,10 @@ optimizer.warmup = 10
 def test_a_run_file_says_it_all_and_options_override_it(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(RUN)
-    asked = ask(Question(path=path))
+    asked = resolve(PlanRequest(path=path))
     assert (asked.cluster.count, asked.format, asked.own) == (8, "fp32", Plan(data=4, tensor=2))
     assert asked.tokens == 100 * 64 * 128
-    other = ask(Question(path=path, cluster="h200:16", seq_len=256, format="bf16", overrides=("train.global_batch=32",)))
+    other = resolve(PlanRequest(path=path, cluster="h200:16", seq_len=256, format="bf16", overrides=("train.global_batch=32",)))
     assert (other.cluster.count, other.run.train.seq_len, other.run.train.global_batch, other.own) == (16, 256, 32, None)
 
 
@@ -155,18 +155,18 @@ def test_a_run_on_this_machine_must_say_a_cluster(tmp_path):
 
 
 def test_what_check_refuses_is_not_legal():
-    asked = ask(Question(**GOOD))
-    assert asked.legal(Plan(data=8))
-    assert not asked.legal(Plan(data=1, tensor=7))
+    asked = resolve(PlanRequest(**GOOD))
+    assert asked.is_valid(Plan(data=8))
+    assert not asked.is_valid(Plan(data=1, tensor=7))
 
 
 def test_a_compute_optimal_training_has_20_tokens_a_parameter_that_a_token_meets(monkeypatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
-    asked = ask(Question(**GOOD, compute_optimal=True))
+    asked = resolve(PlanRequest(**GOOD, compute_optimal=True))
     parameters = 2 * 1024 * 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128
     assert asked.tokens == pytest.approx(20 * parameters, rel=0.005)
     assert "20 tokens for each" in asked.notes[-1]
-    mixture = ask(Question(model="mixtral-8x7b", cluster="h100:64", seq_len=4096, global_batch=64, compute_optimal=True))
+    mixture = resolve(PlanRequest(model="mixtral-8x7b", cluster="h100:64", seq_len=4096, global_batch=64, compute_optimal=True))
     assert mixture.tokens == pytest.approx(20 * 12.9e9, rel=0.02)
 
 
@@ -178,9 +178,9 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
     """The estimate takes 16 bytes and 20 tokens a parameter, 6 FLOPs for each parameter and token, 40 % of an H100's peak, and
     $2.2 an hour."""
     monkeypatch.setenv("MEGALITH_CACHE", "")
-    asked = ask(Question(model="dense-2t", cluster="h100:16384", seq_len=8192, global_batch=2048, compute_optimal=True))
+    asked = resolve(PlanRequest(model="dense-2t", cluster="h100:16384", seq_len=8192, global_batch=2048, compute_optimal=True))
     assert asked.tokens is not None
-    work = Workload(asked.model, Plan(zero=0), asked.cluster, 8192, 16384, practice=Practice(gradient_bytes=2))
+    work = Workload(asked.model, Plan(zero=0), asked.cluster, 8192, 16384, practice=SoftwareProfile(gradient_bytes=2))
     traced = parts(work)
     held = memory(work, traced, calibration().generations["fused"])
     assert held.weights + held.gradients + held.optimizer == pytest.approx(32e12, rel=0.05)
@@ -192,17 +192,17 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
 
 
 def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and_noted():
-    asked = ask(Question(model="llama3.1-8b", cluster="h100:8"))
+    asked = resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8"))
     assert (asked.run.train.seq_len, asked.run.train.global_batch) == (8192, 512)
     assert "--seq-len was not given: 8,192" in asked.notes[0] and "--global-batch was not given: 512" in asked.notes[1]
-    assert ask(Question(model="tiny", cluster="h100:8")).run.train.seq_len == 256
+    assert resolve(PlanRequest(model="tiny", cluster="h100:8")).run.train.seq_len == 256
 
 
 def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_they_may_be():
-    assert ask(Question(model="405b", cluster="A100:64")).cluster.accelerator.name == "a100-80gb"
-    assert ask(Question(model="405b", cluster="h100:64")).run.model.name == "llama3.1-405b"
-    assert ask(Question(model="405b", cluster="64xh100")).cluster.count == 64
-    size = ask(Question(model="7b", cluster="h100:8"))
+    assert resolve(PlanRequest(model="405b", cluster="A100:64")).cluster.accelerator.name == "a100-80gb"
+    assert resolve(PlanRequest(model="405b", cluster="h100:64")).run.model.name == "llama3.1-405b"
+    assert resolve(PlanRequest(model="405b", cluster="64xh100")).cluster.count == 64
+    size = resolve(PlanRequest(model="7b", cluster="h100:8"))
     assert size.run.model.name == "llama2-7b"
     assert any(note.startswith("--model 7b: taken as llama2-7b; also llama1-7b") for note in size.notes)
     several = wrong(model="gemma2", cluster="h100:8")["--model"]
@@ -222,4 +222,4 @@ def test_a_plan_for_one_site_is_not_written_for_a_run_whose_sites_differ(tmp_pat
     text = (Path(__file__).parents[2] / "recipes/cpu-sites-unequal.toml").read_text()
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(SpecErrors, match="--out"):
-        ask(Question(path=tmp_path / "run.toml", cluster="cpu:2", out=True))
+        resolve(PlanRequest(path=tmp_path / "run.toml", cluster="cpu:2", out=True))

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.course import DOES, Moment, Part, moments
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
+from megalith.cost.memory_timeline import DOES, MemoryPoint, Part, moments
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictedStep:
     """One rank's step. `memory`: bytes by category at the peak. `elsewhere`: bytes by tier of state and activations that are
     not on the device."""
 
@@ -69,16 +69,16 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure: "memory.weights", "traffic.tensor.all-gather.bytes", "work.products". None: not foreseen."""
+    """One figure: "memory.weights", "traffic.tensor.all-gather.bytes", "work.products". None: not predicted."""
 
     name: str
-    foreseen: float | None
+    predicted: float | None
     counted: float
 
     @property
     def gap(self) -> float | None:
         """Excess of the prediction as a share of the count; None without a count to compare with."""
-        return None if self.foreseen is None or not self.counted else self.foreseen / self.counted - 1
+        return None if self.predicted is None or not self.counted else self.predicted / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "gap": self.gap}
@@ -100,12 +100,12 @@ class _Here:
     """The blocks of each segment, by their numbers in the model."""
 
 
-def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None) -> Foreseen:
+def predict(workload: Workload, *, rank: int, figures: Calibration | None = None) -> PredictedStep:
     """Predict what `rank` of the workload's plan holds, sends and computes in a step."""
     traced = parts(workload)
     place = Mesh.of(workload.plan).coordinates(rank)["pipeline"]
     here = _here(workload, traced, place)
-    return Foreseen(
+    return PredictedStep(
         memory=_memory(workload, traced, here, place, figures or calibration()),
         traffic=tuple(sorted(_traffic(workload, traced, here), key=lambda one: (one.axis, one.kind))),
         work=_work(here),
@@ -120,7 +120,7 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     activations that wait there, and no state.
     """
     figures, plan = figures or calibration(), workload.plan
-    few = replace(workload, global_batch=workload.enough * plan.data * plan.microbatch)
+    few = replace(workload, global_batch=workload.representative_microbatches * plan.data * plan.microbatch)
     traced, generation = parts(few), figures.generations[workload.practice.generation]
     outside = non_torch(workload) + generation.reserve
     rounding = rounding_bytes(workload, traced)  # a dry run is on a processor, which has no such copies
@@ -134,10 +134,10 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
             host=waiting.get("host", 0.0), disk=waiting.get("disk", 0.0),
         )  # fmt: skip
 
-    return max(map(of, shares(few, traced).fullest), key=lambda memory: memory.total)
+    return max(map(of, shares(few, traced).worst_ranks), key=lambda memory: memory.total)
 
 
-def of_run(spec: RunSpec) -> Workload:
+def workload_of(spec: RunSpec) -> Workload:
     """A step of a run as this project's trainer takes it. On "local" nothing here depends on the kind of device."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
@@ -239,7 +239,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
         near = own * (1 - plan.state.away)
         weights, optimizer = lasting + near, found.optimizer - near
     else:  # a share is kept beside the whole weights, unless it is all of them
-        apart = plan.zero in (1, 2) and plan.shards > 1
+        apart = plan.zero in (1, 2) and plan.dp_shard > 1
         weights, optimizer = lasting + apart * own, found.optimizer
     peak = max(_moments(workload, traced, here), key=lambda moment: moment.total)
     gradients = peak.gradients + compared_bytes(workload, numbers(workload, traced, held))
@@ -252,7 +252,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     }
 
 
-def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[Moment]:
+def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[MemoryPoint]:
     return moments(workload, traced, here.actions, here.parts, here.segments)
 
 

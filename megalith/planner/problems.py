@@ -17,7 +17,7 @@ def problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
     return Problem("error", key, value, reason, way_out, "command line")
 
 
-def refusals(spec: RunSpec, plan: Plan) -> list[Problem]:
+def plan_problems(spec: RunSpec, plan: Plan) -> list[Problem]:
     """Return why `megalith check` would not accept a plan for a run; only what concerns the plan counts."""
     found = check(spec.model_copy(update={"plan": plan}), files=False)
     mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)

@@ -3,28 +3,28 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megalith.cost.foreseen import Comparison, Foreseen
+from megalith.cost.predicted import Comparison, PredictedStep
 
 if TYPE_CHECKING:
-    from megalith.prove.dryrun import Counted
+    from megalith.prove.dryrun import RankCounts
 
 
-def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Comparison, ...]:
+def compare(predicted: PredictedStep, counted: "RankCounts") -> tuple[Comparison, ...]:
     """Every counted figure, and predicted figures that did not occur (counted: 0)."""
-    memory = [Comparison(f"memory.{name}", foreseen.memory[name], size) for name, size in counted.memory.peak.items()]
-    memory.append(Comparison("memory.all", sum(foreseen.memory.values()), sum(counted.memory.peak.values())))
-    memory += [Comparison(f"memory.{tier}", size, counted.state.get(tier, 0)) for tier, size in foreseen.elsewhere.items()]
+    memory = [Comparison(f"memory.{name}", predicted.memory[name], size) for name, size in counted.memory.peak.items()]
+    memory.append(Comparison("memory.all", sum(predicted.memory.values()), sum(counted.memory.peak.values())))
+    memory += [Comparison(f"memory.{tier}", size, counted.state.get(tier, 0)) for tier, size in predicted.elsewhere.items()]
     work = [
-        Comparison(f"work.{name}", getattr(foreseen.work, name), getattr(counted.work, name))
+        Comparison(f"work.{name}", getattr(predicted.work, name), getattr(counted.work, name))
         for name in ("products", "attention")
     ]
-    return (*memory, *_traffic(foreseen, counted), *work)
+    return (*memory, *_traffic(predicted, counted), *work)
 
 
-def _traffic(foreseen: Foreseen, counted: "Counted") -> Iterator[Comparison]:
+def _traffic(predicted: PredictedStep, counted: "RankCounts") -> Iterator[Comparison]:
     """Compare the traffic. Axes with the same ranks are one group in the dry run ("world / shards"), so predictions for either
     count there."""
-    left = list(foreseen.traffic)
+    left = list(predicted.traffic)
     for row in counted.traffic:
         mine = [one for one in left if one.kind == row.kind and one.axis in row.axis.split(" / ")]
         left = [one for one in left if one not in mine]
