@@ -41,16 +41,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of sampled tests. Tests of one file with as many cases keep the same ones, so that they share fixtures."""
-    cases = defaultdict[str, list[pytest.Item]](list)
+    cases = defaultdict[str, dict[pytest.Item, int]](dict)
     for item in items:
-        if not FULL and item.get_closest_marker("sampled"):
-            cases[item.nodeid.partition("[")[0]].append(item)
+        marker = None if FULL else item.get_closest_marker("sampled")
+        if marker:
+            size, together = marker.args
+            cases[item.nodeid.partition("::" if together else "[")[0]][item] = size
     left_out = set[pytest.Item]()
-    for test, found in cases.items():
-        marker = found[0].get_closest_marker("sampled")
-        assert marker is not None
-        kept = random.Random(f"{config.option.seed} {test.partition('::')[0]}").sample(found, min(marker.args[0], len(found)))
-        left_out |= set(found) - set(kept)
+    for name, sizes in cases.items():
+        draw = random.Random(f"{config.option.seed} {name.partition('::')[0]}")
+        left_out |= {*sizes} - {*draw.sample([*sizes], min(max(sizes.values()), len(sizes)))}
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])

@@ -10,7 +10,9 @@ FULL = os.environ.get("MEGALITH_FULL") == "1"
 only_full = pytest.mark.skipif(not FULL, reason="`make test-full`")
 
 
-def sampled(cases: int) -> pytest.MarkDecorator:
-    """Mark a parametrized test of which `make test` runs so many cases, others each time. The head of its output has the seed
-    (`--seed`). A case that is named on the command line always runs."""
-    return pytest.mark.sampled(cases)
+def sampled(cases: int, *, together: bool = False) -> pytest.MarkDecorator:
+    """Mark a test of which `make test` runs so many cases, others each time. The head of its output has the seed (`--seed`).
+
+    `together`: so many cases of all tests of the file that are marked so, whose largest number counts. A case that is named on
+    the command line always runs."""
+    return pytest.mark.sampled(cases, together)

@@ -14,44 +14,56 @@ HERE = Path(__file__).parent
 VARIABLE = "MEGALITH" + "_FULL"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     nodeid: str
-    marked: bool
+    mark: pytest.MarkDecorator | None
 
     def get_closest_marker(self, name: str) -> Any:
-        return sampled(3).mark if self.marked and name == "sampled" else None
+        return self.mark.mark if self.mark and name == "sampled" else None
 
 
-def _kept(seed: int) -> list[Case]:
-    """Return what is left of two sampled tests of one file and one that is not sampled, which have ten cases each."""
-    cases: list[Any] = [
-        Case(f"file.py::{test}[{number}]", test != "plain") for test in ("one", "other", "plain") for number in range(10)
-    ]
+MARKS = {
+    "one": sampled(3),
+    "other": sampled(3),
+    "plain": None,
+    "kin": sampled(4, together=True),
+    "akin": sampled(2, together=True),
+}
+
+
+def _kept(seed: int) -> dict[str, list[str]]:
+    """Return which of ten cases each test of one file keeps."""
+    cases: list[Any] = [Case(f"file.py::{test}[{number}]", mark) for test, mark in MARKS.items() for number in range(10)]
     left_out: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
     all_of_them = [*cases]
     config: Any = SimpleNamespace(option=SimpleNamespace(seed=seed), hook=hook)
     conftest.pytest_collection_modifyitems(config, cases)
     assert {*cases} | {*left_out} == {*all_of_them} and not {*cases} & {*left_out}
-    return cases
+    return {test: [case.nodeid.partition("[")[2] for case in cases if f"::{test}[" in case.nodeid] for test in MARKS}
 
 
 def test_a_sample_follows_from_its_seed_and_is_the_same_for_tests_that_share_fixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "FULL", False)
     kept = _kept(5)
     assert kept == _kept(5)
-    assert len({tuple(case.nodeid for case in _kept(seed)) for seed in range(20)}) > 1
-    of = {
-        test: [case.nodeid.partition("[")[2] for case in kept if f"::{test}[" in case.nodeid]
-        for test in ("one", "other", "plain")
-    }
-    assert of["one"] == of["other"] and len(of["one"]) == 3 and len(of["plain"]) == 10
+    assert len({str(_kept(seed)) for seed in range(20)}) > 1
+    assert kept["one"] == kept["other"] and len(kept["one"]) == 3 and len(kept["plain"]) == 10
+
+
+def test_tests_that_are_sampled_together_share_a_number_of_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "FULL", False)
+    draws = [_kept(seed) for seed in range(50)]
+    assert {len(kept["kin"]) + len(kept["akin"]) for kept in draws} == {4}
+    assert all(
+        {case for kept in draws for case in kept[test]} == {f"{number}]" for number in range(10)} for test in ("kin", "akin")
+    )
 
 
 def test_everything_runs_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "FULL", True)
-    assert len(_kept(5)) == 30
+    assert all(len(cases) == 10 for cases in _kept(5).values())
 
 
 def test_one_file_reads_the_variable_so_that_make_finds_all_long_tests_by_its_import() -> None:

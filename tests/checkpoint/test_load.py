@@ -52,7 +52,7 @@ def saved(tmp_path_factory) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LOADED, ids=str)
-@sampled(2)
+@sampled(1)
 def test_a_layout_loads_what_every_layout_saved_bit_for_bit(saved, layout):
     for rank in run_ranks(_load_each, prod(layout.values()), saved, layout):
         assert rank == [(7, {"samples": 42}, [])] * len(saved)

@@ -14,6 +14,7 @@ from megalith.control.outcome import Outcome
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.problem import SpecErrors
 from tests.commands.calling import call
+from tests.full import sampled
 
 
 def test_parity_needs_no_data(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -34,6 +35,7 @@ def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
     assert jobs == []
 
 
+@sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "loss"), [("fp32", "loss, |difference|"), ("bf16", "loss, how much farther from fp32")])
 def test_a_run_is_compared_in_its_precision(run: Path, precision: str, loss: str):

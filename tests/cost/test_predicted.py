@@ -44,7 +44,7 @@ def lines(request: pytest.FixtureRequest) -> dict[str, Comparison]:
     return {line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))}
 
 
-@sampled(4)
+@sampled(4, together=True)
 def test_products_and_attention_are_the_same_flops(lines: dict[str, Comparison]) -> None:
     assert lines["work.products"].gap == 0
     assert lines["work.attention"].gap == pytest.approx(0)
@@ -74,6 +74,7 @@ def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str,
     assert line.counted <= line.predicted <= line.counted + block
 
 
+@sampled(4, together=True)
 def test_weights_of_blocks_of_mtp_modules_are_kept_and_sent() -> None:
     spec = brief_run(plan={"data": 2, "pipeline": 2, "zero": 3}, model={"preset": "deepseek-tiny"})
     found = {line.name: line.gap for line in compare(predict(workload_of(spec), rank=3), dry(spec, 3))}
@@ -90,7 +91,7 @@ def test_a_gap_is_a_share_of_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize("message", ["dispatch", "combine_gradients"])
-@sampled(1)
+@sampled(4, together=True)
 def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str) -> None:
     """Two of four blocks send tokens, or the gradients of results, in 8 bits. All other messages, of four in a block, are in bf16."""
     model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
@@ -119,7 +120,7 @@ CUT: dict[str, tuple[str, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("run", CUT.values(), ids=CUT)
-@sampled(3)
+@sampled(4, together=True)
 def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, int, list[str]]) -> None:
     """The larger models have fewer layers here."""
     name, rank, settings = run
@@ -136,7 +137,7 @@ GATHERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("run", GATHERED.values(), ids=GATHERED)
-@sampled(1)
+@sampled(4, together=True)
 def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[str, Any]) -> None:
     """The difference is the predicted one, to the byte. The messages that ZeRO 3 keeps until the end of the step count as
     buffers."""
@@ -162,6 +163,7 @@ def test_a_weight_of_whole_tiles_is_gathered_in_half_of_the_bytes() -> None:
     assert packed_bytes((4096, 1024), 128) / (2 * 4096 * 1024) == 0.5 + 2 / 128**2
 
 
+@sampled(4, together=True)
 def test_inputs_kept_in_8_bits_are_the_bytes_foreseen() -> None:
     """Several microbatches are in flight at the peak. With a scale for each 4 numbers, 8 bits take as much as bf16, and the output of
     attention is also kept for its own backward. During backward one input, the largest, is in bf16 again in addition."""

@@ -16,6 +16,7 @@ from megalith.cost.workload import Workload
 from megalith.planner.compared import compare
 from megalith.spec.plan import Plan, RetainSpec
 from tests.cost.models import dense, workload
+from tests.full import sampled
 from tests.prove.dry import dry
 from tests.specs import brief_run
 
@@ -27,6 +28,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_what_waits_elsewhere_is_predicted_to_the_byte(plan: dict[str, Any]) -> None:

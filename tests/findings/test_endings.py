@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.findings.product import TREE, Running, events, megalith, running
+from tests.full import sampled
 
 LARGE = ["simulate", "--cluster", "h100:16384", "--days", "54", "--seeds", "2"]
 
@@ -169,17 +170,20 @@ def test_c4_a_log_that_is_deleted_begins_anew(run: Endless) -> None:
     run.sound = True
 
 
+@sampled(3, together=True)
 def test_c6_a_terminal_that_closes_has_the_run_saved(run: Endless) -> None:
     run.command.process.send_signal(signal.SIGHUP)
     assert run.command.end() == 75
 
 
+@sampled(3, together=True)
 def test_c1_an_output_that_is_full_ends_no_run(at: Path) -> None:
     words = ["train", "run.toml", "--run-dir", "full", "--set", "train.steps=20"]
     with Path("/dev/full").open("wb") as full, running(*words, at=at, stdout=full.fileno()) as command:
         assert command.end() == 0
 
 
+@sampled(3, together=True)
 def test_c9b_nor_does_a_reader_that_has_gone_where_a_rank_is_killed(at: Path) -> None:
     words = ["train", "run.toml", "--run-dir", "piped", "--set", "train.steps=40"]
     with running(*words, at=at, stdout=subprocess.PIPE) as command:
@@ -191,6 +195,7 @@ def test_c9b_nor_does_a_reader_that_has_gone_where_a_rank_is_killed(at: Path) ->
         assert command.end() == 0
 
 
+@sampled(3, together=True)
 def test_c7_a_run_that_recovered_ends_without_an_error_in_sight(at: Path) -> None:
     words = ["train", "run.toml", "--run-dir", "recovered", "--set", "plan.data=2", "--set", "train.steps=40"]
     with running(*words, at=at) as command:
@@ -208,6 +213,7 @@ def diverged(at: Path) -> Iterator[Running]:
         yield command
 
 
+@sampled(3, together=True)
 def test_c8_numbers_that_are_not_finite_are_diagnosed_once(diverged: Running) -> None:
     said = diverged.output.partition("run folder:")[0]
     assert diverged.process.returncode == 1
@@ -240,6 +246,7 @@ def test_c8_what_this_machine_is_short_of_is_told_by_check(settings: list[str], 
     assert "this machine" in said.words
 
 
+@sampled(3, together=True)
 def test_c9_ctrl_c_is_answered_with_what_a_second_one_does(at: Path) -> None:
     """A second Ctrl-C, typed because the first had no reply, lost the steps since the last checkpoint."""
     with running("train", "run.toml", "--run-dir", "stopped", at=at) as command:

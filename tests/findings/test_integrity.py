@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.findings.product import Running, events, megalith, running, write_verse
+from tests.full import sampled
 
 
 def _texts(folder: Path) -> Path:
@@ -51,6 +52,7 @@ def begun(at: Path) -> str:
     return "out-model"
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize("value", ["rope_theta=500000.0", "norm_eps=1e-3", "heads=4"])
 def test_a3_weights_of_another_model_of_the_same_shapes_are_not_started_from(value: str, begun: str, at: Path) -> None:
     said = megalith("check", "run.toml", "--set", f"train.init_from={begun}", "--set", f"model.{value}", at=at)
@@ -78,6 +80,7 @@ def test_a12_check_says_all_at_once(at: Path) -> None:
     assert "model.vocab" in said.words
 
 
+@sampled(5, together=True)
 def test_a13_the_gradient_norm_does_not_depend_on_the_plan(at: Path) -> None:
     """On a CPU the error of a sum of squares grew with their number, and a share of a tensor has fewer."""
     norms = []
@@ -194,6 +197,7 @@ def _open_when_read(pipe: Path, command: Running) -> bool:
     return bool(readers)
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize("damage", ["truncated", "no table"])
 def test_a12_a_damaged_import_is_told_by_its_file_and_without_a_traceback(tmp_path: Path, damage: str) -> None:
     folder = _foreign(tmp_path / "model")
@@ -231,6 +235,7 @@ def test_a14_a_domain_that_no_file_can_be_named_after_is_told_by_its_name(tmp_pa
     assert "domain" in words
 
 
+@sampled(5, together=True)
 def test_a15_a_checkpoint_whose_manifest_is_gone_is_named(at: Path) -> None:
     short = ["train", "run.toml", "--run-dir", "manifest", "--set"]
     assert megalith(*short, "train.steps=20", at=at).status == 0
@@ -258,6 +263,7 @@ def _launched(words: list[str], at: Path, place: dict[str, str]) -> contextlib.A
     return running(*words, at=at, env=place | {"MASTER_PORT": str(port)})
 
 
+@sampled(5, together=True)
 def test_a7_parity_proves_the_precision_that_was_asked_for(at: Path) -> None:
     """`parity` used fp32 whatever the precision of the run."""
     said = megalith("parity", "run.toml", "--set", "train.precision=bf16", "--json", at=at)
@@ -289,6 +295,7 @@ def deep(at: Path) -> Path:
     return at / "deep"
 
 
+@sampled(5, together=True)
 def test_a9_yarn_of_one_mscale_is_not_read_otherwise_than_transformers_does(at: Path, deep: Path) -> None:
     said = megalith("export", "deep", "--out", "one-mscale", at=at)
     assert said.status == 0, said.words
@@ -347,6 +354,7 @@ def test_a10_a_checkpoint_of_another_run_is_not_taken_as_this_ones(at: Path, run
     assert "optimizer.lr" in said.words
 
 
+@sampled(5, together=True)
 def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Running) -> None:
     """This is the last test of the run, which ends here."""
     spec = at / "run" / "spec.json"
@@ -386,6 +394,7 @@ def test_a11_a_full_disk_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     assert "small" in words and re.search(r"\d ?[kKM]i?B", words)
 
 
+@sampled(5, together=True)
 def test_a15_a_report_of_a_folder_that_is_read_only(at: Path, tmp_path: Path) -> None:
     assert megalith("train", "run.toml", "--run-dir", "shown", "--set", "train.steps=10", at=at).status == 0
     with _mounted(tmp_path / "read", "--bind", str(at / "shown")) as folder:

@@ -121,7 +121,7 @@ def long_cases(ranks: int) -> tuple[Case, ...]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("segments", PIECES.values(), ids=PIECES.keys())
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@sampled(15)
+@sampled(8, together=True)
 def test_any_method_equals_one_process_on_long_sequences(ranks, segments, method):
     cases = long_cases(ranks)
     (case,) = (case for case in cases if case.segments == segments)
@@ -293,6 +293,7 @@ def memory(rank: int, ranks: int, method: str, case: Case) -> tuple[int, int]:
     return kept, seen.most
 
 
+@sampled(8, together=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_memory_of_a_rank_falls_as_one_over_ranks(method):

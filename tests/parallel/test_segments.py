@@ -38,7 +38,7 @@ def _trained(rank: int, plan: dict[str, Any], model: dict[str, Any], policies: t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-@sampled(2)
+@sampled(1, together=True)
 def test_segments_change_no_bit(name: str) -> None:
     ranks, plan, model = PLANS[name]
     for plain, *others in run_ranks(_trained, ranks, plan, model, ("none", "segments:2", "segments:3", "sqrt")):
@@ -56,6 +56,7 @@ def _step(layers: int, policy: str) -> tuple[int, float]:
     return max(moment["activations"] for moment in counted.memory_timeline), counted.work.products
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_a_segment_holds_its_blocks_while_they_run_again_and_inputs_otherwise() -> None:
     """Chen et al. 2016, section 4.3: memory holds the inputs of all segments, and one whole segment. Terms that do not depend on the depth

@@ -63,7 +63,7 @@ def _check(plan: dict[str, Any], **parts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=_name)
-@sampled(15)
+@sampled(9)
 def test_any_plan_trains_like_one_process(plan: dict[str, Any]) -> None:
     _check(plan)
 

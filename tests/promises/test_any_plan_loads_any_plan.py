@@ -120,7 +120,7 @@ def experts_saved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(EXPERTS, tmp_path_factory.mktemp("experts"))
 
 
-@sampled(2)
+@sampled(2, together=True)
 @pytest.mark.parametrize("second", range(len(PLANS)))
 def test_what_is_loaded_is_what_was_saved(second: int, saved: Trained, tmp_path: Path) -> None:
     """`make test-full` loads from every other plan, `make test` from two."""
@@ -129,7 +129,7 @@ def test_what_is_loaded_is_what_was_saved(second: int, saved: Trained, tmp_path:
         assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in state.items())
 
 
-@sampled(1)
+@sampled(2, together=True)
 @pytest.mark.parametrize("second", range(len(EXPERTS)))
 def test_experts_and_their_routers_too(second: int, experts_saved: Trained, tmp_path: Path) -> None:
     """Each plan loads from the three before it, so it saves for three others and loads from three."""

@@ -79,7 +79,7 @@ def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[RankCounts
 Both = tuple[RunSpec, list[tuple[RankCounts, RankCounts]]]
 
 
-@sampled(6)
+@sampled(3)
 def test_messages_are_the_same_calls_and_bytes(both: Both) -> None:
     for run, alone in both[1]:
         assert alone.traffic == run.traffic

@@ -57,7 +57,7 @@ torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has use
 REFERENCES: dict[Any, Recording] = {}
 
 
-@sampled(25)
+@sampled(16)
 @pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
 def test_a_drawn_combination_trains_like_one_process(one: ParityCase) -> None:
     """A tie proves nothing, so draw again with another seed."""

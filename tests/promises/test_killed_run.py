@@ -31,6 +31,7 @@ from megalith.spec.run import RunSpec
 from megalith.train import loop
 from megalith.train.batches import indices
 from tests.fleet.conftest import until
+from tests.full import sampled
 from tests.patience import PATIENCE
 from tests.runs import (
     assert_same_bits,
@@ -75,6 +76,7 @@ def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
     )
 
 
+@sampled(6, together=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
     """Kill each rank in turn, in one run, each time after there is a new checkpoint to resume from."""
@@ -96,6 +98,7 @@ def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp
     assert position(folder) == position(tmp_path / "whole") == {"step": 12, "samples": 96, "updates": 12}
 
 
+@sampled(6, together=True)
 def test_a_signal_saves_and_going_on_changes_no_bit(data: Path, tmp_path: Path) -> None:
     spec = _spec(data, {"data": 2, "zero": 2})
     train(spec, tmp_path / "whole")
@@ -127,6 +130,7 @@ def _brief(data: Path, *, steps: int = 4) -> RunSpec:
     )
 
 
+@sampled(6, together=True)
 @pytest.mark.parametrize(
     ("phase", "number", "ends_at"),
     [
@@ -167,6 +171,7 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
     assert position(tmp_path / "told") == position(undisturbed)
 
 
+@sampled(6, together=True)
 @pytest.mark.parametrize("stopped", [False, True], ids=["at the end", "asked to stop"])
 def test_no_room_for_the_last_checkpoint_is_waited_for(
     stopped: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +259,7 @@ def _start(command: list[str], folder: Path, listed: Path, *settings: str) -> "s
         )
 
 
+@sampled(6, together=True)
 @pytest.mark.slow
 def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_killed: Path, tmp_path: Path) -> None:
     """The same through the command, in one run: controller, fork server and ranks."""
@@ -266,6 +272,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_ki
     assert_same_bits(final_state(never_killed), final_state(folder))
 
 
+@sampled(6, together=True)
 @pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
 def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_killed: Path, tmp_path: Path) -> None:
@@ -303,6 +310,7 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
     assert position(folder) == position(never_killed)
 
 
+@sampled(6, together=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
@@ -354,6 +362,7 @@ def test_a_run_folder_and_data_that_go_away_for_a_while_end_no_run(
         assert {incident.cause for incident in of_kind(read(folder), Incident)} <= {"rank_failed", "store_away", "save_failed"}
 
 
+@sampled(6, together=True)
 @pytest.mark.slow
 def test_copies_that_are_removed_from_memory_are_made_anew_while_the_ranks_stay(
     command: list[str], never_killed: Path, tmp_path: Path
@@ -377,6 +386,7 @@ def test_copies_that_are_removed_from_memory_are_made_anew_while_the_ranks_stay(
     assert_same_bits(final_state(never_killed), final_state(folder))
 
 
+@sampled(6, together=True)
 @pytest.mark.slow
 def test_a_terminal_that_closes_saves_and_stops_a_run_that_has_not_been_told_to_stay(
     command: list[str], never_killed: Path, tmp_path: Path

@@ -39,7 +39,7 @@ from megalith.train.stability.loss_scale import Scale
 from megalith.train.step import StepResult, accumulate, seed_step
 from megalith.train.step_hooks import StepHook, notify
 from megalith.train.stream import open_stream
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks
@@ -203,6 +203,7 @@ def skipping(rank: int, spec: RunSpec) -> Any:
     return told, state_of(trainer)
 
 
+@sampled(2, together=True)
 @pytest.mark.parametrize("plan", PLANS if FULL else [PLANS[number] for number in SHOWN], ids=str)
 def test_an_overflow_is_a_step_that_is_left_out(plan: dict[str, Any]) -> None:
     """The run has the same bits and scales as one that was told to skip that step: moments, bias correction, learning rate and
@@ -283,6 +284,7 @@ def looped(rank: int, spec: RunSpec, folder: Path, kill: int | None, from_step: 
     return state_of(trainer), loop.position, trainer.state.scale
 
 
+@sampled(2, together=True)
 def test_scale_and_counters_hold_over_kill_rewind_and_a_change_of_plan(tmp_path: Path) -> None:
     """There are seven updates in nine steps. More steps overflow than stability.skips would allow to skip."""
     (tmp_path / "data").mkdir()

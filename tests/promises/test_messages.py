@@ -20,6 +20,7 @@ from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from tests.fleet.conftest import until
+from tests.full import sampled
 from tests.patience import PATIENCE
 from tests.runs import prepare_text
 
@@ -78,6 +79,7 @@ def _block(said: list[str]) -> list[str]:
     return said[last + 1 :]
 
 
+@sampled(2, together=True)
 def test_a_run_that_recovered_ends_without_an_error_in_sight(start: Start, tmp_path: Path) -> None:
     process = start(faults=[Injection(0, "kill", 3, "step", (1,))])
     said = _said(process)
@@ -94,6 +96,7 @@ def test_a_run_that_recovered_ends_without_an_error_in_sight(start: Start, tmp_p
     assert "ended by the supervisor" in kept or "after it: rank" in kept
 
 
+@sampled(2, together=True)
 def test_an_error_that_comes_again_and_again_is_said_once_at_the_end(start: Start, tmp_path: Path) -> None:
     process = start(faults=[Injection(number, "exception", 3, "step", (1,)) for number in range(3)])
     said = _said(process)
@@ -109,6 +112,7 @@ def test_an_error_that_comes_again_and_again_is_said_once_at_the_end(start: Star
     assert "Traceback (most recent call last)" in Path(file).read_text()
 
 
+@sampled(2, together=True)
 def test_numbers_that_are_not_finite_are_diagnosed_once(start: Start) -> None:
     process = start("optimizer.lr=300", "optimizer.clip=0")
     said = _said(process)
@@ -121,6 +125,7 @@ def test_numbers_that_are_not_finite_are_diagnosed_once(start: Start) -> None:
     assert not [line for line in said if line.startswith("Traceback") or LOST_PEER.search(line)]
 
 
+@sampled(2, together=True)
 def test_without_recovery_a_killed_rank_is_named_in_ten_lines_and_may_have_been_out_of_memory(start: Start) -> None:
     process = start("fleet.recover=false", faults=[Injection(0, "kill", 3, "step", (1,))])
     said = _said(process)
@@ -131,6 +136,7 @@ def test_without_recovery_a_killed_rank_is_named_in_ten_lines_and_may_have_been_
     assert not [line for line in said if LOST_PEER.search(line)]
 
 
+@sampled(2, together=True)
 def test_ctrl_c_is_answered_at_once_with_what_a_second_one_loses(start: Start, tmp_path: Path) -> None:
     """A rank is stopped in the step after the seventh. That step does not end, so there is time for a second Ctrl-C."""
     folder, settings = tmp_path / "run", ("train.steps=100_000", "checkpoint.asynchronous=false", "fleet.recover=false")

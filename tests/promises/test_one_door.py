@@ -215,6 +215,7 @@ SMALL: dict[str, str] = {family_of(preset.values): name for name, preset in pres
 """A preset of each family."""
 
 
+@sampled(7, together=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_multiplies_through_the_door(family: str) -> None:
     check(SMALL[family], {})
@@ -240,7 +241,7 @@ def test_the_one_process_reference_goes_through_it_too(monkeypatch: pytest.Monke
     ],
     ids=str,
 )
-@sampled(3)
+@sampled(7, together=True)
 def test_under_every_kind_of_rank_too(preset: str, plan: dict[str, Any]) -> None:
     check(preset, plan)
 

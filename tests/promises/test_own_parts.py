@@ -39,6 +39,7 @@ from megalith.train.own.admit import changes
 from megalith.train.own.callbacks import Callbacks, Done
 from megalith.train.own.trial import try_rule
 from megalith.train.stream import open_stream
+from tests.full import sampled
 from tests.keys import GIVEN
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
@@ -178,6 +179,7 @@ class Limit:
         self.seen = state
 
 
+@sampled(1, together=True)
 @pytest.mark.parametrize("sites", [{"inner_steps": 2}, {"method": "data-parallel"}], ids=["merged", "data-parallel"])
 def test_a_callback_of_one_site_stops_the_sites_and_each_resumes_with_its_own_state(
     sites: dict[str, Any], folder: Path, tmp_path: Path
@@ -218,6 +220,7 @@ def test_a_source_that_changed_is_said() -> None:
     assert changes({"train.loss": "a"}, {"train.loss": "a"}) == []
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_the_commands_of_the_page_train_and_resume_it(tmp_path: Path) -> None:
     """The digest of the source is in the provenance; a change is said in the log."""

@@ -14,7 +14,7 @@ from megalith.checkpoint.folder import read_manifest
 from megalith.events import PhaseBegan, Step, of_kind, read
 from megalith.spec.run import RunSpec
 from tests import runs
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
 
@@ -72,6 +72,7 @@ def test_each_phase_has_its_batch_and_its_length_and_the_log_says_from_which_sam
     assert began == [(1, 0, 4, 32), (3, 8, 8, 32), (5, 24, 8, 16), (10, 64, 4, 48)]
 
 
+@sampled(1, together=True)
 @pytest.mark.parametrize("plan", PLANS if FULL else PLANS[:2], ids=str)
 def test_any_plan_trains_like_one_process(plan: dict[str, Any], data: str, alone: Path, tmp_path: Path):
     runs.train(run(data, plan), tmp_path)
@@ -82,6 +83,7 @@ def test_any_plan_trains_like_one_process(plan: dict[str, Any], data: str, alone
         assert torch.allclose(runs.final_state(tmp_path)[name], tensor, atol=2e-5), name
 
 
+@sampled(1, together=True)
 @pytest.mark.parametrize(("plan", "kill"), [({"data": 2}, 4), (PLANS[0], 9)][not FULL :], ids=str)
 def test_a_run_killed_at_the_first_step_of_a_phase_ends_in_the_same_bits(
     plan: dict[str, Any], kill: int, data: str, tmp_path: Path

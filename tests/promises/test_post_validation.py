@@ -92,7 +92,7 @@ def _beside(rank: int, plan: dict[str, Any]) -> Beside:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@sampled(2)
+@sampled(4, together=True)
 def test_weights_moments_losses_and_norms_are_those_of_the_synchronous_run_bit_for_bit(plan: dict[str, Any]) -> None:
     for found in run_ranks(_beside, _spec(plan, clip=1.0, late=True).plan.ranks, plan):
         assert found.different == []
@@ -145,6 +145,7 @@ def _poison(trainer: Trainer) -> None:
     handle = parameter.register_hook(lambda grad: (handle.remove(), grad * torch.nan)[1])
 
 
+@sampled(4, together=True)
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[5]], ids=str)
 def test_a_nan_names_its_own_step_and_leaves_the_weights_before_it(plan: dict[str, Any], between: bool) -> None:
@@ -244,6 +245,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@sampled(4, together=True)
 def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(data: Path, whole: Path, tmp_path: Path) -> None:
     spec = _run(data, post_validation=True)
 

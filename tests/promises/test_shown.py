@@ -9,6 +9,7 @@ import pytest
 
 from megalith.events import FILE, Problem, Recovery, RunStarted, Step, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
+from tests.full import sampled
 from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, await_step, final_state, prepare_text, process_of, typed
 
@@ -29,6 +30,7 @@ def unhurt(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_lines_of_others_a_lost_log_and_an_output_without_room_end_no_run(
     command: list[str], unhurt: Path, tmp_path: Path
@@ -58,6 +60,7 @@ def test_lines_of_others_a_lost_log_and_an_output_without_room_end_no_run(
     assert (folder / "report.html").is_file()
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_a_run_whose_reader_has_gone_recovers_from_faults_and_ends_as_it_would(
     command: list[str], unhurt: Path, tmp_path: Path

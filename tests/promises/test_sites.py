@@ -21,7 +21,7 @@ from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
 from megalith.train.sites.record import recorded
-from tests.full import only_full
+from tests.full import only_full, sampled
 from tests.keys import GIVEN
 from tests.runs import (
     assert_same_bits,
@@ -158,6 +158,7 @@ def test_sites_of_different_size_are_data_parallelism_too(data: Path, tmp_path: 
     _assert_close(_weights(merged), _weights(together), within=1e-6)
 
 
+@sampled(2, together=True)
 def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
     """One site was killed. The merges of both are replayed, each site under its plan."""
     spec = _spec(data, STREAMING | {"each": OWN_PLANS})
@@ -171,6 +172,7 @@ def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: 
     assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
 
 
+@sampled(2, together=True)
 def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
     """The site is killed between its own outer step and the correction."""
     sparse = {"top_k": 400, "bits": 2, "momentum": 0.0, "lr": 1.0, "feedback_decay": 0.95, "eager": True}
@@ -280,6 +282,7 @@ def _wait_for_the_lost_one(folder: Path) -> None:
         time.sleep(0.5)
 
 
+@sampled(2, together=True)
 def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     """The other site continues meanwhile, which the run file allows. It slows down so that the lost one can return."""
     folder, steps = tmp_path / "run", 60
@@ -300,6 +303,7 @@ def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     _replayed(spec, folder, tmp_path / "again")
 
 
+@sampled(2, together=True)
 def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_path: Path) -> None:
     """The other site waits at the merge, becomes the decider, and sends its weights."""
     folder, steps = tmp_path / "run", 40

@@ -21,6 +21,7 @@ from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
 from megalith.train.sites.together import All
 from tests.fleet.conftest import until
+from tests.full import sampled
 from tests.keys import GIVEN
 from tests.patience import PATIENCE
 from tests.promises.test_sites import STREAMING, TOGETHER, _ledger, _spec, _train, _weights
@@ -93,6 +94,7 @@ def _stands(folder: Path, *, least: int) -> int:
     return known
 
 
+@sampled(2, together=True)
 def test_a_site_that_waits_for_a_lost_one_saves_and_stops(data: Path, tmp_path: Path) -> None:
     spec = _spec(data, STREAMING)
     whole = _train(spec, tmp_path / "whole")
@@ -134,6 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, list[int]]] = {
 """Each `[sites]`, the merge at which both sites wait, the last step that is done by then, and the fragments taken there."""
 
 
+@sampled(2, together=True)
 @pytest.mark.parametrize("case", CASES)
 def test_sites_that_stop_at_a_merge_go_on_with_the_same_bits(
     case: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

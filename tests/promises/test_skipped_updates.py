@@ -25,6 +25,7 @@ from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
 from megalith.train.step_hooks import StepHook, notify
 from megalith.train.stream import open_stream
+from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -89,6 +90,7 @@ def _without(rank: int, spec: RunSpec, chosen: tuple[int, ...]) -> dict[str, Ten
     return _state(trainer)
 
 
+@sampled(3, together=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_skipped_step_leaves_weights_moments_and_rate_as_they_were(plan: dict[str, Any]) -> None:
     """The run has the same bits as one that never saw those samples: bias correction, warm-up and router biases do not advance
@@ -160,6 +162,7 @@ def _train(spec: RunSpec, folder: Path, *, kill: int | None = None, from_step: i
     return run_ranks(_loop, spec.plan.ranks, spec, folder, (1, 4), kill, from_step)[0]
 
 
+@sampled(3, together=True)
 def test_positions_hold_over_kill_rewind_and_a_change_of_plan(tmp_path: Path) -> None:
     """Five updates in seven steps, of which the second and the fifth are skipped. Every path ends with the same bits and
     position."""

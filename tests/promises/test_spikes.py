@@ -17,6 +17,7 @@ from megalith.train.loop import Loop
 from megalith.train.restore import Position
 from megalith.train.stability import healer as healers
 from megalith.train.stability.findings import SpikeError
+from tests.full import sampled
 from tests.keys import KEY
 from tests.ranks import run_ranks
 from tests.train.prepared import small_data
@@ -58,6 +59,7 @@ def test_by_default_it_warns_and_changes_nothing(data: str, tmp_path: Path) -> N
     assert not of_kind(silent, Spike) and same(watched, blind)
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize(("faults", "wrong", "cause", "answer"), [
     (POISON, (), "data", "skipped"),
     (RATE, (), "schedule", "rewound"),
@@ -93,6 +95,7 @@ def test_an_accident_leaves_no_trace(data: str, tmp_path: Path) -> None:
     assert same(hurt, clean) and hurt.position == clean.position and not of_kind(silent, Spike)
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize(
     "plan", [{}, {"data": 2, "zero": 1}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str
 )
@@ -145,6 +148,7 @@ def test_the_ladder_ends_with_a_lower_rate_or_the_end(data: str, tmp_path: Path)
     assert SpikeError.__name__ in str(caught.value)
 
 
+@sampled(5, together=True)
 def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path: Path) -> None:
     """The wrong rate lasts for three more steps, which need no further rewind."""
     ended, told = train(tmp_path / "held", spiky_run(data, answers=LADDER, lower_for=30), RATE)
@@ -171,6 +175,7 @@ def _killed(rank: int, spec: Any, folder: Path, at: str) -> RunEnd:
     return spike(rank, spec, folder, RATE)
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize("at", ["_replay", "rewound"])
 def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(data: str, tmp_path: Path, at: str) -> None:
     spec = spiky_run(data, plan={"data": 2, "zero": 1}, answers=LADDER)
@@ -199,6 +204,7 @@ def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Pat
     assert min(more.read) >= ended.position.samples
 
 
+@sampled(5, together=True)
 @pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_a_rewind_goes_back_into_an_earlier_phase(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
     """There is a spike in the first step of a phase with a larger batch. Steps of the phase before are recomputed with their

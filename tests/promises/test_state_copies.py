@@ -25,6 +25,7 @@ from megalith.fleet.rank_info import MEMORY, PLACEMENT, RankInfo, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, copies, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
+from tests.full import sampled
 from tests.keys import GIVEN, KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -97,6 +98,7 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
     return found
 
 
+@sampled(2, together=True)
 @pytest.mark.parametrize(("plan", "parts"), PLANS, ids=str)
 def test_the_state_comes_back_bit_for_bit(plan: dict[str, Any], parts: dict[str, Any], tmp_path: Path) -> None:
     run = {"plan": plan} | parts
@@ -281,6 +283,7 @@ def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp
     assert position(folder) == position(tmp_path / "whole")
 
 
+@sampled(2, together=True)
 @pytest.mark.slow
 def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -> None:
     """Ranks of both nodes are killed and no copy in memory is left. Copies on disk are newer than the last checkpoint."""

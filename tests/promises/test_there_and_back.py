@@ -13,6 +13,7 @@ from megalith.events import Step, of_kind, read
 from megalith.models.batch import Batch
 from megalith.spec.run import RunSpec
 from megalith.train.generate import generate, load_model
+from tests.full import sampled
 from tests.runs import final_state, train
 from tests.specs import tiny_run
 
@@ -44,6 +45,7 @@ def _spec(preset: str, data: Path, **choices: object) -> RunSpec:
     )
 
 
+@sampled(1)
 @pytest.mark.parametrize("preset", PLANS)
 def test_a_trained_model_goes_to_transformers_and_what_comes_back_trains_on(preset: str, data: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip(

@@ -17,7 +17,7 @@ from megalith.prove.fits import GIB, does_not_fit
 from megalith.prove.meter import Memory, Meter, attention_flops
 from megalith.spec import cluster, files
 from megalith.spec.problem import SpecErrors
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.prove.dry import dry, in_a_child
 from tests.specs import brief_run, tiny_run
 
@@ -148,6 +148,7 @@ def test_recomputation_holds_less_and_computes_more() -> None:
     assert again.memory.most["weights"] == plain.memory.most["weights"]
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_zero_3_holds_less_of_the_weights_and_zero_1_of_the_moments() -> None:
     held = [dry(brief_run(plan={"data": 4, "zero": zero}, train={"precision": "bf16"}), 1).memory for zero in range(4)]
@@ -305,6 +306,7 @@ TAKEN = (
 )
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "fewer"), TAKEN, ids=lambda value: f"{value.recipe} {value.rank}" if isinstance(value, Shown) else ""

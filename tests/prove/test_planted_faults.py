@@ -157,7 +157,7 @@ def gaps(verdict: Verdict) -> str:
 @pytest.mark.parametrize("precision", TRAINED)
 @pytest.mark.parametrize("plan", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["tiny", "mixtral-8x7b"])
-@sampled(10)
+@sampled(4, together=True)
 def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) -> None:
     """The embedding is tied, so that pipeline ranks have a gradient to sum."""
     run = tiny_run(plan=plan, model={"preset": preset, "tied": True}, train={"global_batch": 8, "precision": precision})
@@ -216,7 +216,7 @@ def test_a_history_that_is_not_shared_is_found() -> None:
 
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"context": 2}], ids=str)
 @pytest.mark.parametrize(("precision", "granularity"), [("fp8", "row"), ("fp8", "tensor"), ("nvfp4", "tile")])
-@sampled(2)
+@sampled(4, together=True)
 def test_a_maximum_that_is_not_shared_is_found(precision: str, granularity: str, plan: dict[str, Any]) -> None:
     run = tiny_run(
         plan=plan,

@@ -22,7 +22,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
 from megalith.train.loop import stepper_of
 from megalith.train.step import accumulate
-from tests.full import FULL
+from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
@@ -71,6 +71,7 @@ def test_one_microbatch_without_clipping_is_the_run_in_fp32(kind: str) -> None:
 PLANS: list[dict[str, Any]] = [{"data": 2, "zero": 1}, {"data": 2, "zero": 3, "post_validation": True}]
 
 
+@sampled(2, together=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_no_bit_changes_with_the_place_of_the_state(plan: dict[str, Any]) -> None:
     """Clipping is active; with post-validation the update is undone. Master weights may be in halves, too."""
@@ -161,6 +162,7 @@ def test_a_number_takes_two_bytes(zero: int) -> None:
         assert dtypes == {torch.bfloat16} and held == told == bytes_wide // 2
 
 
+@sampled(2, together=True)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_and_messages_equal_the_prediction(zero: int) -> None:
     sizes = {"layers": 2, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}

@@ -161,6 +161,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@sampled(4, together=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) -> None:
@@ -241,7 +242,7 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verify", "run"), VERIFIED, ids=str)
-@sampled(1)
+@sampled(4, together=True)
 def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run: dict[str, Any], tmp_path: Path) -> None:
     clean = train(run | {"fleet": {"digest": False}})
     found = train(run | {"fleet": {"verify_every": 2, "verify": verify}}, root=tmp_path)
@@ -257,6 +258,7 @@ AWAY: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@sampled(4, together=True)
 @pytest.mark.parametrize(("zero", "place"), AWAY, ids=str)
 def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place: dict[str, Any], tmp_path: Path) -> None:
     """The weights that compute are in bf16, and the update repeated from a copy makes none."""

@@ -78,7 +78,7 @@ def test_an_overflow_is_infinite_and_its_block_the_worst() -> None:
     ],
     ids=str,
 )
-@sampled(1)
+@sampled(1, together=True)
 def test_a_comparison_leaves_a_run_as_it_is(
     tmp_path: Path, plan: dict[str, Any], model: dict[str, Any], precision: dict[str, Any]
 ) -> None:
@@ -94,6 +94,7 @@ def looks(folder: Path) -> list[tuple[int, str]]:
     return [(one.step, one.raised) for one in of_kind(read(folder), PrecisionWatched)]
 
 
+@sampled(1, together=True)
 @pytest.mark.slow
 def test_blocks_stay_wide_in_a_run_that_resumes_and_under_another_plan(tmp_path: Path) -> None:
     """After two blocks became wide none is narrow."""
@@ -122,6 +123,7 @@ def test_blocks_stay_wide_in_a_run_that_resumes_and_under_another_plan(tmp_path:
     assert set(last.errors.values()) == {0.0} and last.zeroed == last.saturated == {}, "nothing is narrow any longer"
 
 
+@sampled(1, together=True)
 def test_a_dry_run_has_the_second_copy_of_the_gradients() -> None:
     """With one microbatch, a step with a comparison differs from one without only by the comparison."""
     parts: dict[str, Any] = {"plan": {"data": 2, "zero": 2}, "model": {"layers": 4, "ffn": 256}}

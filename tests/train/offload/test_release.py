@@ -101,7 +101,7 @@ def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
 
 
 @pytest.mark.parametrize(("plan", "model", "train"), PLANS, ids=str)
-@sampled(2)
+@sampled(2, together=True)
 def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> None:
     """A clipped step takes two passes, any other step one."""
     spec = _run(plan, model, **train)
@@ -194,6 +194,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
+@sampled(2, together=True)
 def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
     """A rank dies when half of a chunk is written: at fifty points in `make test-full`, otherwise at three."""
     clipped, folder = {"clip": 1.4}, tmp_path / "killed"
@@ -214,7 +215,7 @@ SIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("plan", "model"), SIZED, ids=str)
-@sampled(1)
+@sampled(2, together=True)
 def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any]) -> None:
     held, released = (
         _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1}) for place in (DISK, RELEASED)

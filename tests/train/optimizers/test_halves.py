@@ -169,6 +169,7 @@ def _updated(rank: int, specs: list[RunSpec]) -> list[Held]:
     return found
 
 
+@sampled(3, together=True)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -325,6 +326,7 @@ def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
     return [count(spec, made, unreal=unreal).state for unreal in (False, True)]
 
 
+@sampled(3, together=True)
 @pytest.mark.parametrize(("master", "place"), [("split8", HALF), *[("split16", {})] * FULL], ids=str)
 def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, Any]) -> None:
     spec = brief_run(plan={"data": 2, "zero": 1, "state": place}, train=BF16, optimizer={"master": master})
@@ -332,6 +334,7 @@ def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, An
         assert real == unreal
 
 
+@sampled(3, together=True)
 @pytest.mark.parametrize(
     ("plan", "master"),
     [

@@ -124,7 +124,7 @@ VARIANTS |= {
 
 
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
-@sampled(3)
+@sampled(2, together=True)
 def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dict[str, Any]) -> None:
     expected = alone(model, VARIANTS)
     specs = {name: spec_of(model, plan, **optimizer) for name, optimizer in VARIANTS.items()}
@@ -226,6 +226,7 @@ def _resumed(rank: int, folder: Path, specs: dict[str, RunSpec]) -> dict[str, di
     return found
 
 
+@sampled(2, together=True)
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
     """Shares of every slot, including rows and columns, are read by ranks that hold other shares."""
     variants = {kind: {"kind": kind} for kind in KINDS}
