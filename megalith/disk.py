@@ -85,13 +85,16 @@ def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
     return next((above for above in (absolute, *absolute.parents) if above in points and not os.path.ismount(above)), None)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a requested folder and its parents if they are missing. Raises OSError naming it, with the way out."""
+def make_folder(folder: Path, *, asked: Path | None = None) -> None:
+    """Make a folder and its parents if they are missing. Raises OSError that names the folder the user asked for, with the way out.
+
+    `asked` is that folder where it is not `folder` itself.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         advice = f"this folder cannot be made ({error.strerror}): choose another, or one you may write to"
-        raise type(error)(error.errno, advice, str(folder)) from error
+        raise type(error)(error.errno, advice, str(asked or folder)) from error
 
 
 def check_mounted(path: Path) -> None:

@@ -161,7 +161,7 @@ def _folder_for(out: Path) -> Iterator[Path]:
     out = out.resolve()
     disk.make_folder(out.parent)
     folder = out.with_name(f".{out.name}.partial")
-    disk.make_folder(folder)
+    disk.make_folder(folder, asked=out)
     lock = os.open(folder, os.O_RDONLY)
     try:
         _lock(lock, out)

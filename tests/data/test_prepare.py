@@ -154,6 +154,13 @@ def test_two_processes_do_not_prepare_the_same_folder_at_once(tmp_path):
     prepare([source], tokenizer=BYTES, out=tmp_path / "out")
 
 
+def test_a_folder_that_cannot_be_made_is_named_as_it_was_typed(tmp_path):
+    source, out = _lines(tmp_path / "a.jsonl", "one", "two"), tmp_path / ("d" * 250)
+    with pytest.raises(OSError, match="cannot be made") as error:
+        prepare([source], tokenizer=BYTES, out=out)
+    assert error.value.filename == str(out)
+
+
 @pytest.mark.parametrize("count", [2, 3, 10])
 @pytest.mark.parametrize("validation", [1e-9, 0.5, 0.999])
 def test_two_documents_are_enough_for_both_splits(count, validation, tmp_path):
