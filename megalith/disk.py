@@ -73,6 +73,22 @@ class Place:
                 return error.strerror or str(error)
         return ""
 
+    def make(self, folder: Path) -> None:
+        """Make a folder below this one, which is made too unless it ever existed. Raises OSError."""
+        if self._seen:
+            make_within(self.folder, folder)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_within(root: Path, folder: Path) -> None:
+    """Make a folder and those of its parents that lie below `root`. Raises FileNotFoundError if `root` is missing: it may be away, and
+    a folder made in its place would hide it."""
+    for part in reversed(folder.relative_to(root).parents[:-1]):
+        with contextlib.suppress(FileExistsError):
+            (root / part).mkdir()
+    folder.mkdir(exist_ok=True)
+
 
 def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
     """Return the mount point above a path at which nothing is mounted, though the table of file systems names it; None if there is none."""

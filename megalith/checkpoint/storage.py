@@ -121,7 +121,10 @@ class FolderWriter(StorageWriter):
         try:
             if self.place is not None and (why := self.place.away()):
                 raise OSError(errno.ENOENT, why, str(self.place.folder))
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.place is not None:
+                self.place.make(self.folder)
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
             files.clean(self.folder)
             (self.folder / temporary).mkdir()
         except OSError as error:

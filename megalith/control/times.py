@@ -47,7 +47,7 @@ class Times:
     polling misses some beats. If the disk is full or unavailable, only the record is lost."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
-        self._folder, self._ranks = run_dir / FOLDER, ranks
+        self._run_dir, self._folder, self._ranks = run_dir, run_dir / FOLDER, ranks
         self._writer: pyramid.Writer | None = None
         self._counts = [0] * ranks
         self._open: dict[int, NDArray[np.float64]] = {}  # step -> rows by ranks; NaN: not told yet
@@ -82,6 +82,7 @@ class Times:
         shares[-1] = rows[-1] / memory if memory > 0 else np.nan
         with disk.if_available(self._folder):
             if self._writer is None:
+                disk.make_within(self._run_dir, self._folder)
                 self._writer = pyramid.Writer(self._folder, kind="codes", width=len(ROWS) * self._ranks)
             self._writer.append(step + 1, encode(shares).reshape(-1), bases=(float(own), float(memory)))
 

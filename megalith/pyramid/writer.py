@@ -39,8 +39,8 @@ class Writer:
     """Appends a piece to the table in a folder. One process writes at a time; a new writer always begins a new piece."""
 
     def __init__(self, folder: Path, *, kind: Kind, width: int, keep: int = KEEP) -> None:
-        """`width` values a step. Raises OSError where the folder cannot be made or read."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """`width` values a step. Raises OSError where the folder cannot be made or read; its parents must exist."""
+        folder.mkdir(exist_ok=True)
         self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
         self._type = TYPES[kind]
         self._piece = 1 + max((segment.piece for segment in segments(folder)), default=-1)

@@ -101,17 +101,25 @@ class Index:
         """Begin a new piece: steps go back, or a generation begins."""
         if self._steps is not None:
             self._steps.close()
+        self._make_folder()
         self._steps = pyramid.Writer(self._folder, kind="numbers", width=len(VALUES))
         self._last = -1
 
     def _append(self, name: str, line: bytes, *, anew: bool = False) -> None:
         if name not in self._files:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         if anew:
             os.ftruncate(self._files[name], 0)
         if line:
             disk.append(self._files[name], line + b"\n")
+
+    def _make_folder(self) -> None:
+        """Make the folder, but not a run folder that is away."""
+        if self._folder.is_relative_to(self._run_dir):
+            disk.make_within(self._run_dir, self._folder)
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         """Write incomplete records."""

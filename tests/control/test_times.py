@@ -73,5 +73,19 @@ def test_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path, 
     assert "continuing without it" in capfd.readouterr().err
 
 
+def test_a_run_folder_that_is_away_is_not_made_again(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    times = Times(run, RANKS)
+    for step in range(4):
+        times.note(_beats(step))
+    assert not run.exists()
+    elsewhere.mkdir()
+    elsewhere.rename(run)
+    for step in range(4, 8):
+        times.note(_beats(step))
+    times.close()
+    assert _read(run).last[-1] == 8
+
+
 def test_rows_lie_one_after_the_other() -> None:
     assert [block(row, 7).start for row in ROWS] == [7 * at for at in range(len(ROWS))]

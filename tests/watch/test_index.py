@@ -109,6 +109,32 @@ def test_numbers_that_a_step_does_not_say_are_missing() -> None:
     assert np.isnan(found["mfu"]) and np.isnan(found["max_load"]) and found["bubble"] == 0
 
 
+def test_a_run_folder_that_goes_away_while_its_log_is_read_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write_run(run)
+    lines = (run / events.FILE).read_bytes().splitlines(keepends=True)
+    (run / events.FILE).write_bytes(b"".join(lines[:10]))
+    kept, parse = Index(run, run / index.FOLDER), events.parse
+
+    def away(line: str) -> events.Event | None:
+        if not elsewhere.exists():
+            run.rename(elsewhere)
+        return parse(line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "parse", away)
+        kept.poll()
+    assert not run.exists()
+    elsewhere.rename(run)
+    with (run / events.FILE).open("ab") as log:
+        log.write(b"".join(lines[10:]))
+    kept.poll()
+    kept.close()
+    assert pyramid.Reader(run / index.FOLDER).span()
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no run.*--run-dir"):
         Source(tmp_path)
