@@ -261,6 +261,7 @@ def test_a_run_that_vanishes_leaves_its_page(tmp_path: Path) -> None:
 def test_it_ends_well_when_it_is_told_to_while_it_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that reads the address may tell the command to end before it has begun to wait."""
     before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("os.nice", lambda _: 0)  # or all tests after this one would yield to other programs
     monkeypatch.setattr("builtins.print", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     try:
         watch.command([write_run(tmp_path / "run")])
