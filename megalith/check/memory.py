@@ -220,15 +220,12 @@ def disk_takes_the_state(case: Case) -> Found:
 
 def kept_tensors_can_leave(case: Case) -> Found:
     """Tensors that blocks keep for backward can wait outside the device, and some do."""
-    retain, plan, key = case.plan.retain, case.plan, "plan.retain.blocks"
+    retain, plan = case.plan.retain, case.plan
     if retain.blocks == "device":
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
             if value != unused:
                 yield advice(f"plan.retain.{name}", value, 'has no effect with plan.retain.blocks = "device"', "Leave it out.")
         return
-    if plan.compile:
-        reason = "moves what autograd saves in each block, and with plan.compile = true compiled code decides what that is"
-        yield error(key, retain.blocks, reason, 'Use plan.compile = false, or blocks = "device".')
     segmented = plan.recompute == "sqrt" or plan.recompute.startswith("segments:")
     if retain.share < 1 and segmented:
         reason = f"counts blocks, and with plan.recompute = {plan.recompute!r} only inputs of segments are kept"

@@ -59,7 +59,6 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
         ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes these from the weights"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
-        (["plan.retain.blocks=host", "plan.compile=true"], "plan.retain.blocks", "compiled code decides what that is"),
         (
             ["plan.retain.blocks=host", "plan.retain.share=0.5", "plan.recompute=segments:2"],
             "plan.retain.share",
@@ -104,6 +103,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         [*RELEASED, "fleet.memory_every=0"],
         ["optimizer.kind=muon", "plan.state.optimizer=host"],
         ["plan.retain.blocks=host", "plan.recompute=sqrt"],
+        ["plan.retain.blocks=host", "plan.compile=true"],
         ["plan.retain.blocks=disk", "plan.retain.share=0.25", "plan.recompute=full"],
     ],
 )

@@ -93,6 +93,19 @@ def test_tensors_that_wait_outside_the_device_give_the_same_bits(recompute, bloc
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns
+@pytest.mark.parametrize("blocks", ["host", "disk"])
+def test_what_compiled_blocks_keep_can_wait_outside_the_device(blocks, gpu):
+    torch.compiler.reset()
+    plan, train = {"microbatch": 2, "compile": True}, {"precision": "bf16"}
+    plain = trainer_on(gpu, run_of(plan=plan, train=train))
+    moved = trainer_on(gpu, run_of(plan=plan | {"retain": {"blocks": blocks}}, train=train), like=plain)
+    expected, found = (steps(trainer, 3) for trainer in (plain, moved))
+    assert moved.tier is not None and moved.tier.counted.most > moved.tier.counted.held == 0
+    assert all(abs(one.loss - other.loss) < 2e-2 for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about cores, TF32 and kernels it did not choose
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_compiled_blocks_train_like_eager_ones(precision, bound, gpu):

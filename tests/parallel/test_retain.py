@@ -71,6 +71,20 @@ def test_no_bit_changes_and_nothing_is_left(name: str) -> None:
             assert most > left == 0
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler
+def test_what_compiled_blocks_keep_leaves_without_a_changed_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler divides forward and backward as always, and torch's own kernels compute both. The first run of a process rounds
+    otherwise than later ones, without `plan.retain` too."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager_decomp_partition"))
+    plan, model = {"compile": True, "recompute": "selective"}, {"layers": 1}
+    _, (plain, *_), *others = run_ranks(_trained, 1, plan, model, [{}, {}, HOST])[0]
+    for other, most, left in others:
+        assert all(torch.equal(other[key], plain[key]) for key in plain)
+        assert most > left == 0
+
+
 # --- order ---
 
 
