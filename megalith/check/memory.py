@@ -293,8 +293,8 @@ def rank_bytes(case: Case) -> float:
 
 
 def activation_bytes(case: Case) -> float:
-    """About how many bytes of activations a rank keeps for backward. With recomputation these are each block's input, and one block. Of
-    what waits elsewhere, three blocks are on the device: one computes, and two are on their way."""
+    """About how many bytes of activations a rank keeps for backward. With recomputation these are each block's input, and one block. If
+    they wait elsewhere, three blocks or inputs are on the device: one computes, and two are on their way."""
     assert case.model is not None
     plan, model = case.plan, case.model
     saved = sum(_saved_numbers(block, model.dim) for block in model.blocks)
@@ -302,7 +302,9 @@ def activation_bytes(case: Case) -> float:
     nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
     numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)
     in_flight = kind(plan.schedule).in_flight(plan.pipeline, max(1, case.spec.microbatches))
-    kept, moving = numbers * in_flight, min(numbers, 3 * saved / len(model.blocks) * plan.pipeline)
+    one = saved / len(model.blocks)
+    beside = {"full": 3 * model.dim, "sqrt": model.dim * (3 + len(model.blocks) ** 0.5)}.get(plan.recompute, 2 * one)
+    kept, moving = numbers * in_flight, min(numbers, (one + beside) * plan.pipeline)
     numbers = kept * (1 - plan.retain.away) + moving * (plan.retain.away > 0)
     tokens = case.spec.train.seq_len * plan.microbatch
     return numbers * tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.state import MASTER
@@ -29,9 +30,7 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
     plan, narrow = spec.plan, PRECISIONS[spec.train.precision].compute.name != MASTER.number
     more = range(plan.zero + 1, 4) if plan.dp_size > 1 else ()
     yield [NONE, *(Change({"plan.zero": zero}, zero) for zero in more)]
-    light = ("full", "sqrt")
-    left = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
-    yield [NONE, *(Change({"plan.recompute": policy}, {"full": 5, "sqrt": 12}[policy]) for policy in left)]
+    yield [NONE, *_activations(plan)]
     if plan.microbatch > 1:
         yield [NONE, Change({"plan.microbatch": 1}, 4)]
     if narrow and spec.optimizer.master == "fp32":
@@ -42,6 +41,20 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
         yield [NONE, Change({"optimizer.moments": "fp8"}, 7)]
     if plan.state.optimizer == "device":
         yield [NONE, *_elsewhere()]
+
+
+def _activations(plan: Plan) -> Iterator[Change]:
+    """Yield ways to keep fewer activations: to compute them again, or to let them wait outside of the device."""
+    light = ("full", "sqrt")
+    for policy in light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light:
+        yield Change({"plan.recompute": policy}, {"full": 5, "sqrt": 12}[policy])
+    if plan.retain.away:
+        return
+    less = {} if plan.recompute == "full" else {"plan.recompute": "full"}
+    yield Change({"plan.retain.blocks": "host"}, 20)
+    if less:
+        yield Change(less | {"plan.retain.blocks": "host"}, 21)
+    yield Change(less | {"plan.retain.blocks": "disk"}, 26)
 
 
 def _elsewhere() -> Iterator[Change]:
@@ -65,7 +78,7 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
 
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
         values = {key: value for one in some for key, value in one.values.items()}
-        if not values or (not host and values.get("plan.state.optimizer") == "host"):
+        if not values or (not host and "host" in values.values()):
             continue
         changed = changed_by(spec, values)
         if fits(changed) and not any(_concerns(problem) for problem in check(changed, files=False)):

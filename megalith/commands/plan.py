@@ -70,7 +70,7 @@ Offload = Annotated[
     bool,
     typer.Option(
         "--offload/--no-offload",
-        help="Also show layouts with some of the optimizer's state in host memory or on disk.",
+        help="Also show layouts with some of the optimizer's state, or of the activations, in host memory or on disk.",
     ),
 ]
 SmallState = Annotated[

@@ -345,7 +345,8 @@ def short(plan: Plan) -> str:
     schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
     each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents
     of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with gradients released:
-    d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights.
+    d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights. Last, percents of the blocks whose
+    activations wait in host memory: d8 z1 m1 a50; or on disk: d8 z1 m1 a-disk100.
     """
     tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
@@ -357,6 +358,8 @@ def short(plan: Plan) -> str:
     place = "disk" if plan.state.optimizer == "disk" else "o"
     more = " weights" * (plan.state.weights != "device") + " released" * plan.state.release
     away = f" {place}{100 * plan.state.away:.0f}{more}" if plan.state.away else ""
+    retain = "a-disk" if plan.retain.blocks == "disk" else "a"
+    away += f" {retain}{100 * plan.retain.away:.0f}" if plan.retain.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 
@@ -375,7 +378,7 @@ def _nothing(asked: ResolvedRequest, found: SearchResult, scorer: Scorer) -> lis
         f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
     )
     room = f"{host.room(asked.cluster) / 2**30:.0f} GiB a device"
-    away = f", nor with its state in host memory ({room}) or on disk" if space_of(asked).offload else ""
+    away = f", nor with state and activations in host memory ({room}) or on disk" if space_of(asked).offload else ""
     reason = (
         f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
         f"{found.closest.plan.recompute}) "

@@ -9,7 +9,7 @@ from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import Plan, StateSpec, Zero
+from megalith.spec.plan import Plan, RetainSpec, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -22,6 +22,9 @@ its own."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
 """Recomputation that keeps less in memory: in segments of several blocks, and in nested segments."""
+
+IN_SEGMENTS = (SEGMENTS, NESTED)
+"""Beginnings of the policies that keep the inputs of segments, not of blocks."""
 
 MICROBATCHES = (1, 2, 4, 8)
 
@@ -62,7 +65,7 @@ class Space:
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits; if none
     does, all of it on disk; if that is not enough, with gradients released inside the backward, or, under ZeRO 3, with weights that are
-    made from it at each gather."""
+    made from it at each gather. Also shares of the blocks whose activations wait in host memory, or on disk."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""
@@ -78,6 +81,15 @@ class Space:
 def offloaded(plan: Plan, share: float) -> Plan:
     """The plan with this share of the optimizer's state in host memory."""
     return plan.model_copy(update={"state": StateSpec(optimizer="host", share=share) if share else StateSpec()})
+
+
+def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
+    """Return the plan with activations of these shares of its blocks in host memory, and then with all of them on disk. Segments keep
+    inputs only, all of which leave."""
+    some = [share for share in shares if share == 1 or not plan.recompute.startswith(IN_SEGMENTS)]
+    specs = [*(RetainSpec(blocks="host", share=share) for share in some), *([RetainSpec(blocks="disk")] if some else [])]
+    plans = [plan.model_copy(update={"retain": spec}) for spec in specs]
+    return [one for one in plans if one.retained(blocks)]
 
 
 def segmented(plan: Plan, blocks: int) -> list[Plan]:

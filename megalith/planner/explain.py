@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import even_layers, offloaded, searched, suited
+from megalith.planner.candidates import even_layers, offloaded, retained, searched, suited
 from megalith.planner.search import Candidate, Scorer, hiding
 from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES, interleaving
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, RetainSpec
 from megalith.spec.sizes import own_tensors
 
 
@@ -56,12 +56,17 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
 
 
 def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """The same plan with none of the optimizer's state in host memory, and with all of it."""
-    here = workload.plan.state.away
+    """The same plan with none of the optimizer's state in host memory, and with all of it; and with none or all of the activations."""
+    plan, here = workload.plan, workload.plan.state.away
     for share in (0.0, 1.0):
         if share != here:
             change = f"offload {_moved(here)} -> {_moved(share)}"
-            yield change, replace(workload, plan=offloaded(workload.plan, share))
+            yield change, replace(workload, plan=offloaded(plan, share))
+    if plan.retain.away:
+        yield "activations stay", replace(workload, plan=plan.model_copy(update={"retain": RetainSpec()}))
+    else:
+        host = next(iter(retained(plan, len(workload.model.blocks), (1.0,))))
+        yield "activations -> host", replace(workload, plan=host)
 
 
 def _moved(share: float) -> str:

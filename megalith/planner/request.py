@@ -61,7 +61,7 @@ class PlanRequest:
     forward_only: bool = False
     """The prefill of long prompts instead of training."""
     offload: bool = False
-    """Also look at layouts with some of the optimizer's state in host memory or on disk."""
+    """Also look at layouts with some of the optimizer's state, or of the activations, in host memory or on disk."""
     small: bool = False
     """Keep moments in 8 bits, which rounds them."""
     software: str = OURS
@@ -123,7 +123,7 @@ class ResolvedRequest:
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
     def changed(self, *, small: bool = False, offload: bool = False) -> "ResolvedRequest":
-        """Return the question with moments in 8 bits, or with state in host memory or on disk, as well."""
+        """Return the question with moments in 8 bits, or with state or activations in host memory or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
 

@@ -16,7 +16,7 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
 from megalith.cost.workload import Narrow, SoftwareProfile, Workload
-from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, segmented
+from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, retained, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
@@ -38,6 +38,11 @@ class Candidate:
     def offload(self) -> float:
         """The share of the optimizer's state that is not on the device."""
         return self.plan.state.away
+
+    @property
+    def moves(self) -> bool:
+        """True if some of the optimizer's state or of the activations is not on the device."""
+        return bool(self.plan.state.away or self.plan.retain.away)
 
     def to_json(self) -> dict[str, Any]:
         return {"plan": self.plan.model_dump(), "offload": self.offload, "estimate": self.estimate.to_json()}
@@ -72,9 +77,10 @@ class SearchResult:
     refused: int = 0
     """Plans that `valid` refused although they are as fast as those shown."""
     offloaded: int = 0
-    """Number of plans that fit only with some of the optimizer's state in host memory or on disk. `too_large` does not count them."""
+    """Number of plans that fit only with some of the optimizer's state or of the activations in host memory or on disk. `too_large` does
+    not count them."""
     runnable: Candidate | None = None
-    """The best that leaves the state on the devices."""
+    """The best that leaves everything on the devices."""
     recomputed: int = 0
     """Number of plans that fit only with recomputation in segments. `too_large` does not count them."""
 
@@ -169,12 +175,10 @@ def search(
         if near is not None:
             recomputed += 1
             waiting.append(Waiting(scorer.busy(near[0]), *near))
-        # nested segments compute more than others: with these, and state elsewhere, a step may be shorter
-        lighter = None if near and near[0].plan.recompute != NESTED else _lighter(again, scorer, space.offload)
-        if lighter is not None:
-            away += near is None
-            offloaded.append(Waiting(scorer.busy(lighter[0]), *lighter))
-        if near is None and lighter is None:
+        found = _elsewhere(again, near, _retained(workload, held, scorer, space.offload), scorer, space.offload)
+        away += bool(found) and near is None
+        offloaded += [Waiting(scorer.busy(one), one, needed) for one, needed in found]
+        if near is None and not found:
             too_large += 1
             smallest[others] = size
             one, needed = again[-1]
@@ -233,6 +237,19 @@ def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequenc
     return found
 
 
+def _elsewhere(
+    again: Sequence[Sized], near: Sized | None, moved: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]
+) -> list[Sized]:
+    """Return the forms of a workload that fit because some of it is not on the device: of its state, of its activations, or, if
+    neither is enough, of both. `near`: the form that fits on the device; `moved`: those with activations elsewhere."""
+    # nested segments compute more than others: with these, and state elsewhere, a step may be shorter
+    lighter = None if near and near[0].plan.recompute != NESTED else _lighter(again, scorer, shares)
+    fitting = [one for one in (lighter, *moved) if one is not None and scorer.fits(*one)]
+    if fitting or near is not None or (both := _lighter(moved, scorer, shares)) is None:
+        return fitting
+    return [both]
+
+
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
     """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
     host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
@@ -254,6 +271,22 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
         for state in states
     )
     return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
+
+
+def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
+    """Return the workload with activations elsewhere, if it then fits: with the smallest share of its blocks in host memory, or with all of
+    them on disk. If it does not fit, return the forms with all of them elsewhere, unless these hold no less."""
+    if not shares or not workload.practice.ours or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
+        return []
+    alone = scorer.fits(workload, replace(held, activations=0.0))
+    plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
+    sized = ((other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans))
+    tried: list[Sized] = []
+    for one in sized:
+        if scorer.fits(*one):
+            return [one]
+        tried.append(one)
+    return [one for one in tried if one[0].plan.retain.share == 1 and one[1].total < held.total]
 
 
 def _gathered(workload: Workload) -> Workload:

@@ -252,7 +252,7 @@ def _throughput(spread: _Spread, fit: Sequence[Row], found: PlanResult) -> Itera
             continue
         yield Row(technique, choice, _gain(before, choice))
         before = choice
-    last = ELSEWHERE if best.offload else SCHEDULES_TOO
+    last = ELSEWHERE if best.moves else SCHEDULES_TOO
     if before is None or before.estimate.time.step > best.estimate.time.step:
         yield Row(last, best, _gain(before, best))
 

@@ -218,7 +218,7 @@ def legend(found: PlanResult) -> str:
 def _offloaded(found: PlanResult) -> str:
     """Return a line about the layouts shown that offload to host memory; empty if there are none."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
-    if not any(choice is not None and choice.offload for choice in shown):
+    if not any(choice is not None and choice.moves for choice in shown):
         return ""
     cluster, count = found.asked.cluster, found.found.offloaded
     said = "" if cluster.host.memory else ", assumed"
@@ -226,7 +226,8 @@ def _offloaded(found: PlanResult) -> str:
     made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
-        f"there; disk: to disk{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}"
+        f"there; a: % of the blocks whose activations wait there; disk: on disk"
+        f"{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}"
         f"{'; weights: made from it at each gather' * made}. "
         f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only in this way; without --offload they are left out."
     )

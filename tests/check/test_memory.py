@@ -150,11 +150,14 @@ def test_a_copied_optimizer_is_said_in_bytes():
 
 
 LARGE = ["train.seq_len=8192", "train.precision=bf16", "plan.recompute=full", "train.global_batch=8"]
+DEEP = ["cluster=h100:1", "model.preset=llama3.2-1b", "model.layers=114", "model.context=147456", *LARGE, "train.global_batch=1"]
 TOO_LARGE: dict[str, list[str]] = {
     "copies": ["cluster=h100:8", "model.preset=llama3-8b", "plan.data=8", "plan.zero=0", *LARGE],
     "one device": ["cluster=h100:1", "model.preset=llama3-8b", *LARGE],
     "a small device": ["cluster=rtx4090:1", "model.preset=llama3-8b", *LARGE],
     "a small device, one microbatch": ["cluster=rtx4090:1", "model.preset=llama3-8b", *LARGE, "train.global_batch=1"],
+    "long sequences": [*DEEP, "train.seq_len=98304", "plan.recompute=none"],
+    "longer sequences": [*DEEP, "train.seq_len=147456"],
     "70B on eight devices": ["cluster=h100:8", "model.preset=llama3-70b", "plan.data=8", "plan.zero=1", *LARGE],
 }
 
@@ -174,6 +177,11 @@ def test_the_cheapest_change_that_is_named_fits_when_it_is_applied(settings: lis
     run = workload_of(spec(*changed))
     memory = run.cluster.accelerator.memory
     assert memory is not None and sum(predict(run, rank=0).memory.values()) < 0.97 * memory
+
+
+def test_activations_leave_the_device_where_nothing_cheaper_is_enough():
+    long, longer = (_named(errors(*TOO_LARGE[name])[0].way_out)[0] for name in ("long sequences", "longer sequences"))
+    assert (long, longer) == ('plan.recompute="sqrt"', 'plan.retain.blocks="host"')
 
 
 def test_a_change_that_costs_nothing_is_preferred():

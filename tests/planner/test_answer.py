@@ -21,7 +21,7 @@ from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.varied import vary
 from megalith.planner.written import as_run
 from megalith.report import plans
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, RetainSpec
 from megalith.spec.problem import SpecErrors
 from megalith.spec.sizes import model_parameters
 from tests.patience import PATIENCE
@@ -95,6 +95,7 @@ def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(Plan(data=8, pipeline=16, chunks=2, schedule="zb-v")) == "p16x2 zb-v d8 z1 m1"
     assert short(Plan(data=64, zero=3, replicate=8)) == "d64 z3 r8 m1"
     assert short(offloaded(Plan(data=8), 0.25)) == "d8 z1 m1 o25"
+    assert short(Plan(retain=RetainSpec(blocks="host", share=0.5))) == "d1 z1 m1 a50"
 
 
 def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: PlanResult, tmp_path: Path):
@@ -142,7 +143,7 @@ def test_a_layout_that_needs_its_hosts_memory_says_so(tight: PlanResult):
     assert tight.found.runnable is None
     for row in found["choices"]:
         assert row["offload"] > 0 and not row["predicted_only"]
-        assert row["layout"].endswith(f" o{100 * row['offload']:.0f}")
+        assert f" o{100 * row['offload']:.0f}" in row["layout"]
     assert "offloaded to host memory" in plans.legend(tight)
 
 

@@ -15,7 +15,7 @@ from megalith.planner.named import NAMED
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
-from megalith.spec.plan import Plan, StateSpec
+from megalith.spec.plan import Plan, RetainSpec, StateSpec
 from tests.cost.models import DIM, dense, mixture
 from tests.specs import tiny_run
 
@@ -181,7 +181,7 @@ def test_what_the_host_holds_lets_a_plan_fit_that_did_not(model):
     for choice in away:
         assert choice.estimate.fits
         assert choice.estimate.memory.host > 0
-    assert found.runnable == next(choice for choice in found.choices if not choice.offload)
+    assert found.runnable == next(choice for choice in found.choices if not choice.moves)
 
 
 def test_without_offloading_the_rest_is_found_as_it_was():
@@ -189,7 +189,7 @@ def test_without_offloading_the_rest_is_found_as_it_was():
     _, all_ = _tight()
     assert some.offloaded == 0
     assert some.too_large == all_.too_large + all_.offloaded
-    kept = tuple(choice for choice in all_.choices if not choice.offload)
+    kept = tuple(choice for choice in all_.choices if not choice.moves)
     assert kept == some.choices[: len(kept)]
     assert some.best == all_.runnable
 
@@ -202,9 +202,10 @@ def test_a_host_that_is_full_leaves_the_state_to_its_disk():
     away = [choice for choice in found.choices if choice.offload]
     assert found.offloaded > 0 and away
     assert {(choice.plan.state.optimizer, choice.offload) for choice in away} == {("disk", 1.0)}
+    assert {choice.plan.retain.blocks for choice in found.choices} <= {"device", "disk"}
     assert all(choice.estimate.memory.disk > room >= choice.estimate.memory.host > 0 for choice in away)
     assert _tight(model, host=small.model_copy(update={"disk": 1}))[1].offloaded == 0
-    assert _tight(model, host=HostSpec(memory=1))[1].offloaded == 0
+    assert not any(choice.offload for choice in _tight(model, host=HostSpec(memory=1))[1].choices)
 
 
 def test_gradients_are_released_where_state_on_disk_is_not_enough():
@@ -220,9 +221,9 @@ def test_gradients_are_released_where_state_on_disk_is_not_enough():
     assert best is not None and best.plan.state == StateSpec(optimizer="disk", release=True) and best.estimate.fits
     assert best.estimate.memory.gradients < held.gradients / 2
     assert short(best.plan).endswith("disk100 released")
-    assert ask(global_batch=2).best is None
-    assert ask(global_batch=1, format="fp32").best is None
-    assert ask(global_batch=1, optimizer="muon").best is None
+    for others in ({"global_batch": 2}, {"global_batch": 1, "format": "fp32"}, {"global_batch": 1, "optimizer": "muon"}):
+        other = ask(**others).best
+        assert other is None or not other.plan.state.release
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp32"])
@@ -251,6 +252,47 @@ def test_weights_are_made_from_the_state_where_it_is_not_enough_to_keep_that_els
     assert short(best.plan) == "d1 z3 m1 disk100 weights released"
     assert best.estimate.fits and best.estimate.memory.weights < held.weights / 2
     assert search(model, small, seq_len=4096, global_batch=1, space=space, format="fp32").best is None
+
+
+def _crowded(lacks: str, share: float, host: HostSpec | None = None, **given):
+    """Return the best plan of 32 blocks on a device that lacks some of the memory for their activations, for its state, or for both.
+    `lacks`: the kinds of memory; `share`: how much of them."""
+    plan = Plan(zero=0)
+    load = Workload(dense(32), plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    held = Scorer(calibration()).memory(load)
+    need = held.total - share * sum(getattr(held, kind) for kind in lacks.split())
+    device = load.cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
+    small = load.cluster.model_copy(update={"accelerator": device, "host": host or HostSpec(link=1e15)})
+    space = replace(SPACE, **({"microbatches": (1,), "policies": SPACE.policies[:1]} | given))
+    return search(load.model, small, seq_len=4096, global_batch=1, space=space).best
+
+
+@pytest.mark.parametrize(("share", "away"), [(0.2, 0.25), (0.6, 0.75), (0.8, 1.0)])
+def test_the_least_share_of_the_activations_that_fits_leaves_the_device(share, away):
+    assert _crowded("activations", share, offload=()) is None
+    best = _crowded("activations", share)
+    assert best is not None and best.plan.retain == RetainSpec(blocks="host", share=away) and best.plan.state == StateSpec()
+    assert best.moves and best.estimate.fits and best.estimate.memory.host > 0
+    assert short(best.plan) == f"d1 z0 m1 a{100 * away:.0f}"
+
+
+def test_activations_wait_on_disk_where_the_host_is_full():
+    best = _crowded("activations", 0.8, HostSpec(memory=1))
+    assert best is not None and best.plan.retain == RetainSpec(blocks="disk") and best.estimate.memory.disk > 0
+    assert short(best.plan) == "d1 z0 m1 a-disk100"
+    assert _crowded("activations", 0.8, HostSpec(memory=1, disk=1)) is None
+
+
+def test_activations_and_state_leave_where_one_of_them_is_not_enough():
+    best = _crowded("activations optimizer", 0.9)
+    assert best is not None and best.plan.retain.away and best.plan.state.away and best.estimate.fits
+    assert _crowded("activations optimizer", 0.9, offload=()) is None
+
+
+@pytest.mark.parametrize(("link", "leaves"), [(1e15, True), (1e6, False)])
+def test_activations_leave_where_that_is_faster_than_to_compute_them_again(link, leaves):
+    best = _crowded("activations", 0.6, HostSpec(link=link), policies=SPACE.policies)
+    assert best is not None and (best.plan.recompute == "none") == bool(best.plan.retain.away) == leaves
 
 
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
