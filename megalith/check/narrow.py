@@ -9,7 +9,7 @@ from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, settled, stays_wide, tile_of, whole_tiles
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
 
@@ -32,7 +32,7 @@ def tiles_lie_inside_shards(case: Case) -> Found:
         return
     blocks, seen = len(case.model.blocks), set[Cut]()
     for number, block in enumerate(case.model.blocks):
-        for cut in _cuts(block, case):
+        for cut in cuts_of(block, case):
             layers = tuple(n for n in cut.layers if not stays_wide(f"blocks.{number}.{n}", blocks=blocks, choices=choices))
             if layers and cut.share % tile and cut not in seen:
                 seen.add(cut)
@@ -277,7 +277,7 @@ def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
     declared = {f"{half}.{each.name.removesuffix('.weight')}": each.cut for half, tensors in own.items() for each in tensors}
     if declared[layer] == "inputs" if layer in declared else layer.endswith((".out", ".down")):
         return rows
-    shares = (cut.share for cut in _cuts(block, case) if cut.axis == "tensor" and layer in cut.layers)
+    shares = (cut.share for cut in cuts_of(block, case) if cut.axis == "tensor" and layer in cut.layers)
     # ranks that share a head have its whole weight
     return next((share for share in shares if share * case.plan.tensor == rows), rows)
 
@@ -299,6 +299,8 @@ def rotations_fit(case: Case) -> Found:
 def something_is_narrow(case: Case) -> Found:
     """A choice that changes nothing is a mistake."""
     choices, precision = case.spec.precision, case.spec.train.precision
+    if packs(choices, precision):
+        return
     if not is_narrow(precision):
         able = " or ".join(f'"{name}"' for name, row in PRECISIONS.items() if row.tile)
         for key in choices.model_dump(exclude_defaults=True):
@@ -378,7 +380,7 @@ def _follows_others(case: Case) -> bool:
     return choices.history > 0 or (choices.granularity != "tile" and plan.tensor * plan.context > 1)
 
 
-def _cuts(block: BlockSpec, case: Case) -> Iterator[Cut]:
+def cuts_of(block: BlockSpec, case: Case) -> Iterator[Cut]:
     """The channels of a block that the plan splits."""
     tensor, experts = case.plan.tensor, case.plan.expert_tensor
     if tensor > 1:
@@ -407,7 +409,7 @@ def on_a_rank(weight: Parameter, block: BlockSpec, case: Case) -> tuple[int, ...
     if experts:
         share = (inputs if of_inputs else outputs) // plan.expert_tensor
     else:
-        split = (cut.share for cut in _cuts(block, case) if cut.axis == "tensor" and layer in cut.layers)
+        split = (cut.share for cut in cuts_of(block, case) if cut.axis == "tensor" and layer in cut.layers)
         share = next(split, inputs if of_inputs else outputs)
     return *(count // plan.expert for count in experts), *((outputs, share) if of_inputs else (share, inputs))
 

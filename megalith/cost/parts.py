@@ -20,6 +20,7 @@ from megalith.cost.workload import EXPERTS, Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import parent_watch
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.numbers import is_narrow
 from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
 
@@ -172,8 +173,8 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     ahead = model.head.ahead
     known: dict[tuple[int, bool, tuple[int, int], tuple[str, ...]], Key] = {}
     sent = [_sent_in_tiles(workload, layers) for layers in workload.narrow_layers]
-    keeping = [layers if _keeps(workload) else () for layers in workload.narrow_layers]
-    tile = workload.narrow.tile if workload.narrow is not None else 0
+    keeping, narrow = workload.packed_layers, workload.narrow
+    tile, wide = (narrow.tile, not is_narrow(narrow.precision)) if narrow is not None else (0, False)
 
     def key(block: BlockSpec, full: bool, sends: tuple[int, int] = (0, 0), keeps: tuple[str, ...] = ()) -> Key:
         of = (
@@ -185,7 +186,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
         if of not in known:
             layout = whole if full else plain
             layout = replace(layout, dispatched=sends[0], returned=sends[1])
-            layout = replace(layout, packed=keeps, packed_tile=tile) if keeps else layout
+            layout = replace(layout, packed=keeps, packed_tile=tile, packed_activations=wide) if keeps else layout
             known[of] = Key("block", bare, block, _seen(block, layout), folder)
         return known[of]
 
@@ -208,11 +209,6 @@ def _sent_in_tiles(workload: Workload, layers: tuple[str, ...]) -> tuple[int, in
         return 0, 0
     tile = narrow.tile or workload.model.dim
     return tile * (narrow.choices.dispatch != "wide"), tile * (narrow.choices.combine_gradients != "wide")
-
-
-def _keeps(workload: Workload) -> bool:
-    """Return True if narrow layers keep their inputs in 8 bits."""
-    return workload.narrow is not None and workload.narrow.choices.kept != "wide"
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long

@@ -1,6 +1,8 @@
 """How other software runs a part differently from this project: which operations are one kernel, what is recomputed, how
 logits become a loss."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.elements import E4M3
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.multiply import Multiply
+from megalith.kernels.multiply import Activation, Multiply
 from megalith.kernels.packed import once, width_of
 from megalith.kernels.quantise import Scaling
 from megalith.models.batch import Batch
@@ -140,19 +142,57 @@ class Copied(nn.Module):
         return Loss(loss, loss.detach())
 
 
-class KeepsPacked(Multiply):
-    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row)."""
+PACKING, UNPACKING = (108.0, 50), (40.0, 9)
+"""Bytes that plain operations move to turn a number into 8 bits and back, and their kernels for a tensor."""
 
-    def __init__(self, tile: int) -> None:
+
+class KeepsPacked(Multiply):
+    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row).
+    `recorder`: of wide products, for which numbers are rounded only to be kept. Then so are the factors of the activation before."""
+
+    def __init__(self, tile: int, recorder: Recorder | None = None) -> None:
         super().__init__()
-        self.scaling = Scaling(E4M3, (1, tile))
+        self.scaling, self.recorder = Scaling(E4M3, (1, tile)), recorder
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Return x [..., columns] as it is kept."""
+        shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
+        return once(x, self.scaling, lambda: self._moving(PACKING, x.new_empty(shape, dtype=torch.uint8)))
+
+    def unpacked(self, kept: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the numbers of what was kept."""
+        return self._moving(UNPACKING, kept.new_empty(shape, dtype=dtype))
+
+    def _moving(self, cost: tuple[float, int], made: Tensor) -> Tensor:
+        """Count the operations that make a tensor."""
+        if self.recorder is not None:
+            self.recorder.moved[self.recorder.phase] += cost[0] * made.numel()
+            self.recorder.kernels[self.recorder.phase] += cost[1]
+        return made
+
+    def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
+        if self.recorder is None:
+            return super().activated(activation, gate, up)
+        return _Activated.apply(self, up, *([] if gate is None else [gate]))  # pyright: ignore[reportReturnType]
 
     def keeping(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
     ) -> tuple[Tensor, Tensor]:
-        shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
-        kept = once(x, self.scaling, lambda: x.new_empty(shape, dtype=torch.uint8))
-        return self.fprop(x, weight, bias, sizes=sizes), kept
+        return self.fprop(x, weight, bias, sizes=sizes), self.packed(x)
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-        return kept.new_empty(len(kept), inputs, dtype=dtype)
+        return self.unpacked(kept, (len(kept), inputs), dtype)
+
+
+class _Activated(torch.autograd.Function):
+    """An activation whose factors are kept in 8 bits: one kernel each way."""
+
+    @staticmethod
+    def forward(ctx, multiply: KeepsPacked, *factors: Tensor) -> Tensor:
+        ctx.multiply, ctx.shape = multiply, factors[0].shape
+        ctx.save_for_backward(*map(multiply.packed, factors))
+        return factors[0] * factors[-1]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *(grad * ctx.multiply.unpacked(kept, ctx.shape, grad.dtype) for kept in ctx.saved_tensors)

@@ -240,5 +240,7 @@ class Layout:
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0
     """Numbers of such a row that share a scale; 0: all"""
+    packed_activations: bool = False
+    """True if these layers' activations keep their factors in 8 bits, too."""
     low_precision_kept: bool = False
     """Two more tensors are kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""

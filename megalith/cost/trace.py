@@ -66,7 +66,8 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
         module = stage.blocks["0"]
         split(module, recorder, layout)
         for layer in layout.packed:
-            module.get_submodule(layer).multiply = KeepsPacked(layout.packed_tile)
+            rounded = recorder if layout.packed_activations else None
+            module.get_submodule(layer).multiply = KeepsPacked(layout.packed_tile, rounded)
         _swap_mixers(module, block, recorder, layout)
         swap_kernels(module, layout)
         if layout.recompute != "none":

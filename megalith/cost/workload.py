@@ -9,7 +9,7 @@ from megalith.mesh import Mesh
 from megalith.schedule import representative_microbatches
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, stays_wide, tile_of
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, is_packed, packed_tile, packs, stays_wide, tile_of
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.sizes import layer_of, multiplied
@@ -88,7 +88,8 @@ EXPERTS = "mlp.experts"
 
 
 class Narrow(NamedTuple):
-    """The narrow precision of this project's trainer; `Workload.format` is the one that everything else is computed in."""
+    """The narrow precision of this project's trainer; `Workload.format` is the one that everything else is computed in. Or bf16, with
+    choices by which its products keep their inputs in 8 bits."""
 
     precision: str
     """A name from PRECISIONS."""
@@ -98,10 +99,18 @@ class Narrow(NamedTuple):
     @property
     def tile(self) -> int:
         """Numbers along each dim that share a scale; 0: all of a row."""
-        return tile_of(self.choices, self.precision)
+        return tile_of(self.choices, self.precision) or packed_tile(self.choices, self.precision)
 
     def layers(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
         """Return for each block the names, within the block, of the layers that multiply in the narrow format."""
+        return self._named(model) if is_narrow(self.precision) else ((),) * len(model.blocks)
+
+    def packed(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
+        """Return for each block the names, within the block, of the layers that keep their inputs in 8 bits."""
+        return self._named(model) if self.choices.kept != "wide" else ((),) * len(model.blocks)
+
+    def _named(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
+        """Return for each block the names of the layers that the choices are for."""
         known = (id(model), self)
         if known not in _layers:
             _layers[known] = model, tuple(self._layers_of(number, model) for number in range(len(model.blocks)))
@@ -109,7 +118,10 @@ class Narrow(NamedTuple):
 
     def _layers_of(self, number: int, model: ModelSpec) -> tuple[str, ...]:
         names, blocks = dict.fromkeys(map(layer_of, multiplied(model.blocks[number], model.dim))), len(model.blocks)
-        return tuple(name for name in names if not stays_wide(f"blocks.{number}.{name}", blocks=blocks, choices=self.choices))
+        how = {"blocks": blocks, "choices": self.choices}
+        if packs(self.choices, self.precision):
+            return tuple(name for name in names if is_packed(f"blocks.{number}.{name}", **how))
+        return tuple(name for name in names if not stays_wide(f"blocks.{number}.{name}", **how))
 
 
 # by identity, of models kept with it: hashing whole ones takes long, and a search asks for each of thousands of plans
@@ -118,6 +130,8 @@ _layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]]
 
 def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
     """Return the format that this project's trainer computes in, and what is narrower, for a run's precision and its choices."""
+    if packs(choices, precision):
+        return precision, Narrow(precision, choices)
     if not is_narrow(precision):
         return precision, None
     return PRECISIONS[precision].compute.name, Narrow(precision, choices)
@@ -224,12 +238,17 @@ class Workload:
     def watched(self) -> bool:
         """True if gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the
         gradients exist."""
-        return self.narrow is not None and self.narrow.choices.watch_every > 0
+        return self.narrow is not None and is_narrow(self.narrow.precision) and self.narrow.choices.watch_every > 0
 
     @cached_property
     def narrow_layers(self) -> tuple[tuple[str, ...], ...]:
         """The names of each block's narrow layers, within the block."""
         return self.narrow.layers(self.model) if self.narrow is not None else ((),) * len(self.model.blocks)
+
+    @cached_property
+    def packed_layers(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each block's layers that keep their inputs in 8 bits, within the block."""
+        return self.narrow.packed(self.model) if self.narrow is not None else ((),) * len(self.model.blocks)
 
     @cached_property
     def layout(self) -> Layout:

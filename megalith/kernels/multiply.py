@@ -4,7 +4,7 @@ A recipe says how the three products are computed, in narrow formats for instanc
 in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through this seam.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -25,6 +25,10 @@ OUTSIDE: Mapping[str, str] = {
     "MambaCore": "multiplies activations with states in fp32: its sums run over the whole sequence",
 }
 """Modules that keep matrices, or multiply, and do not use the door: class -> reason."""
+
+
+Activation = Callable[[Tensor], Tensor]
+"""An elementwise function, differentiable."""
 
 
 class Multiply(nn.Module):
@@ -76,6 +80,13 @@ class Multiply(nn.Module):
             return F.linear(x, weight, bias)
         out = product(x, weight.T)
         return out if bias is None else out.add_(bias)
+
+    def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
+        """Return activation(gate) * up, or activation(up) without a gate: the input of a product by this recipe. Differentiable."""
+        if gate is None:
+            return activation(up)
+        gate = activation(gate)  # what it was is freed, unless a backward keeps it
+        return gate * up
 
     def keeping(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None

@@ -1,7 +1,7 @@
 """Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that one message carries them: each row's codes, then
 its scales in fp32. Tiles of a weight are codes and scales apart, so that shards of both can be put together."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,8 +9,10 @@ from torch import Tensor
 from megalith.kernels.quantise import Narrowed, Scaling, quantise
 from megalith.spec.numbers import SCALE_BYTES
 
-SLAB = 1 << 16
-"""Numbers that are rounded at once: their copies in fp32 stay in a processor's cache."""
+SLABS: Mapping[str, int] = {"cpu": 1 << 16}
+"""Numbers that are rounded at once, by the kind of device: a processor's copies in fp32 stay in its cache."""
+SLAB = 1 << 24
+"""The same on a GPU, which takes long to launch kernels."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:
@@ -23,7 +25,7 @@ def pack(rows: Tensor, scaling: Scaling) -> Tensor:
     assert scaling.block[0] == 1, scaling
     columns = rows.shape[1]
     out = rows.new_empty(len(rows), width_of(columns, scaling), dtype=torch.uint8)
-    for part in _slabs(rows.shape):
+    for part in _slabs(rows):
         narrow = quantise(rows[part], scaling)
         out[part, :columns] = narrow.codes
         out[part, columns:] = narrow.scales.contiguous().view(torch.uint8)
@@ -33,7 +35,7 @@ def pack(rows: Tensor, scaling: Scaling) -> Tensor:
 def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -> Tensor:
     """Return the numbers [rows, columns] of packed rows, exact in bf16 where scales are powers of two."""
     out = packed.new_empty(len(packed), columns, dtype=dtype)
-    for part in _slabs(out.shape):
+    for part in _slabs(out):
         scales = (
             packed[part, columns:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         )  # of one row, too, at an aligned place
@@ -65,7 +67,7 @@ def pack_tiles(x: Tensor, codes: Tensor, scales: Tensor, scaling: Scaling) -> No
         for each in zip(x, codes, scales, strict=True):
             pack_tiles(*each, scaling)
         return
-    for part in _slabs(x.shape, scaling.block[0]):
+    for part in _slabs(x, scaling.block[0]):
         narrow = quantise(x[part], scaling)
         codes[part], scales[_blocks(part, scaling)] = narrow.codes, narrow.scales
 
@@ -76,7 +78,7 @@ def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -
         for each in zip(codes, scales, out, strict=True):
             unpack_tiles(*each, scaling)
         return
-    for part in _slabs(out.shape, scaling.block[0]):
+    for part in _slabs(out, scaling.block[0]):
         out[part] = Narrowed(codes[part], scales[_blocks(part, scaling)], None, scaling).factors(out.dtype)
 
 
@@ -85,7 +87,7 @@ def _blocks(rows: slice, scaling: Scaling) -> slice:
     return slice(rows.start // scaling.block[0], -(-rows.stop // scaling.block[0]))
 
 
-def _slabs(shape: torch.Size, block: int = 1) -> Iterator[slice]:
+def _slabs(x: Tensor, block: int = 1) -> Iterator[slice]:
     """Cut rows into slabs, each of whole blocks."""
-    height = max(1, SLAB // max(1, shape[1] * block)) * block
-    return (slice(first, first + height) for first in range(0, shape[0], height))
+    height = max(1, SLABS.get(x.device.type, SLAB) // max(1, x.shape[1] * block)) * block
+    return (slice(first, first + height) for first in range(0, x.shape[0], height))

@@ -53,6 +53,4 @@ class Mlp(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch | None = None) -> Float[Tensor, "batch seq dim"]:
         """`batch` is unused; blocks pass it to every kind of MLP."""
-        if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.down.activated(self.activation, None if self.gate is None else self.gate(x), self.up(x)))

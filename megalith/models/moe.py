@@ -40,7 +40,9 @@ class Experts(nn.Module):
     def forward(self, rows: Float[Tensor, "rows dim"], sizes: Sizes) -> Float[Tensor, "rows dim"]:
         """`rows` of the first expert, then of the second, ...; `sizes` of each."""
         up = self.multiply(rows, self.up, sizes=sizes)
-        inner = self.activation(up) if self.gate is None else self.activation(self.multiply(rows, self.gate, sizes=sizes)) * up
+        inner = self.multiply.activated(
+            self.activation, None if self.gate is None else self.multiply(rows, self.gate, sizes=sizes), up
+        )
         return self.multiply(inner, self.down, sizes=sizes)
 
 

@@ -7,17 +7,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
+from megalith.kernels.kept import Packed
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow
 from megalith.kernels.quantise import Share
 from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.models.linear import Linear
 from megalith.parallel.groups import Groups
-from megalith.spec.numbers import PrecisionSpec, stays_wide
+from megalith.spec.numbers import PrecisionSpec, is_packed, stays_wide
 
 WIDE = "plain"
 RECIPES: dict[str, type[Multiply]] = {
     WIDE: Multiply,
+    "packed": Packed,
     "blockwise": Blockwise,
     "microscaled": Microscaled,
     "rowwise": Rowwise,
@@ -41,6 +43,7 @@ def apply_precision(
     for path, module in list(part.named_modules()):
         if isinstance(getattr(module, "multiply", None), Multiply):
             wide = issubclass(RECIPES[recipe], Narrow) and stays_wide(f"{name}.{path}", blocks=blocks, choices=choices)
+            wide |= recipe == "packed" and not is_packed(f"{name}.{path}", blocks=blocks, choices=choices)
             module.multiply = made = RECIPES[WIDE if wide else recipe].of(choices)
             if isinstance(made, Narrow):
                 made.layer = f"{name}.{path}"

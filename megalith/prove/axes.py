@@ -101,6 +101,7 @@ AXES: Axes = {
     | {"fp8, weights gathered with scales in fp32": {"precision": "fp8", "gather": "fp8", "scale": "fp32"}}
     | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
+    | {"bf16, inputs kept in fp8": {"precision": "bf16", "kept": "fp8"}}
     | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},
 }
@@ -217,7 +218,7 @@ def run_of(choices: Choices) -> RunSpec:
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": phases},
-            "precision": small_choices(precision, LAYERS) | narrow if is_narrow(precision) else {},
+            "precision": small_choices(precision, LAYERS) | narrow if narrow or is_narrow(precision) else {},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision, "gradients": summed},
             "optimizer": OPTIMIZER
             | {"kind": kind, "moments": moments, "master": master}
@@ -240,5 +241,5 @@ def reference_key(spec: RunSpec) -> Any:
     of one rank's microbatch."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
-    choices = (spec.precision, spec.plan.microbatch) if is_narrow(spec.train.precision) else None
+    choices = spec.precision, spec.plan.microbatch if is_narrow(spec.train.precision) else None
     return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences

@@ -35,7 +35,7 @@ from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, recipe_of, settled
+from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, packs, recipe_of, settled
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -106,7 +106,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     batch = plan.data * microbatch * microbatches
     unit = plan.tensor * plan.dp_shard  # a weight is split by tensor ranks and then by data ranks
     precision, tile = spec.precision, 1
-    if is_narrow(spec.train.precision):
+    if is_narrow(spec.train.precision) or packs(spec.precision, spec.train.precision):
         precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers)), SMALL_TILE
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
         if precision.gather != "wide":

@@ -270,6 +270,9 @@ else:
 
 # --- choices within a narrow precision ---
 
+ATTENDED = ("*.attention.out",)
+"""Layers whose input the operation before them keeps too: to keep it in 8 bits as well would take more memory."""
+
 FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
 """Layers with one output for each head, or one in all: they stay wide, because a tensor rank's share of the outputs is not a
 whole tile."""
@@ -326,7 +329,9 @@ class PrecisionSpec(Spec):
         default="wide", description="format in which gradients of experts' results are sent back to narrow experts in fp8"
     )
     kept: Literal["wide", "fp8"] = Field(
-        default="wide", description="format in which the inputs of narrow products in 8 bits are kept for backward"
+        default="wide",
+        description="format in which inputs are kept for backward: of narrow products in 8 bits, as forward rounds them; in bf16, of the "
+        "products and activations in blocks, which rounds them for the gradients of weights",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",
@@ -350,9 +355,19 @@ def is_narrow(precision: str) -> bool:
     return PRECISIONS[precision].tile > 0
 
 
+def packs(choices: PrecisionSpec, precision: str) -> bool:
+    """Return True if wide products keep their inputs for backward in 8 bits."""
+    return choices.kept != "wide" and precision == BF16.name
+
+
+def packed_tile(choices: PrecisionSpec, precision: str) -> int:
+    """Return how many numbers of a row share a scale where wide products keep their inputs in 8 bits; 0 if they do not."""
+    return (choices.tile or PRECISIONS["fp8"].tile) if packs(choices, precision) else 0
+
+
 def recipe_of(choices: PrecisionSpec, precision: str) -> str:
     """Return the name of the recipe for products."""
-    own = PRECISIONS[precision].products
+    own = "packed" if packs(choices, precision) else PRECISIONS[precision].products
     return RECIPE[choices.granularity] if own in RECIPE.values() else own
 
 
@@ -386,6 +401,11 @@ def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
     draws = PRECISIONS[precision].draws
     rounding = choices.rounding or ("stochastic" if draws else "nearest")
     return choices.model_copy(update={"rounding": rounding, "hadamard": draws if choices.hadamard is None else choices.hadamard})
+
+
+def is_packed(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
+    """Return True if the wide layer of this name keeps its input in 8 bits, in a run whose wide products do."""
+    return not stays_wide(layer, blocks=blocks, choices=choices) and not any(fnmatchcase(layer, each) for each in ATTENDED)
 
 
 def stays_wide(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:

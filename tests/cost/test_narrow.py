@@ -15,12 +15,14 @@ from megalith.cost.estimate import estimate, part_times
 from megalith.cost.narrow.pays import gained, losers, pays
 from megalith.cost.narrow.ways import DRAWN, ROTATED, ROUNDED, ROUNDING, rounding_bytes
 from megalith.cost.parts import parts
+from megalith.cost.practices import PACKING, UNPACKING
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
 from megalith.cost.workload import Workload, computed
 from megalith.kernels.draws import key_of, uniform
 from megalith.kernels.elements import E2M1, E4M3
 from megalith.kernels.narrow import rotated
+from megalith.kernels.packed import pack, unpack
 from megalith.kernels.quantise import Scaling, narrowed
 from megalith.spec import cluster as clusters
 from megalith.spec.model import ModelSpec
@@ -111,6 +113,26 @@ def test_draws_and_rotations_move_theirs_in_addition() -> None:
         with turned:
             rotated(x, tile)
         assert turned.bytes / x.numel() == pytest.approx(ROTATED * tile.bit_length(), rel=0.03)
+
+
+def test_numbers_that_are_kept_in_8_bits_move_the_bytes_of_their_operations() -> None:
+    x, packing, unpacking = torch.randn(64, 1024).bfloat16(), Moved(), Moved()
+    with packing:
+        packed = pack(x, KINDS["up"])
+    with unpacking:
+        unpack(packed, x.shape[1], KINDS["up"], x.dtype)
+    for moved, (each, kernels) in ((packing, PACKING), (unpacking, UNPACKING)):
+        assert moved.bytes / x.numel() == pytest.approx(each, rel=0.1)
+        assert moved.kernels == pytest.approx(kernels, rel=0.2)
+
+
+def test_a_block_that_keeps_inputs_in_8_bits_holds_half_as_much_and_takes_longer() -> None:
+    wide, kept = (load("bf16", Plan(zero=0), kept=how) for how in ("wide", "fp8"))
+    sizes = [parts(one).blocks[1].saved for one in (wide, kept)]
+    dim, ffn = 4096, 14336
+    assert sizes[0] - sizes[1] == 8192 * (2 * (2 * dim + 4 * ffn) - (2 * dim + 3 * ffn) * 132 / 128)
+    assert 0.4 < 1 - sizes[1] / sizes[0] < 0.5
+    assert estimate(kept).time.step > estimate(wide).time.step
 
 
 # --- a step ---

@@ -40,6 +40,20 @@ def test_what_waits_elsewhere_is_predicted_to_the_byte(plan: dict[str, Any]) -> 
     assert lines["memory.activations"].gap == pytest.approx(0, abs=0.15)
 
 
+@pytest.mark.slow
+def test_what_is_kept_in_8_bits_is_predicted_to_the_byte() -> None:
+    """It leaves as it is kept. The norms' outputs and the activations' factors are a byte and a share of a scale for each number."""
+    model, train = {"layers": 8, "ffn": 256}, {"precision": "bf16", "seq_len": 64, "global_batch": 8}
+    sizes = []
+    for choices in ({}, {"kept": "fp8", "tile": 16, "wide_first": 0, "wide_last": 0}):
+        spec = brief_run(plan={"retain": HOST}, model=model, train=train, precision=choices)
+        (tier,) = (one for one in compare(predict(workload_of(spec), rank=0), dry(spec, 0)) if one.name == "memory.host")
+        assert tier.predicted == tier.counted
+        sizes.append(tier.counted)
+    tokens, dim, ffn = 8 * 64, spec.model.dim, 256  # of the microbatch in flight, in each layer
+    assert sizes[0] - sizes[1] == tokens * (2 * (2 * dim + 4 * ffn) - (2 * dim + 3 * ffn) * (1 + 4 / 16))
+
+
 def _load(retain: RetainSpec, **plan: Any) -> Workload:
     return workload(dense(8), Plan(retain=retain, **plan), global_batch=8)
 

@@ -105,6 +105,16 @@ def test_what_compiled_blocks_keep_can_wait_outside_the_device(blocks, gpu):
     assert all(abs(one.loss - other.loss) < 2e-2 for one, other in zip(expected, found, strict=True))
 
 
+@pytest.mark.any_device
+def test_inputs_kept_in_8_bits_change_no_forward(gpu):
+    choices = {"kept": "fp8", "tile": 16, "wide_first": 0, "wide_last": 0}
+    wide = trainer_on(gpu, run_of(plan={"microbatch": 2}, train={"precision": "bf16"}))
+    kept = trainer_on(gpu, run_of(plan={"microbatch": 2}, train={"precision": "bf16"}, precision=choices), like=wide)
+    expected, found = (steps(trainer, 3) for trainer in (wide, kept))
+    assert found[0].loss == expected[0].loss
+    assert all(abs(one.loss - other.loss) < 2e-2 for one, other in zip(expected, found, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about cores, TF32 and kernels it did not choose
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 2e-2)])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megalith.cost.profile import Product, Profile
 from megalith.cost.workload import EXPERTS, Narrow, Workload
 from megalith.spec.cluster import Accelerator
-from megalith.spec.numbers import BF16, FP32, PRECISIONS, Granularity, aligned, in_codes, settled
+from megalith.spec.numbers import BF16, FP32, PRECISIONS, Granularity, aligned, in_codes, is_narrow, settled
 
 if TYPE_CHECKING:
     from megalith.cost.parts import Parts
@@ -34,6 +34,9 @@ ROUNDED: Mapping[str, float] = {"up": 93.0, "ocp": 102.0, "fp32": 100.0, "e4m3":
 
 DRAWN, ROTATED = 320.0, 20.0
 """Bytes that are moved in addition for a number that is rounded stochastically, and for each step of its rotation with others."""
+
+PIECE = 1 << 24
+"""Numbers that are rounded at once to be kept, on a GPU (`kernels.packed.SLAB`)."""
 
 HELD = 14
 """Bytes for each number of a factor while plain operations round it on a GPU: three copies in fp32, and the result."""
@@ -191,6 +194,8 @@ def rounding_bytes(workload: Workload, traced: "Parts") -> float:
     device = workload.cluster.accelerator
     if workload.narrow is None or device.is_processor:
         return 0.0
+    if not is_narrow(workload.narrow.precision):  # numbers that are rounded to be kept
+        return HELD * PIECE
     return _largest(traced, workload.narrow, Ways.on(device, workload.narrow, workload.format, ranks=1).codes)
 
 

@@ -1,0 +1,72 @@
+"""Wide products that keep their inputs for backward in 8 bits.
+
+An input is needed again for the gradient of the weight alone. So forward and the gradients of activations do not change, except through an
+activation, whose factors are kept in 8 bits as well. A tile of a row shares a scale, the smallest power of two at which nothing saturates.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.elements import E4M3
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.multiply import Activation, Multiply
+from megalith.kernels.packed import once, pack, unpack
+from megalith.kernels.quantise import Scaling
+from megalith.spec.numbers import BF16, PrecisionSpec, packed_tile
+
+
+class Packed(Multiply):
+    """Plain products whose inputs are kept in E4M3, with a scale in fp32 for each tile of a row. Layers that multiply the same tensor keep
+    it once."""
+
+    def __init__(self, tile: int) -> None:
+        super().__init__()
+        self.scaling = Scaling(E4M3, (1, tile))
+
+    @classmethod
+    def of(cls, choices: PrecisionSpec) -> Self:
+        return cls(packed_tile(choices, BF16.name))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Return x [..., columns] as it is kept."""
+        return once(x, self.scaling, lambda: pack(x.reshape(-1, x.shape[-1]), self.scaling))
+
+    def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers [rows, columns] of what was kept."""
+        return unpack(kept, columns, self.scaling, dtype)
+
+    def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().activated(activation, gate, up)
+        return _Activated.apply(activation, gate, up, self)  # pyright: ignore[reportReturnType]
+
+    def keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.fprop(x, weight, bias, sizes=sizes), self.packed(x)
+
+    def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+        return self.unpacked(kept, inputs, dtype)
+
+
+class _Activated(torch.autograd.Function):
+    """activation(gate) * up, or activation(up), whose factors are kept in 8 bits. Backward computes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, gate: Tensor | None, up: Tensor, recipe: Packed) -> Tensor:
+        ctx.activation, ctx.recipe, ctx.shape = activation, recipe, up.shape
+        ctx.save_for_backward(*(recipe.packed(x) for x in (gate, up) if x is not None))
+        return activation(up) if gate is None else activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        factors = (ctx.recipe.unpacked(kept, ctx.shape[-1], grad.dtype).view(ctx.shape) for kept in ctx.saved_tensors)
+        first, *others = factors
+        with torch.enable_grad():
+            out = ctx.activation(first.requires_grad_())
+        if not others:
+            return None, None, torch.autograd.grad(out, first, grad)[0], None
+        (up,) = others
+        return None, torch.autograd.grad(out, first, grad * up)[0], grad * out.detach(), None
