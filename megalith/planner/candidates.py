@@ -28,6 +28,9 @@ IN_SEGMENTS = (SEGMENTS, NESTED)
 
 MICROBATCHES = (1, 2, 4, 8)
 
+WIDEST = 72
+"""The most tensor ranks: the devices of the largest domain of fast links that is no pod (NVL72)."""
+
 LONG = 16_384
 """Sequence length in tokens from which context parallelism is usual; a rank gets at least a quarter of it."""
 
@@ -153,8 +156,10 @@ def _sizes(devices: int, most: int) -> list[int]:
 
 
 def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
-    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a head of keys."""
-    fast = min(cluster.accelerator.scale_up_domain, cluster.count, 16)
+    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a head of keys. A domain of
+    72 devices has divisors that are neither powers of two nor three times these."""
+    domain = cluster.accelerator.scale_up_domain
+    fast = min(domain, cluster.count, WIDEST)
 
     def divides(size: int) -> bool:
         for block in set(model.blocks):
@@ -171,7 +176,8 @@ def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
                 return False
         return model.embedding.vocab % size == 0 and model.head.vocab % size == 0
 
-    return [size for size in _sizes(cluster.count, fast) if divides(size)]
+    whole = (size for size in range(1, fast + 1) if domain % size == cluster.count % size == 0)
+    return [size for size in sorted({*_sizes(cluster.count, fast), *whole}) if divides(size)]
 
 
 def _contexts(seq_len: int, devices: int) -> list[int]:

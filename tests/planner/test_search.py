@@ -126,6 +126,32 @@ def test_a_cluster_of_three_times_a_power_of_two_has_layouts_that_split_three_wa
     assert all(plan.ranks == 24 for plan in plans)
 
 
+@pytest.mark.parametrize(
+    ("device", "unit", "kv_heads", "largest"),
+    [
+        ("gb200", 64, 8, 64),
+        ("gb200", 72, 8, 72),
+        ("gb200", 72, 16, 8),
+        ("gb200", 60, 60, 12),
+        ("h100", 72, 8, 8),
+        ("tpu-v4", 64, 8, 64),
+    ],
+)
+def test_tensor_ranks_may_be_all_of_a_domain_of_72(device, unit, kv_heads, largest):
+    """What a model's heads allow, `check` accepts, too. 16 heads of keys are neither shared by 72 ranks nor divided among them."""
+    run = tiny_run(
+        model={"dim": 64, "heads": unit, "kv_heads": kv_heads, "ffn": 2 * unit, "vocab": 4 * unit},
+        train={"seq_len": 16 * unit, "global_batch": 576},
+    )
+    plans = list(candidates(run.model.build(), clusters.load(f"{device}:576"), seq_len=16 * unit, global_batch=576, space=SPACE))
+    sizes = {plan.tensor for plan in plans}
+    assert max(sizes) == largest
+    for size in sizes:
+        plan = next(plan for plan in plans if plan.tensor == size)
+        found = check(run.model_copy(update={"plan": plan, "cluster": f"{device}:576"}), files=False)
+        assert not [one for one in found if one.severity == "error" and one.key == "plan.tensor"]
+
+
 def test_candidates_differ():
     plans = list(candidates(dense(), clusters.load("h100:8"), seq_len=256, global_batch=16))
     assert len(plans) == len(set(plans))
