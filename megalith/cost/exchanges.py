@@ -246,16 +246,29 @@ _to_heads, _to_sequence = conjugates(_heads_for_sequence, _sequence_for_heads)
 
 
 def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
-    """Write down a fused attention and what its ring of context ranks sends: the block of keys and values that each passes on, in backward
-    their gradients too, which software of separate kernels sums in fp32, as `parallel.context` does."""
+    """Write down a fused attention, and what its context ranks send: around a ring the block of keys and values that each passes on, or the
+    keys and values of all. In backward their gradients are sent too, which software of separate kernels sums in fp32, as
+    `parallel.context` does."""
     ranks = layout.context // layout.ulysses
-    backward = 2 if layout.fused else 1 + 4 / layout.width
+    wider = 1 if layout.fused else 4 / layout.width
 
     def note(phase: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         sizes = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1] * ranks, q.shape[3], v.shape[3], window)
         recorder.cores.append(Core(recorder.phase, *sizes, again=phase == "F" and recorder.phase == "I"))
         recorder.kernels[recorder.phase] += 1 if phase == "F" else 3
-        if ranks > 1:
-            recorder.exchange("context", "ring", (bytes_of(k) + bytes_of(v)) * (1 if phase == "F" else backward))
+        if ranks == 1:
+            return
+        block = bytes_of(k) + bytes_of(v)
+        if layout.context_method == "ring":
+            recorder.exchange("context", "ring", block * (1 if phase == "F" else 1 + wider))
+            # a block and the next one; gradients of the own block, of the one at hand, and those that are sent and arrive
+            held = block * (min(2, ranks - 1) + wider * min(4, ranks + 1))
+        else:
+            recorder.exchange("context", "gather", ranks * block)
+            if phase == "I":
+                recorder.exchange("context", "scatter", ranks * block * wider)
+            held = 2 * ranks * block * wider  # gradients of all keys, and as they are sent
+        if phase == "I" and layout.summed:
+            k.new_empty(int(held), dtype=torch.uint8)
 
     return note

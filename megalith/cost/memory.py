@@ -363,8 +363,9 @@ def non_torch(workload: Workload) -> float:
     plan, practice = workload.plan, workload.practice
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
-    axes = [plan.dp_size, plan.tensor, plan.pipeline, plan.context]
+    axes = [plan.dp_size, plan.tensor, plan.pipeline, plan.ulysses, plan.context // plan.ulysses]
     found = CONTEXT if workload.cluster.count > 1 else CONTEXT - PAIR
+    found += ALL_TO_ALL * (plan.ulysses > 1)
     if plan.expert > 1:
         axes.append(line("expert_dp", workload).size)
         if practice.deduplicated:  # those of HybridEP: tokens of all near ranks, once to be sent and once to be added up

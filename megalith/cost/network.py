@@ -20,6 +20,11 @@ class Line:
         return min(self.size, max(1, domain // self.stride))
 
 
+def domain_of(cluster: ClusterSpec) -> int:
+    """Return how many devices have links of their own between them: those of a node, or of a larger domain of fast links."""
+    return max(cluster.per_node, cluster.accelerator.scale_up_domain)
+
+
 @dataclass(frozen=True)
 class Wires:
     """Links between devices, at the rates that collectives really reach (bytes/s out of a device)."""
@@ -34,9 +39,8 @@ class Wires:
     def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
         """Return the wires of a cluster. A link whose speed nobody published counts as 1 MB/s, which is as good as none."""
         accelerator = cluster.accelerator
-        domain = cluster.per_node if accelerator.scale_up_domain <= cluster.per_node else accelerator.scale_up_domain
         return cls(
-            domain=domain,
+            domain=domain_of(cluster),
             fast=(accelerator.scale_up or 1e6) * device.fast,
             slow=(cluster.scale_out or accelerator.scale_up or 1e6) * device.slow,
             latency=device.latency,

@@ -230,7 +230,7 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     if block is None or not isinstance(block.mlp, MoeSpec):
         unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0, "returned": 0}
     if block is None or block.attention is None:
-        unseen |= {"ulysses": 1, "attention": "fused", "rotary": True}
+        unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
     if block is None:
         unseen |= {"recompute": "none"}
     else:  # the head's alone

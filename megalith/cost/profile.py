@@ -212,6 +212,9 @@ class Layout:
     sequence: bool = True
     context: int = 1
     ulysses: int = 1
+    context_method: Literal["ring", "gather"] = "ring"
+    summed: bool = False
+    """Gradients of keys and values of several context ranks are added up in tensors of their own, as by this project's trainer."""
     expert: int = 1
     expert_tensor: int = 1
     recompute: str = "none"

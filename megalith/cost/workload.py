@@ -264,6 +264,8 @@ class Workload:
             sequence=plan.sequence,
             context=plan.context,
             ulysses=plan.ulysses,
+            context_method="ring" if plan.ulysses == plan.context else plan.context_method,
+            summed=practice.ours and plan.ulysses < plan.context,
             expert=plan.expert,
             expert_tensor=plan.expert_tensor,
             recompute=recompute,

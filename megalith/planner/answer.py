@@ -343,12 +343,14 @@ def headroom() -> float:
 def short(plan: Plan) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; values of 1 are left out, except for data, ZeRO and microbatch. A
     schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
-    each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents
-    of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with gradients released:
-    d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights. Last, percents of the blocks whose
-    activations wait in host memory: d8 z1 m1 a50; or on disk: d8 z1 m1 a-disk100.
+    each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Context ranks that
+    exchange heads (Ulysses) stand behind all of them, and then a gather of keys and values: c16u4 d8 z1 m1, c16 gather d8 z1 m1.
+    Behind all, percents of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with
+    gradients released: d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights. Last, percents of the
+    blocks whose activations wait in host memory: d8 z1 m1 a50; or on disk: d8 z1 m1 a-disk100.
     """
-    tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
+    tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
+    context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
     expert = f"e{plan.expert}{parts} " if plan.expert > 1 or parts else ""
     chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
@@ -361,6 +363,11 @@ def short(plan: Plan) -> str:
     retain = "a-disk" if plan.retain.blocks == "disk" else "a"
     away += f" {retain}{100 * plan.retain.away:.0f}" if plan.retain.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
+
+
+def _exchange(plan: Plan) -> str:
+    heads = f"u{plan.ulysses}" if plan.ulysses > 1 else ""
+    return heads + (" gather" if plan.context_method == "gather" and plan.ulysses < plan.context else "")
 
 
 def _nothing(asked: ResolvedRequest, found: SearchResult, scorer: Scorer) -> list[Problem]:

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from math import gcd
+from typing import Literal, NamedTuple
 
+from megalith.cost.network import domain_of
 from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
+from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, RetainSpec, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
 
@@ -59,6 +61,8 @@ class Space:
     """Tried besides 1F1B and interleaved 1F1B."""
     copies: bool = True
     """Under ZeRO 3, try two copies of the state, or one for each node, for every 8 nodes or for every 64 (HSDP)."""
+    exchanges: bool = True
+    """Beside a ring of context ranks, try to gather keys and values, and to exchange heads (Ulysses), where these can be faster."""
     compile: bool = False
     """Compile blocks, unless the schedule defers weight gradients, which are compiled with the rest."""
     compile_split: bool = True
@@ -78,7 +82,16 @@ class Space:
     def of_prefill(cls) -> "Space":
         """Return the space of a prefill. Nothing is kept for a backward or gathered: no recomputation, no ZeRO, one sequence at a
         time, no interleaving."""
-        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), again=(), offload=())
+        return cls(
+            policies=POLICIES[:1],
+            microbatches=(1,),
+            most_chunks=1,
+            zero=(0,),
+            schedules=(),
+            exchanges=False,
+            again=(),
+            offload=(),
+        )
 
 
 def offloaded(plan: Plan, share: float) -> Plan:
@@ -112,17 +125,19 @@ def candidates(
         data = devices // (tensor * context * pipeline)
         if global_batch % data:
             continue
+        exchanges = _exchanges(model, cluster, tensor, context) if space.exchanges else [Exchange()]
         for (expert, parts_of_one), micro in product(_experts(model, data * context * tensor, tensor), space.microbatches):
             if (global_batch // data) % micro:
                 continue
             rounds = global_batch // data // micro
             shares = _shares(cluster, data, context, tensor * context, pipeline, space)
-            for (schedule, chunks), (zero, copies) in product(_schedules(model, pipeline, rounds, space), shares):
+            schedules = _schedules(model, pipeline, rounds, space)
+            for (schedule, chunks), (zero, copies), (method, ulysses) in product(schedules, shares, exchanges):
                 for policy, parts in space.policies:
                     yield Plan(
                         data=data, replicate=copies, zero=zero, tensor=tensor, sequence=seq_len % (context * tensor) == 0,
-                        context=context, pipeline=pipeline, schedule=schedule, chunks=chunks, expert=expert,
-                        expert_tensor=parts_of_one, microbatch=micro,
+                        context=context, context_method=method, ulysses=ulysses, pipeline=pipeline, schedule=schedule, chunks=chunks,
+                        expert=expert, expert_tensor=parts_of_one, microbatch=micro,
                         compile=space.compiles(schedule, split=tensor * context * expert > 1),
                         recompute=policy, recompute_parts=parts, layers=even_layers(blocks, pipeline * chunks),
                     )  # fmt: skip
@@ -182,6 +197,37 @@ def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
 
 def _contexts(seq_len: int, devices: int) -> list[int]:
     return [size for size in _powers(min(devices, 256)) if size == 1 or seq_len // size >= LONG // 4]
+
+
+class Exchange(NamedTuple):
+    """How the queries of a context rank meet the keys of others."""
+
+    method: Literal["ring", "gather"] = "ring"
+    ulysses: int = 1
+
+
+def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int) -> list[Exchange]:
+    """Return a ring, which hides behind attention; a gather, if several ranks of a domain send into the network, since only one of them
+    does in a ring; and as many ranks of one domain as can exchange heads, if they then send less than in a ring."""
+    found, domain = [Exchange()], max(1, domain_of(cluster) // tensor)
+    if 1 < domain < context:
+        found.append(Exchange("gather"))
+    attentions = {block.attention for block in set(model.blocks) if block.attention}
+    for ranks in reversed(_powers(min(domain, context))[1:]):
+        if all(_sends_less(attention, tensor, ranks) for attention in attentions) and attentions:
+            return [*found, Exchange(ulysses=ranks)]
+    return found
+
+
+def _sends_less(attention: AttentionSpec | LatentAttentionSpec, tensor: int, ranks: int) -> bool:
+    """True if Ulysses' ranks send fewer bytes than a ring of them: queries, outputs and the keys of each rank's heads once, instead of all
+    keys `ranks - 1` times."""
+    grouped = isinstance(attention, AttentionSpec)
+    if attention.heads % (tensor * ranks) or (grouped and attention.own):
+        return False
+    heads = attention.heads // tensor
+    shared = max(1, attention.kv_heads // tensor) if grouped else heads
+    return heads + shared * ranks // gcd(ranks, shared) < ranks * shared
 
 
 def _pipelines(model: ModelSpec, devices: int) -> list[int]:

@@ -107,7 +107,7 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
     plan = workload.plan.model_copy(update=change)
     split = plan.tensor * plan.context * plan.pipeline
     blocks = len(workload.model.blocks)
-    if ranks % split or plan.stages > blocks:
+    if ranks % split or plan.stages > blocks or plan.context % plan.ulysses:
         return None
     data = ranks // split
     if workload.global_batch % (data * plan.microbatch) or workload.seq_len % (2 * plan.context * plan.tensor):

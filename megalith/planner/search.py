@@ -194,7 +194,7 @@ def search(
 
 def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
     """Return all choices of a plan except the microbatch."""
-    split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
+    split = plan.tensor, plan.context, plan.context_method, plan.ulysses, plan.pipeline, plan.expert, plan.expert_tensor
     return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
 

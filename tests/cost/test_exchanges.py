@@ -67,6 +67,7 @@ EXPERT = [
 CONTEXT = [
     Plan(context=4, zero=0),
     Plan(context=4, context_method="gather", zero=0),
+    Plan(context=4, context_method="gather", ulysses=2, zero=0, recompute="full"),
     Plan(context=4, ulysses=4, zero=0),
     Plan(context=4, ulysses=2, zero=0, recompute="full"),
     Plan(context=2, tensor=2, zero=0),
@@ -125,8 +126,9 @@ def _layout(plan: Plan, width: int) -> Layout:
     """The trainer's own software: plain PyTorch, and a loss that is computed a few rows at a time."""
     recompute = ",".join(plan.recompute_parts) if plan.recompute == "selective" else plan.recompute
     return Layout(
-        MICROBATCH, SEQ, tensor=plan.tensor, sequence=plan.sequence, context=plan.context, ulysses=plan.ulysses, expert=plan.expert,
-        expert_tensor=plan.expert_tensor, recompute=recompute, fused=False, loss="chunked", width=width, kept=width,
+        MICROBATCH, SEQ, tensor=plan.tensor, sequence=plan.sequence, context=plan.context, ulysses=plan.ulysses,
+        context_method=plan.context_method, expert=plan.expert, expert_tensor=plan.expert_tensor, recompute=recompute, fused=False,
+        loss="chunked", width=width, kept=width,
     )  # fmt: skip
 
 
@@ -230,14 +232,13 @@ def _orders(model: ModelSpec, part: int, plan: Plan) -> int:
     return 2 * 8 * tokens * mlp.router.active * plan.expert_tensor
 
 
-def _handed_on(sends: Sends, plan: Plan) -> dict[tuple[str, str], float]:
-    """Return the bytes that a rank sends in each phase. A ring and a gather of keys and values send equally many."""
-    ranks = plan.context // plan.ulysses
-    share = {"ring": ranks - 1, "send": 1, "all-gather": (ranks - 1) / ranks, "reduce-scatter": (ranks - 1) / ranks}
-    found: Counter[tuple[str, str]] = Counter()
+def _handed_on(sends: Sends, plan: Plan) -> dict[tuple[str, str, str], float]:
+    """Return the bytes of messages and collectives in each phase. A ring passes its block on to all other ranks."""
+    hops = plan.context // plan.ulysses - 1
+    found: Counter[tuple[str, str, str]] = Counter()
     for (phase, axis, kind, size), times in sends.items():
-        keys = axis == "context" and kind != "all-to-all"
-        found[phase, f"{axis} {'keys' if keys else kind}"] += times * size * (share[kind] if keys else 1)  # pyright: ignore
+        messages = kind in ("ring", "send")
+        found[phase, axis, "send" if messages else kind] += times * size * (hops if kind == "ring" else 1)  # pyright: ignore
     return dict(found)
 
 

@@ -152,6 +152,65 @@ def test_tensor_ranks_may_be_all_of_a_domain_of_72(device, unit, kv_heads, large
         assert not [one for one in found if one.severity == "error" and one.key == "plan.tensor"]
 
 
+def _of_heads(heads, kv_heads, window=None):
+    model = dense(1)
+    size = {"heads": heads, "kv_heads": kv_heads, "head_dim": DIM // heads, "window": window}
+    block = model.blocks[0].model_copy(update={"attention": model.blocks[0].attention.model_copy(update=size)})
+    return model.model_copy(update={"blocks": (block,)})
+
+
+def _sent(model, plan):
+    """Return the bytes that a context rank sends in a block's forward."""
+    size = plan.context // plan.ulysses
+    share = {"ring": size - 1, "gather": (size - 1) / size, "all_to_all": (plan.ulysses - 1) / plan.ulysses}
+    cluster = clusters.load(f"h100:{plan.ranks}")
+    block = parts(Workload(model, plan, cluster, 4096 * plan.context, plan.data, practice=assumed(plan))).blocks[0]
+    return sum(share[one.kind] * one.size * one.times for one in block.exchanges if (one.phase, one.axis) == ("F", "context"))
+
+
+@pytest.mark.parametrize("kv_heads", [16, 4])
+def test_context_ranks_exchange_heads_where_they_send_less(kv_heads):
+    """The search has Ulysses' ranks inside a node exactly where a trace says that a ring sends more."""
+    model = _of_heads(16, kv_heads)
+    found = set(candidates(model, clusters.load("h100:16"), seq_len=65_536, global_batch=16, space=SPACE))
+    for context in (2, 4, 8, 16):
+        ring = Plan(context=context)
+        for ulysses in (2, 4, 8):
+            if ulysses <= context:
+                less = _sent(model, Plan(context=context, ulysses=ulysses)) < _sent(model, ring)
+                largest = ulysses == min(context, 8)
+                tried = any((plan.tensor, plan.context, plan.ulysses) == (1, context, ulysses) for plan in found)
+                assert tried == (less and largest), (context, ulysses)
+    assert {plan.ulysses for plan in found} > {1}
+
+
+def test_keys_are_gathered_where_several_ranks_of_a_node_send_to_others():
+    """A gather then takes less time than a ring. Between the ranks of a node, or with one rank a node, a ring hides behind attention."""
+    model, scorer = _of_heads(16, 16), Scorer(calibration())
+    tried = {
+        (plan.tensor, plan.context)
+        for plan in candidates(model, clusters.load("h100:16"), seq_len=65_536, global_batch=16, space=SPACE)
+        if plan.context_method == "gather"
+    }
+    assert tried == {(1, 16), (2, 8), (4, 4)}
+
+    def waits(tensor, context, method):
+        plan = Plan(tensor=tensor, context=context, context_method=method, data=16 // tensor // context)
+        load = Workload(model, plan, clusters.load("h100:16"), 65_536, 16, practice=assumed(plan))
+        return scorer.estimate(load).time.context
+
+    for tensor, context in ((1, 16), (2, 8), (1, 8), (8, 2)):
+        faster = waits(tensor, context, "gather") < waits(tensor, context, "ring")
+        assert faster == ((tensor, context) in tried), (tensor, context)
+
+
+def test_a_layout_names_how_its_context_ranks_exchange():
+    assert short(Plan(context=16, context_method="gather")) == "c16 gather d1 z1 m1"
+    assert short(Plan(context=16, ulysses=8)) == "c16u8 d1 z1 m1"
+    assert short(Plan(context=16, ulysses=8, context_method="gather")) == "c16u8 gather d1 z1 m1"
+    assert short(Plan(context=8, ulysses=8, context_method="gather")) == "c8u8 d1 z1 m1"
+
+
 def test_candidates_differ():
     plans = list(candidates(dense(), clusters.load("h100:8"), seq_len=256, global_batch=16))
     assert len(plans) == len(set(plans))
