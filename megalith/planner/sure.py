@@ -9,12 +9,14 @@ from typing import Any
 
 from megalith.cost import doubt
 from megalith.cost.constants import calibration
-from megalith.cost.doubt import Interval, LearnedSpread
+from megalith.cost.doubt import Interval, LearnedSpread, Spread
 from megalith.cost.software import SOFTWARE
 from megalith.planner.measured import Own
+from megalith.planner.published.shapes import Beyond, beyond
 from megalith.planner.request import ResolvedRequest
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import MoeSpec
+from megalith.spec.sizes import count_model
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,17 @@ class Sure:
 def sure(asked: ResolvedRequest, own: Sequence[Own] = ()) -> Sure:
     """Return how sure predictions for a question are, given measurements of the same software on the same machines."""
     kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(asked.model.blocks)) else "time.dense"
-    time, memory = doubt.bundled()[kind], doubt.bundled()["memory"]
-    far = (
-        ""
-        if _device(asked) in calibration().fitted["devices"]
-        else f"no measured row has a device like {asked.cluster.accelerator.name}"
-    )
-    if far:
-        time = replace(time, between=time.between * sqrt(2))  # a device's own factor is as uncertain as a stack's
+    sizes = {
+        "parameters": float(count_model(asked.model).total), "tokens a sequence": float(asked.run.train.seq_len),
+        "devices": float(asked.cluster.count),
+    }  # fmt: skip
+    outside = {name: beyond(name, sizes) for name in (kind, "memory")}
+    known = _device(asked) in calibration().fitted["devices"]
+    time = _wider(doubt.bundled()[kind], outside[kind], also=0.0 if known else 1.0)
+    memory = _wider(doubt.bundled()["memory"], outside["memory"])
+    lacking = [] if known else [f"a device like {asked.cluster.accelerator.name}"]
+    far = " or ".join(lacking + [_amount(one) for one in outside[kind][:1]])
+    far = far and f"no measured row has {far}"
     peaks = [one.memory for one in own if one.memory is not None and one.software == asked.software]
     held = memory.interval(memory.learn(peaks) if peaks else None)
     stack = asked.software, asked.cluster.machine, kind
@@ -58,6 +63,23 @@ def sure(asked: ResolvedRequest, own: Sequence[Own] = ()) -> Sure:
     within = learnt.within if learnt else time.within
     words = _words(asked, mine, learnt, far) + _apart([one for one in timed if one not in mine]) + _rates(asked.cluster)
     return Sure(around, held, exp(time.reach_known * within * sqrt(2)), words, factor)
+
+
+def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
+    """Return the spread of predictions for a shape outside of the measured ones. A device's own factor is as uncertain as a stack's (`also`
+    = 1), and we assume that each doubling beyond the measured sizes adds as much."""
+    further = also + max((one.doublings for one in outside), default=0.0)
+    return replace(spread, between=spread.between * sqrt(1 + further))
+
+
+def _amount(one: Beyond) -> str:
+    few = "so few" if one.size < one.edge else "as many"
+    return f"{few} {one.name} ({_count(one.size)}; measured: {_count(one.edge)})"
+
+
+def _count(number: float) -> str:
+    """Return a number as people write it: 671B, 4.2M, 8,192."""
+    return next((f"{number / unit:.3g}{letter}" for letter, unit in (("B", 1e9), ("M", 1e6)) if number >= unit), f"{number:,.0f}")
 
 
 def _device(asked: ResolvedRequest) -> str | None:

@@ -15,7 +15,7 @@ from megalith.planner.answer import answer
 from megalith.planner.measured import measured
 from megalith.planner.published.rows import read
 from megalith.planner.request import PlanRequest, resolve
-from megalith.planner.sure import sure
+from megalith.planner.sure import Sure, sure
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.problem import SpecErrors
 from tests.specs import tiny_run
@@ -106,6 +106,35 @@ def test_without_rows_nothing_is_moved():
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
     far = sure(resolve(PlanRequest(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
+
+
+def _of_shape(model: str, cluster: str, seq_len: int) -> Sure:
+    return sure(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=32_768)))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_len", "words"),
+    [
+        ("llama3.1-8b", "h100:16384", 8192, "as many devices (16,384; measured: 6,144)"),
+        ("deepseek-v3", "h100:1024", 32_768, "as many tokens a sequence (32,768; measured: 8,192)"),
+        ("deepseek-tiny", "h100:64", 4096, "so few parameters ("),
+    ],
+)
+def test_sizes_outside_of_the_measured_ones_widen_the_interval(model: str, cluster: str, seq_len: int, words: str):
+    """Each doubling widens it further; within the measured sizes all intervals are equal."""
+    inside = _of_shape("mixtral-8x7b" if "deepseek" in model else "llama3.1-8b", "h100:64", 8192)
+    found = _of_shape(model, cluster, seq_len)
+    assert found.time.half_width > 1.1 * inside.time.half_width
+    assert words in found.words and "no measured row" not in inside.words
+    name, _, count = cluster.partition(":")
+    if "devices" in words:
+        assert _of_shape(model, f"{name}:{2 * int(count)}", seq_len).time.half_width > found.time.half_width
+        assert _of_shape(model, f"{name}:4096", seq_len).time == inside.time
+
+
+def test_memory_is_less_certain_for_larger_models_than_measured_ones():
+    small, large = (_of_shape(model, "h100:4096", 8192).memory for model in ("llama3.1-70b", "llama3.1-405b"))
+    assert large.half_width > 1.2 * small.half_width
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""The shapes that published rows measured, and how far outside of them a question is. No torch."""
+
+from collections.abc import Mapping
+from functools import cache
+from math import log2
+from typing import NamedTuple
+
+from megalith.planner.published.rows import Row, read
+
+COLUMNS = {"parameters": ("params_total_b", 1e9), "tokens a sequence": ("seq_len", 1.0), "devices": ("n_gpus", 1.0)}
+"""What a shape is: its name, the column that has it, and the unit of that column."""
+
+
+class Beyond(NamedTuple):
+    """One size of a question that no row has measured on its side."""
+
+    name: str
+    size: float
+    edge: float
+    """The measured size that is nearest."""
+
+    @property
+    def doublings(self) -> float:
+        """How often the edge must double, or halve, to become the size."""
+        return abs(log2(self.size / self.edge))
+
+
+@cache
+def measured(kind: str) -> Mapping[str, tuple[float, float]]:
+    """Return the smallest and the largest size of the rows behind a kind of predictions (`cost.doubt.KINDS`)."""
+    rows = [row for row in read() if row.scored and _is_of(row, kind)]
+    found: dict[str, tuple[float, float]] = {}
+    for name, (column, unit) in COLUMNS.items():
+        if kind == "memory" and name == "devices":
+            continue  # the bytes of a rank follow from its plan
+        sizes = [number * unit for row in rows if (number := row.number(column))]
+        found[name] = min(sizes), max(sizes)
+    return found
+
+
+def _is_of(row: Row, kind: str) -> bool:
+    if kind == "memory":
+        return row.memory is not None
+    timed = any(row.text(name) for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"))
+    return timed and (row.number("params_active_b") != row.number("params_total_b")) == (kind == "time.expert")
+
+
+def beyond(kind: str, sizes: Mapping[str, float]) -> list[Beyond]:
+    """Return the sizes of a question outside of those that rows measured, the furthest first."""
+    found = []
+    for name, (low, high) in measured(kind).items():
+        if not low <= sizes[name] <= high:
+            found.append(Beyond(name, sizes[name], low if sizes[name] < low else high))
+    return sorted(found, key=lambda one: -one.doublings)
