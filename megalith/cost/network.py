@@ -16,7 +16,7 @@ class Line:
     stride: int = 1
 
     def inside(self, domain: int) -> int:
-        """How many of them share one domain of fast links."""
+        """How many of them share one domain of fast links, or one pod of the network."""
         return min(self.size, max(1, domain // self.stride))
 
 
@@ -34,18 +34,45 @@ class Wires:
     slow: float
     latency: float
     hop: float
+    pod: int | None = None
+    """Devices that reach each other at the rate of their cards; None: all."""
+    thin: float = float("inf")
+    """A device's share of what leaves its pod."""
+    torus: int = 0
+    """Dimensions of the torus that the fast links form; 0: each device reaches each other one directly."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
         """Return the wires of a cluster. A link whose speed nobody published counts as 1 MB/s, which is as good as none."""
         accelerator = cluster.accelerator
+        slow = (cluster.scale_out or accelerator.scale_up or 1e6) * device.slow
         return cls(
             domain=domain_of(cluster),
             fast=(accelerator.scale_up or 1e6) * device.fast,
-            slow=(cluster.scale_out or accelerator.scale_up or 1e6) * device.slow,
+            slow=slow,
             latency=device.latency,
             hop=device.hop,
+            pod=cluster.pod,
+            thin=slow / cluster.oversubscription,
+            torus=accelerator.torus,
         )
+
+    def together(self, line: Line) -> int:
+        """Return how many ranks of a line share one pod."""
+        return line.size if self.pod is None else line.inside(self.pod)
+
+    def sends(self, line: Line, cards: int) -> float:
+        """Return the bytes/s between two domains, of which one has `cards` ranks of the line that send. At the border of two pods all
+        ranks of the line in the pod have their share of what leaves it."""
+        below = self.together(line)
+        near = min(self.fast, cards * self.slow)
+        return near if below == line.size else min(near, below * self.thin)
+
+    def hops(self, line: Line) -> float:
+        """Return the mean number of links between two ranks of a line in one domain: on a torus a quarter of each side of the block of
+        devices that the line spans."""
+        block = min(self.domain, line.size * line.stride)
+        return max(1.0, self.torus * block ** (1 / self.torus) / 4) if self.torus else 1.0
 
 
 def rate(line: Line, wires: Wires) -> float:
@@ -55,7 +82,7 @@ def rate(line: Line, wires: Wires) -> float:
     (NCCL builds that many rings), up to what the fast links feed.
     """
     inside = line.inside(wires.domain)
-    return wires.fast if inside == line.size else min(wires.fast, inside * wires.slow)
+    return wires.fast if inside == line.size else wires.sends(line, inside)
 
 
 def ring(line: Line, wires: Wires) -> float:
@@ -84,16 +111,18 @@ def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
     """Each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` holds every token that many times, for
     different experts: a token goes to each rank once, and crosses the network once for each domain (DeepEP). The router limits
-    it to `reach` domains."""
+    it to `reach` domains. On a torus, bytes take as many links as they have hops."""
     if line.size == 1 or size == 0:
         return 0.0
-    domains = line.size / line.inside(wires.domain)
-    near, far = size / copies * _others(line.size, copies), size / copies * _others(domains, copies)
+    domains, pods = line.size / line.inside(wires.domain), line.size / wires.together(line)
+    near, far, beyond = (size / copies * _others(places, copies) for places in (line.size, domains, pods))
     if reach is not None:
-        far = min(far, size / copies * reach * (1 - 1 / domains))
+        limits = (size / copies * reach * (1 - 1 / places) for places in (domains, pods))
+        far, beyond = map(min, (far, beyond), limits)
     if copies == 1:
         near, far = near - size * (line.size - line.size / domains) / line.size, size * (1 - 1 / domains)
-    return wires.latency + wires.hop * domains**0.5 + max(near / wires.fast, far / wires.slow)
+    seconds = max(near * wires.hops(line) / wires.fast, far / wires.slow, beyond / wires.thin)
+    return wires.latency + wires.hop * domains**0.5 + seconds
 
 
 def _others(places: float, copies: int) -> float:
@@ -102,6 +131,6 @@ def _others(places: float, copies: int) -> float:
 
 
 def message(size: float, line: Line, wires: Wires) -> float:
-    """From one rank to the next of the line."""
+    """From one rank to the next of the line. On a torus a message takes one link of two in each dimension."""
     near = line.inside(wires.domain) == line.size
-    return wires.latency + size / (wires.fast if near else wires.slow)
+    return wires.latency + size / (wires.fast / max(1, 2 * wires.torus) if near else wires.sends(line, 1))

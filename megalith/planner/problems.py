@@ -61,5 +61,7 @@ def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
     if cluster.nodes > 1:
         needed["scale_out"] = cluster.scale_out
     missing = ", ".join(what for what, value in needed.items() if value is None)
-    way_out = f"Measure this machine with `megalith doctor --calibrate machine.toml`, and use --cluster machine.toml. {OWN}"
+    unknown = needed.get("scale_out", 0) is None
+    own = "If you know it, in bytes/s out of a device: --set cluster.scale_out=25e9, say. " if unknown else ""
+    way_out = f"{own}Measure this machine with `megalith doctor --calibrate machine.toml`, and use --cluster machine.toml. {OWN}"
     return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []

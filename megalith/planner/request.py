@@ -12,7 +12,8 @@ from megalith.cost.software import OURS, SOFTWARE
 from megalith.cost.workload import Narrow, computed
 from megalith.planner import formats
 from megalith.planner.candidates import splits
-from megalith.planner.problems import across_sites, plan_problems, problem, unpublished
+from megalith.planner.described import described, of_cluster
+from megalith.planner.problems import across_sites, plan_problems, problem
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
@@ -182,6 +183,8 @@ def resolve(question: PlanRequest) -> ResolvedRequest:
     seq_len, noted = _length(question, spec, model)
     batch, notes = _batch(question, spec, seq_len, problems)
     notes = (*taken, *noted, *notes)
+    if question.out and (own := of_cluster(question.overrides)):
+        notes = (*notes, f"the run file names the cluster without {', '.join(own)}: a cluster file can have it")
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if question.forward_only else _tokens(question, spec, whole, problems)
@@ -253,13 +256,14 @@ def _not_of_prefill(question: PlanRequest) -> list[Problem]:
 
 
 def _loaded(question: PlanRequest, problems: list[Problem]) -> ResolvedRun | None:
+    overrides = [text for text in question.overrides if text not in of_cluster(question.overrides)]
     if question.path is None:
-        if question.overrides:
+        if overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
-            problems.append(problem("--set", question.overrides[0], "needs a run file, but none was given", way_out))
+            problems.append(problem("--set", overrides[0], "needs a run file, but none was given", way_out))
         return None
     try:
-        found = files.load(question.path, overrides=question.overrides)
+        found = files.load(question.path, overrides=overrides)
         unfit, _ = admit(found.spec, found.provenance)
         problems += unfit
         return None if unfit else found
@@ -314,13 +318,7 @@ def _cluster(question: PlanRequest, spec: RunSpec | None, problems: list[Problem
         if spec is not None or question.path is None:
             problems.append(problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
         return "", None
-    try:
-        found = clusters.load(name)
-    except SpecErrors as errors:
-        problems += errors.problems
-        return name, None
-    problems += unpublished(name, found)
-    return name, found
+    return name, described(name, question.overrides, problems)
 
 
 def _length(question: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:

@@ -2,12 +2,13 @@
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megalith.spec.base import Spec
 from megalith.spec.faults import Reliability
@@ -30,6 +31,9 @@ class Accelerator(Spec):
     memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s")
     scale_up: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over its fast links, one direction")
     scale_up_domain: PositiveInt = Field(default=1, description="devices that reach each other over the fast links")
+    torus: int = Field(
+        default=0, ge=0, le=6, description="dimensions of the torus of the fast links; 0: a switch, or links between all"
+    )
     per_node: PositiveInt = Field(default=1, description="devices of one host")
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     power: PositiveFloat | None = Field(default=None, description="watts it is designed for")
@@ -108,6 +112,12 @@ class ClusterSpec(Spec):
     count: PositiveInt
     per_node: PositiveInt
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
+    pod: PositiveInt | None = Field(
+        default=None, description="devices of a part of the network that reach each other at the rate of scale_out; unset: all"
+    )
+    oversubscription: float = Field(
+        default=1.0, ge=1, description="how many times the rate at which a pod's devices send is what leaves the pod"
+    )
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
     interruptions: NonNegativeFloat = Field(
         default=419 / (54 * 24 * 16_384),
@@ -116,6 +126,15 @@ class ClusterSpec(Spec):
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
     measured: Measured | None = Field(default=None, description="what `megalith doctor --calibrate` measured")
     host: HostSpec = Field(default=HostSpec(), description="memory, links and disks of a host")
+
+    @model_validator(mode="after")
+    def _pods_are_whole(self) -> Self:
+        near = max(self.per_node, self.accelerator.scale_up_domain)
+        if self.pod is None and self.oversubscription > 1:
+            raise ValueError(f"oversubscription = {self.oversubscription:g} is that of a pod: set pod, in devices")
+        if self.pod is not None and self.pod % near:
+            raise ValueError(f"pod = {self.pod} is not a multiple of the {near} devices that have links of their own: use one")
+        return self
 
     @property
     def nodes(self) -> int:
@@ -240,15 +259,41 @@ def _read(path: Path) -> ClusterSpec:
         accelerator = Accelerator.model_validate(given) if own else _named(given, key=f"{path}: accelerator")
         cluster = _cluster(values, accelerator)
     except ValidationError as error:
-        raise SpecErrors(
-            [
-                _problem(f"{path}: {'.'.join(map(str, e['loc']))}", e["input"], e["msg"], "Correct it, or leave the key out.")
-                for e in error.errors()
-            ]
-        ) from error
+        raise _invalid(error, f"{path}: ") from error
     if problems := _measured_elsewhere(path, cluster):
         raise SpecErrors(problems)
     return cluster
+
+
+def changed(cluster: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
+    """Return the cluster with other values: keys of a cluster file, with tables for `accelerator` and `host`. Raises SpecErrors."""
+    try:
+        return ClusterSpec.model_validate(_laid(cluster.model_dump(), values))
+    except ValidationError as error:
+        raise _invalid(error, "cluster.") from error
+
+
+def _laid(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree with other values where `above` has some."""
+    held = below if isinstance(below, dict) else {}
+    return held | {key: _laid(held.get(key), value) if isinstance(value, Mapping) else value for key, value in above.items()}
+
+
+def _invalid(error: ValidationError, where: str) -> SpecErrors:
+    """Return the problems of a faulty description; `where` comes before each key."""
+    found = ((".".join(map(str, each["loc"])), each) for each in error.errors())
+    return SpecErrors(
+        [
+            _problem(f"{where}{key}".rstrip(" .:"), each["input"] if key else None, each["msg"], _correct(key))
+            for key, each in found
+        ]
+    )
+
+
+def _correct(key: str) -> str:
+    nearest = near(key, ClusterSpec.model_fields) if "." not in key else None
+    hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
+    return f"{hint}Correct it, or leave the key out."
 
 
 def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:

@@ -123,6 +123,28 @@ def test_a_device_without_published_figures_is_named():
     assert "memory_bandwidth" in wrong(**{**GOOD, "cluster": "cpu:4"})["--cluster"].reason
 
 
+def test_a_fabric_that_nobody_published_is_given_by_its_user():
+    unknown = {"model": "llama3.1-8b", "cluster": "tpu-v4:8192", "seq_len": 2048, "global_batch": 8192}
+    assert "--set cluster.scale_out=25e9" in wrong(**unknown)["--cluster"].way_out
+    settings = ("cluster.scale_out=20e9", "cluster.pod=8192", "cluster.oversubscription=4")
+    found = resolve(PlanRequest(**unknown | {"cluster": "tpu-v4:16384", "global_batch": 16384}, overrides=settings, out=True))
+    assert (found.cluster.scale_out, found.cluster.pod, found.cluster.oversubscription) == (20e9, 8192, 4)
+    assert found.run.cluster == "tpu-v4:16384" and any(settings[0] in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "words"),
+    [
+        ("cluster.scale_uot=1", "cluster.scale_uot", "Did you mean 'scale_out'?"),
+        ("cluster.pod=3", "cluster", "pod = 3 is not a multiple"),
+        ("train.steps=3", "--set", "needs a run file"),
+    ],
+)
+def test_settings_of_a_cluster_need_no_run_file(setting: str, key: str, words: str):
+    (found,) = wrong(**GOOD, overrides=(setting,)).values()
+    assert found.key == key and words in f"{found.reason} {found.way_out}"
+
+
 def test_positions_that_were_not_learned_are_an_error():
     assert "train.seq_len" in wrong(**{**GOOD, "model": "gpt2", "seq_len": 4096})
 

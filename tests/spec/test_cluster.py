@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.spec.cluster import catalogue, counted, find, load
+from megalith.spec.cluster import catalogue, changed, counted, find, load
 from megalith.spec.problem import SpecErrors
 
 
@@ -225,3 +225,25 @@ def test_a_table_of_figures_that_lacks_some_is_refused_with_all_of_them(tmp_path
     with pytest.raises(SpecErrors) as caught:
         load(str(file))
     assert [problem.key for problem in caught.value.problems] == [f"{file}: measured.wide", f"{file}: measured.launch"]
+
+
+def test_pods_are_of_whole_domains_and_an_oversubscription_is_theirs():
+    cluster = load("h100:64")
+    assert changed(cluster, {"pod": 32, "oversubscription": 2.0}).oversubscription == 2
+    for values, words in (
+        ({"oversubscription": 2.0}, "oversubscription = 2 is that of a pod: set pod"),
+        ({"pod": 12}, "pod = 12 is not a multiple of the 8 devices"),
+        ({"pod": 16, "oversubscription": 0.5}, "greater than or equal to 1"),
+        ({"scale_uot": 1e9}, "Did you mean 'scale_out'?"),
+    ):
+        with pytest.raises(SpecErrors) as raised:
+            changed(cluster, values)
+        (found,) = raised.value.problems
+        assert words in f"{found.reason} {found.way_out}"
+
+
+def test_a_changed_cluster_keeps_all_other_figures():
+    cluster = load("h100:64")
+    other = changed(cluster, {"scale_out": 1e9, "accelerator": {"power": 500}, "host": {"memory": 2**40}})
+    assert (other.scale_out, other.accelerator.power, other.host.memory) == (1e9, 500, 2**40)
+    assert changed(other, {"scale_out": cluster.scale_out, "accelerator": {"power": 700}, "host": {"memory": None}}) == cluster
