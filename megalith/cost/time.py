@@ -20,6 +20,12 @@ TILE = (128, 128)
 FLASH = {1: 0.5, 2: 1.0}
 """Efficiency of each generation of fused attention, relative to the second."""
 
+GPUS = ("NVIDIA", "AMD")
+"""Vendors of devices with such kernels."""
+
+CHANNELS = (32, 64, 96, 128, 192, 256)
+"""Channels of a head for which fused attention is compiled on GPUs (FlashAttention, csrc/flash_attn/src/static_switch.h)."""
+
 CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
 """Bytes moved to convert one number of a factor, by the unit that shares a scale. A tensor is read twice, for its largest value
 and to be converted;
@@ -157,7 +163,16 @@ def core_seconds(core: Core, setting: Setting) -> float:
     """One fused attention. Half of the scores are masked, and a kernel that knows skips them."""
     device, practice = setting.device, setting.workload.practice
     share = device.attention_forward if core.forward else device.attention_backward
+    core = _compiled(core, ours=practice.ours) if setting.accelerator.vendor in GPUS else core
     return core_flops(core, causal_half=practice.causal_half) / (setting.accelerator.wide * share * FLASH[practice.flash])
+
+
+def _compiled(core: Core, *, ours: bool) -> Core:
+    """Return the attention that a GPU computes: heads of other sizes are padded to the next one that is compiled. This project's trainer
+    also pads values to the channels of keys."""
+    values = max(core.qk_dim, core.v_dim) if ours else core.v_dim
+    qk, v = (next((size for size in CHANNELS if size >= channels), channels) for channels in (core.qk_dim, values))
+    return replace(core, qk_dim=qk, v_dim=v)
 
 
 def core_flops(core: Core, *, causal_half: bool = True) -> float:

@@ -1,11 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megalith.cost.constants import calibration
 from megalith.cost.parts import parts
-from megalith.cost.profile import Product
-from megalith.cost.time import Setting, _started, product_seconds, spend
+from megalith.cost.profile import Core, Product
+from megalith.cost.time import Setting, _started, core_seconds, product_seconds, spend
 from megalith.cost.workload import SoftwareProfile
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
@@ -150,10 +151,29 @@ def test_ulysses_sends_its_own_parts_and_a_ring_everyone_s():
     assert found(4, 2).time.context > 0
 
 
-def test_keys_and_values_that_are_gathered_hide_behind_nothing():
+@pytest.mark.parametrize(("seq_len", "longer"), [(65_536, "gather"), (2048, "ring")])
+def test_keys_and_values_that_are_gathered_hide_behind_nothing(seq_len: int, longer: str):
+    """A ring hides behind attention, unless parts are so short that its messages are all starts."""
     from megalith.cost.estimate import estimate
 
     ring, gather = (
-        estimate(workload(dense(), Plan(context=8, context_method=method), seq_len=2048)).time for method in ("ring", "gather")
+        estimate(workload(dense(), Plan(context=8, context_method=method), seq_len=seq_len)).time.context
+        for method in ("ring", "gather")
     )
-    assert gather.context > ring.context
+    assert ("gather" if gather > ring else "ring") == longer
+
+
+def test_a_head_takes_as_long_as_the_next_larger_one_that_kernels_are_compiled_for():
+    """On other devices it takes as long as its FLOPs."""
+
+    def seconds(channels: int, device: str = "h100", values: int | None = None, **practice: Any) -> float:
+        load = workload(dense(), Plan(), practice=SoftwareProfile(**practice))
+        setting = Setting.of(replace(load, cluster=clusters.load(f"{device}:1")), FIGURES)
+        return core_seconds(Core("F", 1, 8, 8, 4096, 4096, channels, values or channels), setting)
+
+    assert seconds(80) == seconds(96) < seconds(128)
+    assert seconds(129) == seconds(160) == seconds(192) == pytest.approx(1.5 * seconds(128))
+    assert seconds(16) == seconds(32) == pytest.approx(seconds(64) / 2)
+    assert seconds(80, "tpu-v4") == pytest.approx(80 / 96 * seconds(96, "tpu-v4"))
+    assert seconds(192, values=128) == pytest.approx(320 / 384 * seconds(192))
+    assert seconds(192, values=128, loss="chunked") == seconds(192, loss="chunked")  # this project's trainer pads values
