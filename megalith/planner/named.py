@@ -169,6 +169,22 @@ NAMED: tuple[NamedRun, ...] = (
         2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", practice=CHECKPOINTED_2023,
     ),
     NamedRun(
+        "Llama 2 70B, 2,048 A100 (layout unpublished: TP8, PP2 to 8)", "llama2-70b", "a100-80gb:2048",
+        tuple(
+            plan for pipeline in (4, 2, 8) for m in (1, 2)
+            for plan in _chunked(1, 2, 5, data=256 // pipeline, tensor=8, pipeline=pipeline, microbatch=m)
+        ),
+        4096, 1024, 860e3, "GPU-hours a trillion tokens", "arXiv:2307.09288, section 2.2.1 and table 2", practice=EAGER_2023,
+    ),
+    NamedRun(
+        "DeepSeek 67B, 512 H800 (number and layout unpublished: TP1 to 8, PP2 to 8)", "deepseek-llm-67b", "h800:512",
+        tuple(
+            _plan(data=512 // (tensor * pipeline), tensor=tensor, pipeline=pipeline, recompute=recompute)
+            for tensor in (1, 2, 4, 8) for pipeline in (8, 4, 2) if tensor * pipeline >= 8 for recompute in ("none", "full")
+        ),
+        4096, 4608, 300.6e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, section 3.2.3", practice=EAGER_2023,
+    ),
+    NamedRun(
         "PaLM 540B, 6,144 TPU v4, TP12, ZeRO 3 over 256, two copies, everything recomputed", "palm-540b", "tpu-v4:6144",
         (_plan(data=512, replicate=2, zero=3, tensor=12, sequence=False, recompute="full"),),
         2048, 2048, 46.2, "% MFU", "arXiv:2204.02311, section 4 and table 3", sizes={"vocab": 256_008},

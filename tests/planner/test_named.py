@@ -56,6 +56,8 @@ def test_the_layouts_are_those_of_the_fields_large_trainings():
         ("deepseek-v3", 4096): (1, 16, 128, 64, 1),
         ("gpt3-175b", 2048): (8, 16, 8, 1, 1),
         ("llama1-65b", 2048): (8, 8, 16, 1, 1),
+        ("llama2-70b", 4096): (8, 4, 64, 1, 1),
+        ("deepseek-llm-67b", 4096): (1, 8, 64, 1, 1),
         ("palm-540b", 2048): (12, 1, 512, 1, 3),
     }
 

@@ -41,6 +41,8 @@ EXACT = {  # totals of the released checkpoints
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "deepseek-llm-7b": 6_910_365_696,
+    "deepseek-llm-67b": 67_425_001_472,
 }
 PRINTED = {  # in the precision of the papers
     "gpt3-125m": "125e6",
