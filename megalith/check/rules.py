@@ -256,6 +256,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.merges_fit_the_round),
     Rule("sites", sites.fragments_have_parts),
     Rule("sites", sites.methods_are_whole),
+    Rule("sites", sites.asynchronous_merges_need_no_site),
     Rule("sites", sites.gradients_can_be_exchanged),
     Rule("sites", sites.sites_stay_together),
     Rule("sites", sites.addresses_are_each_sites),

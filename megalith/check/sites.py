@@ -62,6 +62,21 @@ def methods_are_whole(case: Case) -> Found:
         yield error("sites.mixing", sites.mixing, reason, "Leave out one of the two.")
 
 
+def asynchronous_merges_need_no_site(case: Case) -> Found:
+    """Asynchronous merges gain something: they can be made without a site, and each site waits for them."""
+    sites = case.spec.sites
+    if sites is None or not sites.staleness:
+        return
+    if sites.eager:
+        reason = (
+            f"corrects a step at the next merge, but with sites.staleness = {sites.staleness} a later one may have the difference"
+        )
+        yield error("sites.eager", True, reason, "Leave out one of the two.")
+    if not any(sites.quorum(set(range(sites.count)) - {site}) for site in range(sites.count)):
+        reason = f"allows late differences, but a quorum of {sites.count} sites needs all of them, so each merge waits for all"
+        yield advice("sites.staleness", sites.staleness, reason, "Set sites.decides = 0, use three sites, or leave it out.")
+
+
 def gradients_can_be_exchanged(case: Case) -> Found:
     """Sites that exchange gradients make the same update of the whole model in every step."""
     sites = case.spec.sites
@@ -74,6 +89,7 @@ def gradients_can_be_exchanged(case: Case) -> Found:
         "mixing": None,
         "top_k": None,
         "eager": False,
+        "staleness": 0,
         "decides": None,
     }
     for key, value in plain.items():

@@ -84,8 +84,9 @@ def command(
     Needs no GPU, and torch only to predict a step of RUN.toml not predicted before (or give it: --set step_seconds=12).
 
     Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
-    merge_every, merge_seconds, grace, return_seconds, patience, decides (sites), interruptions (a device-hour), fleet.KEY as in a run file,
-    reliability.KEY as in a cluster's (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All of them: docs/reliability.md.
+    merge_every, merge_seconds, grace, return_seconds, patience, decides, staleness (sites), interruptions (a device-hour), fleet.KEY as in
+    a run file, reliability.KEY as in a cluster's (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All of them:
+    docs/reliability.md.
 
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
 

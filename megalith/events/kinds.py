@@ -121,7 +121,9 @@ class Merge(Event):
     square distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`:
     those that trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out
     among from here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
-    one. `decided`: the site that decided about it; None in logs of earlier versions."""
+    one. `decided`: the site that decided about it; None in logs of earlier versions. Where merges are asynchronous, `merged` names a site
+    once for each of its differences, and each of these has in `taken` the step after which it was taken, in `ages` the merges of its
+    fragment that it has missed, and in `weights` its weight in the mean."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -144,6 +146,9 @@ class Merge(Event):
     total: int = 0
     mark: str = ""
     decided: int | None = None
+    taken: list[int] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

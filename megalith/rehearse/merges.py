@@ -39,7 +39,7 @@ class _Period:
 class _Member:
     """One site. `since`: when it began the period `number`. `follows`: it does not train yet, and can from `since` on.
     `merged`, `lost`: numbers of periods whose work a merge took, or no merge took. `lived`: seconds of its life that have
-    passed."""
+    passed. `missed`: merges that were made without the work of its period, since it was late."""
 
     periods: list[_Period]
     number: int = 0
@@ -48,6 +48,7 @@ class _Member:
     merged: int = 0
     lost: int = 0
     lived: float = 0.0
+    missed: int = 0
 
     @property
     def period(self) -> _Period:
@@ -64,8 +65,22 @@ class _Member:
         """Time at which it has done the work of its period, or is present again to follow the merges of others."""
         return self.since + (0.0 if self.follows else self.period.seconds if self.period.started is None else self.period.started)
 
+    def may_miss(self, now: float, staleness: int) -> bool:
+        """True if a merge may be made without its work, and a later one has it: it computes longer than others, and was not restarted."""
+        return not self.follows and not self.restarted and self.ready > now and self.missed < staleness
+
+    def catch_up(self, now: float) -> int:
+        """End the periods that are done, of those whose merges it has missed; return how many. It did not wait after them."""
+        done = 0
+        while self.missed and not self.restarted and self.ready <= now:
+            missed, done = self.missed - 1, done + 1
+            self.end(self.ready, taken=True)
+            self.missed = missed
+        return done
+
     def end(self, now: float, *, taken: bool) -> None:
         """End its period: its work was taken by a merge, or is lost. The site trains on, if it is present."""
+        self.missed = 0
         if self.follows:
             self.since, self.follows = max(now, self.since), self.since > now
             return
@@ -121,6 +136,10 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
         found.merges += 1
         ended = now + plan.merge_seconds
         for member in members:
+            unsaved += [member] * member.catch_up(now)
+            if member.may_miss(now, plan.staleness):
+                member.missed += 1
+                continue
             taken = not member.follows and not member.restarted and member.ready <= now
             found.left += not taken and not member.follows
             unsaved += [member] * taken
@@ -134,10 +153,11 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return the time of the decider's merge: it waits for at most a grace until all sites that train are there, done or started
-    again, and then for a quorum; inf if that takes longer than its patience."""
-    latest = max(member.ready for member in members if not member.follows)
-    now = max(own.ready, min(latest, own.ready + plan.grace), _quorum(plan, members))
+    """Return the time of the decider's merge: it waits for at most a grace until all sites are there, done or started again, that train
+    and may miss no merge, and then for a quorum of such sites; inf if that takes longer than its patience."""
+    enough = max(own.ready, _quorum(plan, members))
+    awaited = [member.ready for member in members if not member.follows and member.missed >= plan.staleness]
+    now = max(enough, min(max(awaited, default=enough), own.ready + plan.grace))
     return now if now - own.ready <= plan.patience or now == own.ready else inf
 
 
@@ -154,10 +174,11 @@ def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member, *, p
 
 
 def _quorum(plan: Scenario, members: Sequence[_Member]) -> float:
-    """Return when more than half of the sites are there, or the one that the run names."""
+    """Return when more than half of the sites are there, or the one that the run names. A late site takes longer by the merges that it
+    has missed."""
     if plan.decides is not None:
         return members[plan.decides].ready
-    return sorted(member.ready for member in members)[len(members) // 2]
+    return sorted(member.ready + member.missed * plan.merge_every for member in members)[len(members) // 2]
 
 
 def _periods(site: Site, work: float) -> list[_Period]:

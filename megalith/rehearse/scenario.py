@@ -45,8 +45,8 @@ class Scenario:
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
     own between merges, every `merge_every` seconds of work, each of which holds it up for `merge_seconds`. A merge waits for a site for
-    `grace` seconds, and sites `patience` seconds for a quorum (`decides`: this site is enough for one). A site that was away has
-    the weights of the others `return_seconds` after it has started.
+    `grace` seconds, and sites `patience` seconds for a quorum (`decides`: this site is enough for one). A site may miss `staleness`
+    merges before one waits for it. A site that was away has the weights of the others `return_seconds` after it has started.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Scenario:
     patience: float = 4200.0
     return_seconds: float = 0.0
     decides: int | None = None
+    staleness: int = 0
 
     @property
     def outages(self) -> tuple[Outage, ...]:

@@ -40,7 +40,7 @@ class Life:
 
 SETTING = (
     "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "merge_every",
-    "merge_seconds", "grace", "patience", "return_seconds", "decides",
+    "merge_seconds", "grace", "patience", "return_seconds", "decides", "staleness",
 )  # fmt: skip
 """Plain values of a scenario, for programs."""
 

@@ -79,6 +79,10 @@ class SimulationSpec(Spec):
     decides: NonNegativeInt | None = Field(
         default=None, description="number of the site that always decides; else the run's, or one of the present sites"
     )
+    staleness: NonNegativeInt | None = Field(
+        default=None,
+        description="merges that a site which computes longer may miss before one waits for it; else the run's, or 0",
+    )
     interruptions: NonNegativeFloat | None = Field(
         default=None, description="unexpected interruptions a device-hour; else as the cluster says"
     )

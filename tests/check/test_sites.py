@@ -15,6 +15,13 @@ def _keys(severity: str = "error", **parts: Any) -> list[str]:
     return [problem.key for problem in check(run, files=False) if problem.severity == severity and "data" not in problem.key]
 
 
+def test_asynchronous_merges_without_a_smaller_quorum_are_advised_against() -> None:
+    assert "sites.staleness" in _keys("advice", sites={"inner_steps": 2, "staleness": 1})
+    assert "sites.staleness" in _keys("advice", sites={"inner_steps": 2, "staleness": 1, "count": 1})
+    for more in ({"decides": 0}, {"count": 3}):
+        assert "sites.staleness" not in _keys("advice", sites={"inner_steps": 2, "staleness": 1} | more)
+
+
 def test_a_run_with_sites_is_legal() -> None:
     assert _keys() == [] == _keys(plan={"data": 2, "zero": 3})
 
@@ -27,6 +34,8 @@ def test_a_run_with_sites_is_legal() -> None:
         ("sites.error_feedback", {"sites": {"inner_steps": 2, "top_k": 64, "error_feedback": False}}),
         ("sites.eager", {"sites": {"inner_steps": 2, "eager": True}}),
         ("sites.mixing", {"sites": {"inner_steps": 2, "overlap": 1, "eager": True, "mixing": 0.5}}),
+        ("sites.eager", {"sites": {"inner_steps": 2, "overlap": 1, "eager": True, "staleness": 1}}),
+        ("sites.staleness", {"sites": {"method": "data-parallel", "staleness": 1}}),
         ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1:29400",)}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1", "127.0.0.1:29400")}}),

@@ -21,6 +21,7 @@ from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
 from megalith.train.sites.record import recorded
+from tests.fleet.conftest import until
 from tests.full import only_full, sampled
 from tests.keys import GIVEN
 from tests.runs import (
@@ -335,6 +336,53 @@ def _replayed(spec: RunSpec, folder: Path, again: Path) -> None:
     assert_same_bits(_weights(final_state(again)), _weights(final_state(folder)))
 
 
+def test_asynchronous_merges_of_all_sites_are_synchronous_ones(data: Path, whole: Path, tmp_path: Path) -> None:
+    """A quorum of two sites is both."""
+    state = _train(_spec(data, STREAMING | {"staleness": 2}), tmp_path / "run")
+    assert_same_bits(
+        {name: tensor for name, tensor in state.items() if "flight" not in name and "slots" not in name},
+        {name: tensor for name, tensor in final_state(whole).items() if "flight" not in name},
+    )
+
+
+LATE: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 1, "bits": 4, "decides": 0, "grace": 60.0, "staleness": 2}
+
+
+def _wait_until_missed(folder: Path, times: int) -> None:
+    """Wait until a run in a folder has made this many merges without the difference of site 1."""
+    until(lambda: sum(1 not in one.merged for one in of_kind(read(folder), Merge)) >= times, seconds=120)
+
+
+def test_a_late_site_is_merged_later(data: Path, tmp_path: Path) -> None:
+    """Nobody waits for the site, it does not leave, and the merges are repeated from the log."""
+    folder, steps = tmp_path / "run", 24
+    spec = _spec(data, LATE, train={"steps": steps})
+    with when("step", 9, site=1, act=partial(_wait_until_missed, folder, 3)):
+        _train(spec, folder)
+    made = list(of_kind(read(folder), Merge))
+    ages = [age for one in made for site, age in zip(one.merged, one.ages, strict=True) if site == 1]
+    assert {1, 2} <= set(ages) <= {0, 1, 2} and not any(one.left for one in made)
+    assert all(age == 0 for one in made for site, age in zip(one.merged, one.ages, strict=True) if site == 0)
+    assert made[-1].samples == steps * 12 and _ledger(spec, folder) == list(range(steps * 12))
+    assert_same_bits(_weights(final_state(folder)), _weights(final_state(folder_of(folder, 1))))
+    _replayed(spec, folder, tmp_path / "again")
+
+
+@only_full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_late_differences_survive_a_kill(victim: int, data: Path, tmp_path: Path) -> None:
+    """All sites are killed once the late site has saved a checkpoint with differences that no merge has, and begin from there."""
+    folder, steps = tmp_path / "run", 24
+    spec = _spec(data, LATE, train={"steps": steps})
+    late = when("step", 9, site=1, act=partial(_wait_until_missed, folder, 3))
+    with late, when("step", 17, site=victim, act=lambda: die_once_saved(folder_of(folder, 1), 12)):
+        assert any(finish(start(spec, folder, environment=GIVEN)))
+    _train(spec, folder)
+    assert any(age for one in of_kind(read(folder), Merge) for age in one.ages)
+    assert _ledger(spec, folder) == list(range(steps * 12))
+    _replayed(spec, folder, tmp_path / "again")
+
+
 def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     spec = _spec(data, STREAMING | {"decides": 0, "grace": 0.5}, train={"steps": 12})
@@ -359,10 +407,12 @@ def _ledger(spec: RunSpec, folder: Path) -> list[int]:
         while step < one.step:
             deal.deal(step, phases, one.total)
             step += 1
-        for site in one.merged:
-            taken = [share for after, share in deal.open.get(site, []) if after <= one.sent]
+        newest = dict(zip(one.merged, one.taken or [one.sent] * len(one.merged), strict=True))  # the last of each site
+        for site, sent in newest.items():
+            taken = [share for after, share in deal.open.get(site, []) if after <= sent]
             found += [number for share in taken for number in range(share.first, share.first + share.size)]
-        deal.merge(sent=one.sent, step=one.step, merged=one.merged, left=one.left, joined=one.joined)
+        steps = list(newest.values())
+        deal.merge(sent=one.sent, step=one.step, merged=[*newest], left=one.left, joined=one.joined, steps=steps)
         deal.count = one.count
     return sorted(found)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.events import Checkpoint, Incident, Recovery
-from megalith.rehearse import closed_form
+from megalith.rehearse import closed_form, merges
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated, of_cluster
+from megalith.rehearse.merges import _Period
 from megalith.rehearse.scenario import DAY, HOUR, Scenario, TimeUse, scenario
 from megalith.rehearse.simulate import SimulationResult, simulate, try_intervals, try_spares
 from megalith.rehearse.site import Site
@@ -267,6 +269,7 @@ def _four(mtbf: float = HOUR, **rest: Any) -> SimulationResult:
 def test_sites_without_faults_merge_all_that_they_do() -> None:
     found = _four(faults=0.0, merge_seconds=30.0, latencies=Latencies(restart=300.0, restore=NOTHING, stall=NOTHING))
     assert found.goodput == pytest.approx(300 / 330, abs=0.002)
+    assert _four(faults=0.0, staleness=2).goodput == _four(faults=0.0).goodput
     life = found.lives[0]
     assert (life.left, life.anew) == (0, 0) and life.merges == pytest.approx(20 * DAY / 330, abs=2)
     assert found.seconds[TimeUse.SYNC] == pytest.approx(20 * DAY * 30 / 330, rel=0.01)
@@ -282,7 +285,7 @@ def test_work_that_is_done_again_reaches_nothing_new() -> None:
 
 
 def test_seconds_of_sites_add_up_to_the_wall_time() -> None:
-    for found in (_four(), _four(grace=1000.0), _four(decides=0), _four(mtbf=HOUR / 4)):
+    for found in (_four(), _four(grace=1000.0), _four(decides=0), _four(mtbf=HOUR / 4), _four(staleness=2)):
         assert sum(found.seconds.values()) == pytest.approx(20 * DAY, rel=1e-3)
         assert found.goodput == pytest.approx(found.seconds[TimeUse.USEFUL] / (20 * DAY))
 
@@ -292,6 +295,21 @@ def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
     quick, patient = _four(decides=0), _four(decides=0, grace=1000.0)
     assert min(life.left for life in quick.lives) > 1000 and min(life.left for life in patient.lives) > 500
     assert quick.lives[0].merges > patient.lives[0].merges
+
+
+def test_a_late_site_loses_no_work() -> None:
+    """A site computes for three times as long in each third period, and is not restarted."""
+    periods = [_Period(300.0 if number % 3 else 100.0, None) for number in range(600)]
+    usual = [_Period(100.0, None) for _ in range(1800)]
+    life = SimpleNamespace(seconds=dict.fromkeys(TimeUse, 0.0))
+    plan = _plain(HOUR, sites=3, merge_every=100.0, grace=5000.0, days=1.0, faults=0.0)
+    found = {}
+    for staleness in (0, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(merges, "_periods", lambda site, work: list(site.periods))
+            sites = [SimpleNamespace(periods=each, **vars(life)) for each in (usual, usual, periods)]
+            found[staleness] = merges.merged(replace(plan, staleness=staleness), sites)
+    assert found[2].left == found[0].left == 0 and found[2].merges > 1.5 * found[0].merges
 
 
 def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:

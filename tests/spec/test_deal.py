@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
+from math import gcd
 
 import pytest
 
@@ -11,6 +12,7 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, sent_after
 from megalith.spec.sites.deal import Deal, Share
+from megalith.spec.sites.late import Backlog, Taken
 from tests.specs import tiny_run
 
 
@@ -35,9 +37,20 @@ def _walk(deal: Deal, run: RunSpec, sites: SitesSpec, draw: random.Random) -> li
         left = {site for site in deal.members if draw.random() < 0.15} if len(deal.members) > 1 else set[int]()
         left = left if left < deal.members.keys() else set()
         joined = {site for site in away - deal.members.keys() if draw.random() < 0.3}
-        merged = due - (left if draw.random() < 0.5 else set())  # a site may leave with its last difference
-        taken.extend(share for site in merged for after, share in deal.open.get(site, []) if after <= sent)
-        deal.merge(sent=sent, step=step, merged=merged, left=left, joined=joined)
+        merged = sorted(due - (left if draw.random() < 0.5 else set()))  # a site may leave with its last difference
+        newest = dict.fromkeys(merged, sent)
+        if sites.staleness:
+            waiting = {site: steps for site, steps in deal.waiting(number).items() if site in merged}
+            least = {site: len(steps) - (sites.staleness if deal.left(total) else 0) for site, steps in waiting.items()}
+            came = {site: draw.randint(max(0, least[site]), len(steps)) for site, steps in waiting.items()}
+            newest = {site: waiting[site][count - 1] for site, count in came.items() if count}
+            late = deal.taken(number, [(site, at) for site, last in newest.items() for at in waiting[site] if at <= last])
+            assert all(0 <= one.age <= sites.staleness and one.weight > 0 for one in late) and gcd(
+                *(one.weight for one in late)
+            ) in (0, 1)
+        taken.extend(share for site, last in newest.items() for after, share in deal.open.get(site, []) if after <= last)
+        steps = list(newest.values())
+        deal.merge(sent=sent, step=step, merged=[*newest], left=left, joined=joined, fragment=number, steps=steps)
         away.difference_update(joined)
         away.update(left)
 
@@ -49,6 +62,7 @@ def _walk(deal: Deal, run: RunSpec, sites: SitesSpec, draw: random.Random) -> li
             merge(number)
         for number in sent_after(step, sites):
             flying[number] = step
+            deal.send(number, step)
             if not sites.overlap:
                 merge(number)
         if not deal.left(total):
@@ -56,6 +70,7 @@ def _walk(deal: Deal, run: RunSpec, sites: SitesSpec, draw: random.Random) -> li
                 merge(number)
             for number in range(sites.fragments):
                 flying[number] = step
+                deal.send(number, step)
                 merge(number)
         everything = _samples([*deal.returned, *taken, *(share for shares in deal.open.values() for _, share in shares)])
         assert everything == Counter(range(deal.next)), "each sample that was dealt out is in one place"
@@ -73,10 +88,13 @@ def test_every_sample_is_merged_once_whoever_comes_and_goes(seed: int) -> None:
     count = draw.choice((1, 2, 3, 4))
     steps, fragments = draw.choice(((4, 1), (4, 2), (6, 3)))
     sites = SitesSpec(count=count, inner_steps=steps, fragments=fragments, overlap=draw.choice((0, 1, 3)))
+    if late := draw.choice((0, 0, 1, 2)):
+        sites = sites.model_copy(update={"staleness": late})
     grows = {"batch_ramp": [{"begin": 60, "global_batch": 24}]} if draw.random() < 0.5 else {}
     run = _run(count, draw.choice((9, 14, 20)), **grows)
     shares = draw.choice(((), [draw.choice((1, 2, 3)) for _ in range(count)]))
-    taken = _walk(Deal.first(count, shares), run, sites, draw)
+    backlog = Backlog.of_fragments(fragments) if sites.staleness else None
+    taken = _walk(Deal.first(count, shares, backlog), run, sites, draw)
     assert _samples(taken) == Counter(range(Phases.of(run).after(0, run.train.steps)))
     phases = Phases.of(run)
     assert all(phases.at(share.first) is phases.at(share.first + share.size - 1) for share in taken)
@@ -92,6 +110,23 @@ def test_samples_handed_back_are_dealt_out_first() -> None:
     deal.merge(sent=5, step=5, merged={0}, left=(), joined={1})
     assert deal.deal(5, phases, 240) == {0: Share(30, 6), 1: Share(36, 6)}
     assert deal.due(5) == {0} and deal.due(6) == {0, 1}
+
+
+def test_weights_are_samples_over_one_more_than_the_age() -> None:
+    backlog = Backlog.of_fragments(2)
+    for step, counts in enumerate(((6, 4), (6, 4), (6, 2)), 1):
+        for site, samples in enumerate(counts):
+            backlog.note(site, samples)
+        backlog.send(0, step, (0, 1))
+        backlog.send(0, step, (0, 1))  # after a stop
+    assert backlog.waiting(0) == {0: (1, 2, 3), 1: (1, 2, 3)} and backlog.waiting(1) == {}
+    backlog.merge(0, {0: 2}, left=())
+    assert backlog.taken(0, [(0, 3), (1, 1), (1, 2)]) == (Taken(0, 3, 9), Taken(1, 1, 2, age=2), Taken(1, 2, 3, age=1))
+    backlog.merge(0, {0: 3}, left=(1,))
+    backlog.note(0, 5)
+    backlog.send(1, 4, (0, 1))
+    assert backlog.waiting(0) == {} and backlog.taken(1, [(0, 4)]) == (Taken(0, 4, 1),)
+    assert Backlog.of(json.loads(json.dumps(backlog.record()))) == backlog
 
 
 def test_a_site_gets_no_more_again_than_it_reads_in_a_step() -> None:

@@ -16,8 +16,8 @@ BLOCK = 128
 HEAD_BYTES = 40
 """Bytes of the header of a fragment's differences: a kind, its number, its step, a request to stop, the site's mean loss, the
 name of the common start, and a length."""
-VERDICT_BYTES = 76
-"""Bytes of the message with the sites whose differences are merged."""
+VERDICT_BYTES, STEP_BYTES = 76, 8
+"""Bytes of the message with the sites whose differences are merged, and of each site's step in it, where merges are asynchronous."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
 """Bytes that authentication adds to a frame, and the most that it carries."""
 
@@ -129,9 +129,10 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
     return tuple(Slot(name) for name, kept in names.items() if kept)
 
 
-def verdict_bytes() -> int:
-    """Return the bytes that the deciding site sends to each other site in a merge."""
-    return VERDICT_BYTES + FRAME_BYTES
+def verdict_bytes(steps: int = 0) -> int:
+    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: of so many sites, where merges are
+    asynchronous."""
+    return VERDICT_BYTES + STEP_BYTES * steps + FRAME_BYTES
 
 
 def part_of(name: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megalith.spec.phases import Phase, Phases
+from megalith.spec.sites.late import Backlog, Taken
 from megalith.spec.sites.table import part_of_batch
 
 
@@ -36,11 +37,13 @@ class Deal:
     """How a step's batch is divided, as in `SitesSpec`; empty: evenly."""
     counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The weight of each site in the merge of each fragment under way: the shares by which its samples were assigned."""
+    backlog: Backlog | None = None
+    """The unmerged differences; None if merges are synchronous."""
 
     @classmethod
-    def first(cls, count: int, shares: Sequence[int] = ()) -> "Deal":
+    def first(cls, count: int, shares: Sequence[int] = (), backlog: Backlog | None = None) -> "Deal":
         """The state at a run's beginning: all sites are present."""
-        return cls(count, dict.fromkeys(range(count), 0), shares=tuple(shares))
+        return cls(count, dict.fromkeys(range(count), 0), shares=tuple(shares), backlog=backlog)
 
     @property
     def dealt(self) -> int:
@@ -69,7 +72,26 @@ class Deal:
                 break
             found[site] = share = self._again(site, phases) if self.returned else self._new(site, phases, total)
             self.open.setdefault(site, []).append((step + 1, share))
+            if self.backlog is not None:
+                self.backlog.note(site, share.size)
         return found
+
+    def send(self, fragment: int, step: int) -> None:
+        """The sites that train take their differences of a fragment after `step` steps."""
+        self.counted[fragment] = self.count_in(fragment)
+        if self.backlog is not None:
+            self.backlog.send(fragment, step, self.due(step))
+
+    def waiting(self, fragment: int) -> dict[int, tuple[int, ...]]:
+        """Return for each site the steps after which its unmerged differences of a fragment were taken, where merges are asynchronous."""
+        return {} if self.backlog is None else self.backlog.waiting(fragment)
+
+    def taken(self, fragment: int, takes: Sequence[tuple[int, int]]) -> tuple[Taken, ...]:
+        """Return differences of a fragment with their weights in a merge. `takes`: site and step of each."""
+        if self.backlog is not None:
+            return self.backlog.taken(fragment, takes)
+        counted = self.count_in(fragment)
+        return tuple(Taken(site, sent, counted[site]) for site, sent in takes)
 
     def _again(self, site: int, phases: Phases) -> Share:
         """Return the first returned share, or a part of it if it is more than the site reads in a step."""
@@ -91,11 +113,25 @@ class Deal:
         self.next += size
         return Share(self.next - size, size)
 
-    def merge(self, *, sent: int, step: int, merged: Collection[int], left: Collection[int], joined: Collection[int]) -> None:
-        """Record a merge, after `step` steps, of differences that the sites `merged` computed after `sent` steps. The sites
-        `left` no longer train and return their shares; the sites `joined` train from now on."""
-        for site in merged:
-            self.open[site] = [one for one in self.open.get(site, []) if one[0] > sent]
+    def merge(
+        self,
+        *,
+        sent: int,
+        step: int,
+        merged: Collection[int],
+        left: Collection[int],
+        joined: Collection[int],
+        fragment: int = 0,
+        steps: Sequence[int] = (),
+    ) -> None:
+        """Record a merge, after `step` steps, of differences of a fragment that the sites `merged` computed after `sent` steps; where
+        merges are asynchronous, after at most `steps`, one for each site. The sites `left` no longer train and return their shares; the
+        sites `joined` train from now on."""
+        newest = dict(zip(merged, steps or [sent] * len(merged), strict=True))
+        if self.backlog is not None:
+            self.backlog.merge(fragment, newest, left)
+        for site, last in newest.items():
+            self.open[site] = [one for one in self.open.get(site, []) if one[0] > last]
         for site in left:
             self.returned += [share for _, share in self.open.pop(site, [])]
             self.members.pop(site, None)
@@ -115,7 +151,10 @@ class Deal:
             "returned": [list(share) for share in self.returned],
             "open": {str(site): [[after, *share] for after, share in shares] for site, shares in self.open.items() if shares},
             "counted": {str(fragment): list(shares) for fragment, shares in self.counted.items()},
-        } | ({"shares": list(self.shares)} if self.shares else {})
+        } | (
+            ({"shares": list(self.shares)} if self.shares else {})
+            | ({} if self.backlog is None else {"backlog": self.backlog.record()})
+        )
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Deal":
@@ -128,4 +167,5 @@ class Deal:
             {int(site): [(after, Share(*share)) for after, *share in shares] for site, shares in record["open"].items()},
             tuple(record.get("shares", ())),
             {int(fragment): tuple(shares) for fragment, shares in record.get("counted", {}).items()},
+            Backlog.of(record["backlog"]) if "backlog" in record else None,
         )

@@ -81,6 +81,12 @@ class SitesSpec(Spec):
     feedback_decay: PositiveFloat = Field(
         default=1.0, le=1.0, description="share of what was left out that is kept from one difference to the next"
     )
+    staleness: NonNegativeInt = Field(
+        default=0,
+        le=15,
+        description="merges of its fragment that a site's difference may miss, and is merged later; a merge then waits only for a quorum. "
+        "0: it waits for all sites",
+    )
     eager: bool = Field(
         default=False,
         description="take the outer step with the site's own difference at once, and with the others' when they arrive",
@@ -157,6 +163,11 @@ class SitesSpec(Spec):
         """True if the part that is not sent of a difference is added to the next one."""
         return self.error_feedback and (self.bits < FULL or self.top_k is not None)
 
+    @property
+    def flies(self) -> bool:
+        """True if a site's differences may still be under way when it saves a checkpoint."""
+        return bool(self.overlap or self.staleness)
+
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others: more than half of all, or those with the one that `decides` names. Exchanged
         gradients need all sites."""
@@ -166,9 +177,9 @@ class SitesSpec(Spec):
 
     @property
     def lead(self) -> int:
-        """The most steps that a site may be ahead of another: those between two merges plus those while a fragment is in
-        flight."""
-        return -(-self.inner_steps // self.fragments) + self.overlap
+        """The most steps that a site may be ahead of another: those between two merges, those while a fragment is in flight, and
+        those of the rounds that a difference may be late."""
+        return -(-self.inner_steps // self.fragments) + self.overlap + self.staleness * self.inner_steps
 
 
 def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":

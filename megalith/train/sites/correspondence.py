@@ -1,7 +1,7 @@
 """Messages of the rank that leads a site to the leading ranks of the others, and what it keeps of theirs."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import SitesSpec
@@ -46,8 +46,10 @@ class Correspondence:
         self._stand: Stand | None = None  # the merge at which the line began; without a line, the merge at which this site waits
         self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
         self._start: tuple[int, Start] | None = None
-        self._differences = Differences(site, kept=2 if spec.exchanges_gradients else 1)  # who decides may be a step ahead
-        self._verdicts = Verdicts(kept=2 * spec.fragments + 2)
+        kept = 2 if spec.exchanges_gradients else 1 + spec.staleness  # who decides may be a step ahead
+        self._differences = Differences(site, kept=kept, late=spec.staleness)
+        self._waiting: Mapping[int, Sequence[int]] = {}  # of the newest merge with a verdict, as in `Pending`
+        self._verdicts = Verdicts(kept=(2 + spec.staleness) * spec.fragments + 2)
         self._joining, self._leaving = Joining(spec.fragments), Leaving(site)
         self._due: int | None = None  # the number of the merge that waits for its verdict
         self._due_at = 0.0  # when it became due here

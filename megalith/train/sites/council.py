@@ -1,10 +1,11 @@
 """The agreement of the ranks that lead sites: which merges are made, by whom and with whom.
 
 One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict
-to all. A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. The sites that count
-are the decider, those whose differences came, and those that only follow its merges. A follower must have sent a message since the merge
-was due, because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in a single line, and tells
-its decider so. So of two halves that cannot see each other, at most one makes merges: no site takes part in both, and two quorums always
+to all. Where merges are asynchronous, it waits for a quorum, and for the sites whose differences have missed as many merges as they may.
+A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. The sites that count are the
+decider, those whose differences came, and those that only follow its merges. A follower must have sent a message since the merge was due,
+because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in a single line, and tells its
+decider so. So of two halves that cannot see each other, at most one makes merges: no site takes part in both, and two quorums always
 share a site. If a line has no quorum or loses its decider, the sites whose differences are due wait at the merge and meet the others
 there (`meeting`). Other sites end; started again, they join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
@@ -14,6 +15,8 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import takewhile
+from types import MappingProxyType
 from typing import TypeVar
 
 from megalith.fleet.secure.peers import PeerGone
@@ -98,14 +101,17 @@ class Council(Correspondence):
         *,
         members: Mapping[int, int],
         mark: str = "",
+        waiting: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        staleness: int = 0,
         seconds: float = math.inf,
     ) -> Verdict | None:
         """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
         site's own if it is the decider, else the verdict that it receives. None if `seconds` were not enough and the caller must call
-        again. `members`: as in a `Deal`. `mark`: the digest of all merges before it. Raises PeerGone, and OutOfStepError."""
-        verdict = self._agreed(Pending(number, fragment, sent, step, members, mark), self._verdict, seconds)
+        again. Other arguments are those of `Pending`. Raises PeerGone, and OutOfStepError."""
+        merge = Pending(number, fragment, sent, step, members, mark, waiting=waiting, staleness=staleness)
+        verdict = self._agreed(merge, self._verdict, seconds)
         if verdict is not None:
-            self._due, self._decided_at = None, time.monotonic()
+            self._due, self._decided_at, self._waiting = None, time.monotonic(), waiting
             self.pace.merged(fragment, due=self._due_at, now=self._decided_at)
             self._joining.asks = None if self.site in verdict.joined else self._joining.asks
         return verdict
@@ -174,7 +180,8 @@ class Council(Correspondence):
     def _decided(self, merge: Pending) -> Verdict | None:
         """Decide from the messages of the others, and tell them the verdict; None if it is not time for that."""
         got = merge.due & self._there(merge.fragment, merge.sent).keys()
-        verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - self._due_since))
+        arrived = {site: self._come(merge, site) for site in merge.due}
+        verdict = self._judged(merge._replace(got=got, arrived=arrived, waited=time.monotonic() - self._due_since))
         if verdict is None:
             return None
         self._verdicts.give(verdict := replace(verdict, line=self.line))
@@ -184,10 +191,17 @@ class Council(Correspondence):
         self._post(verdict)
         return verdict
 
+    def _come(self, merge: Pending, site: int) -> int:
+        """Return how many of a site's unmerged differences have come, without later ones than one that has not."""
+        steps = merge.waiting.get(site, (merge.sent,))
+        there = (site in self._there(merge.fragment, sent) for sent in steps)
+        return sum(1 for _ in takewhile(bool, there))
+
     def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict, if it is time for one."""
-        (number, fragment, sent, step, members, _, got, waited), due = merge, merge.due
-        may_come = {site for site in due - got if self._roll.takes_part(site)}
+        (number, fragment, sent, step, members, _, got, waited), due = merge[:8], merge.due
+        awaited = merge.stale if self.quorum(got) else due - got
+        may_come = {site for site in awaited if self._roll.takes_part(site)}
         if may_come and waited < self.pace.grace:
             return None
         here = got | self._roll.present(self._due_since)
@@ -197,13 +211,15 @@ class Council(Correspondence):
                 away = (set(range(self.spec.count)) - here) | (due - got)
                 raise PeerGone(f"{are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
             return None
-        left = (due - got) | {site for site in members if site != self.site and not self._roll.takes_part(site)}
+        left = merge.stale | {site for site in members if site != self.site and not self._roll.takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
         stop = bool(leaving) and (self.site in leaving or not (got - leaving and self.quorum(here - leaving)))
         left |= set() if stop else leaving
         joined = {site for site in self._joining.ready - members.keys() if self._roll.takes_part(site)}
-        sets = [tuple(sorted(each)) for each in (got, left, joined)]
-        return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop)
+        newest = {site: steps[merge.arrived[site] - 1] for site, steps in merge.waiting.items() if merge.arrived.get(site)}
+        sets = [tuple(sorted(each)) for each in (newest if self.spec.staleness else got, left, joined)]
+        steps = tuple(newest[site] for site in sets[0]) if self.spec.staleness else ()
+        return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop, steps=steps)
 
     def _is_near(self, site: int, waited: float) -> bool:
         """True if a site is connected, or may be again within the grace."""
@@ -234,7 +250,7 @@ class Council(Correspondence):
         """Wait for the differences that a verdict merges; True once they are there, False if `seconds` were not enough and the caller
         must call again. Raises PeerGone if one does not come within the grace."""
         began = time.monotonic()
-        while missing := set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys():
+        while missing := {site for site, sent in verdict.takes(self._waiting) if site not in self._there(verdict.fragment, sent)}:
             if time.monotonic() - self._decided_at >= self.pace.grace:
                 raise PeerGone(
                     f"{are(missing)} away from site {self.site}, and the others have merged the differences sent after step {verdict.sent}"
@@ -247,7 +263,7 @@ class Council(Correspondence):
     def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
         """Return the differences that a verdict merges, in the order of the sites. Raises as `gather`, and OutOfStepError."""
         self.gather(verdict, math.inf)
-        return self._differences.take(verdict, self.line, bytes_each=bytes_each)
+        return self._differences.take(verdict, self.line, bytes_each=bytes_each, waiting=self._waiting)
 
     def _there(self, fragment: int, sent: int) -> dict[int, Difference]:
         return self._differences.there(self.line, fragment, sent)

@@ -1,8 +1,9 @@
 """The differences of fragments that the leader of a site has at hand: its own, and those of the other sites."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from megalith.train.sites.messages import Difference, Verdict
 
@@ -16,9 +17,10 @@ class OutOfStepError(RuntimeError):
 class Differences:
     """Differences that have come or were sent, and may still be merged. Each line has its own."""
 
-    def __init__(self, site: int, *, kept: int = 1) -> None:
-        """`kept`: how many of this site's differences of each fragment may have to be sent again."""
-        self._site = site
+    def __init__(self, site: int, *, kept: int = 1, late: int = 0) -> None:
+        """`kept`: how many of this site's differences of each fragment may have to be sent again. `late`: how many of a site's
+        differences of a fragment a merge may lack that is later than they are."""
+        self._site, self._late = site, late
         self._there: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
         self._own = defaultdict[int, deque[Difference]](lambda: deque(maxlen=kept))  # the newest of each fragment
         self._merged: dict[int, int] = {}  # for each fragment, the step of the newest that are merged
@@ -53,19 +55,22 @@ class Differences:
         self._own.clear()
         return found
 
-    def take(self, verdict: Verdict, line: str, *, bytes_each: int) -> list[Difference]:
-        """Return what a verdict merges, in the order of the sites, and forget it. Raises OutOfStepError for messages of
-        other bytes than `bytes_each`."""
-        there = self.there(line, verdict.fragment, verdict.sent)
-        found = [there[site] for site in verdict.merged]
-        for site, one in zip(verdict.merged, found, strict=True):
+    def take(
+        self, verdict: Verdict, line: str, *, bytes_each: int, waiting: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> list[Difference]:
+        """Return what a verdict merges, in the order of the sites, and forget it. `waiting`: as in `Verdict.takes`. Raises OutOfStepError
+        for messages of other bytes than `bytes_each`."""
+        takes = verdict.takes(waiting)
+        found = [self.there(line, verdict.fragment, sent)[site] for site, sent in takes]
+        for (site, _), one in zip(takes, found, strict=True):
             if len(one.encoded) != bytes_each:
                 raise OutOfStepError(
                     f"site {site} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and site {self._site} "
                     f"expects {bytes_each}. {SAME}"
                 )
-        self._merged[verdict.fragment] = verdict.sent
-        for key in [(name, number, step) for name, number, step in self._there if (name, number) == (line, verdict.fragment)]:
-            if key[2] <= verdict.sent:
-                del self._there[key]
+        own = verdict.newest.get(self._site, -1) if self._late else verdict.sent
+        self._merged[verdict.fragment] = max(own, self._merged.get(verdict.fragment, -1))
+        mine = [key for key in self._there if key[:2] == (line, verdict.fragment) and key[2] <= verdict.sent]
+        for key in sorted(mine)[: len(mine) - self._late]:
+            del self._there[key]
         return found

@@ -50,7 +50,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     leads = trainer.groups.rank == 0
     state = OuterState(trainer.state, cut, spec, leads=leads)
     site = spec.site or 0
-    peers = _listen(spec, site, folder, most_waiting=_most_waiting(cut)) if leads and spec.count > 1 else None
+    peers = _listen(spec, site, folder, most_waiting=_most_waiting(cut, spec.staleness)) if leads and spec.count > 1 else None
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
@@ -61,10 +61,11 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat, asked=asked)
 
 
-def _most_waiting(cut: Sequence[Fragment]) -> int:
-    """Return the bytes that may wait to be sent to a site: weights and velocities, and the differences of SLOW_ROUNDS rounds."""
+def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:
+    """Return the bytes that may wait to be sent to a site: weights and velocities, and the differences of SLOW_ROUNDS rounds and of those
+    that it may be late."""
     whole = sum(8 * piece.numel for fragment in cut for piece in fragment.pieces)
-    return whole + SLOW_ROUNDS * sum(HEAD_BYTES + fragment.bytes for fragment in cut) + SPARE_BYTES
+    return whole + (SLOW_ROUNDS + staleness) * sum(HEAD_BYTES + fragment.bytes for fragment in cut) + SPARE_BYTES
 
 
 def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> Peers:

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.party import Party
-from megalith.events import Merge
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import Fragment, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites import Fragment, sent_after
 from megalith.spec.sites.deal import Deal, Share
+from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Cut, Difference, Told
 from megalith.train.sites.progress import Made, Midway, Progress, Round, StopAsked, Turn
+from megalith.train.sites.reported import merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
 from megalith.train.step_hooks import StepHook
@@ -53,7 +54,8 @@ class Sites:
         `asked`: true once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
-        self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares))
+        backlog = Backlog.of_fragments(len(fragments)) if spec.sites.staleness else None
+        self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares, backlog))
         self._phases = Phases.of(spec)
         self.total = self._phases.after(0, spec.train.steps)
         """Samples of the run."""
@@ -105,10 +107,9 @@ class Sites:
         """Take part with the state that was loaded: send again the differences that were in flight when it was saved."""
         deal = self.progress.deal
         self._trains = self.site in deal.members
-        sent = self.state.sent.tolist()
-        for step, number in sorted((step, number) for number, step in enumerate(sent) if step != NOT_SENT):
+        for step, number, message in self.state.flying:
             if self._council is not None and self.site in deal.due(step):
-                self._council.post(Difference(number, step, False, math.nan, self.state.flights[number].clone()))
+                self._council.post(Difference(number, step, False, math.nan, message.clone()))
         self._say_ready()
 
     def enter(self) -> int:
@@ -255,14 +256,14 @@ class Sites:
     # --- one fragment ---
 
     def _take(self, number: int, step: int, *, wait: bool) -> Iterator[Made]:
-        """Send the difference of a fragment and, if `wait`, merge it. A stop before that merge takes the sending back, unless fragments
-        overlap: then a checkpoint holds the difference in flight."""
+        """Send the difference of a fragment and, if `wait`, merge it. A stop before that merge takes the sending back, unless a checkpoint
+        holds differences in flight."""
         left_out = self._send(number, step)
         try:
             if wait:
                 yield self._merge(number, step)
         except StopAsked:
-            if self.spec.overlap:
+            if self.spec.flies:
                 self._keep(number, left_out)
             else:
                 self.state.sent[number] = NOT_SENT
@@ -281,7 +282,7 @@ class Sites:
         takes note of what the others send."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
         state.sent[number], deal = step, self.progress.deal
-        deal.counted[number] = deal.count_in(number)
+        deal.send(number, step)
         if self.site not in self.progress.deal.due(step):
             return {}
         values = self._difference(fragment)
@@ -298,9 +299,10 @@ class Sites:
         if self.spec.eager:
             for name in filter(state.is_trained, values):
                 state.weights[name].copy_(self._eager(name, told[name], deal.counted[number]))
+        place = state.fly(number, step) if self.spec.flies else None
         if self._council is not None:
-            if number in state.flights:
-                state.flights[number].copy_(message)
+            if place is not None:
+                place.copy_(message)
             loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
             self._council.post(Difference(number, step, self._stop, loss, message))
         return {name: values[name] - told[name] for name in values.keys() & state.feedback.keys()}
@@ -319,59 +321,39 @@ class Sites:
         """Wait for the verdict about a fragment and for what it merges, and update the merged weights and the site's own."""
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
-        due = (progress.merges, number, sent, step)
-        known = {"members": progress.deal.members, "mark": progress.mark}
+        due, deal = (progress.merges, number, sent, step), progress.deal
+        staleness = self.spec.staleness if self.left else 0  # the run's last merges contain everything
+        known = {"members": deal.members, "mark": progress.mark, "waiting": deal.waiting(number), "staleness": staleness}
         verdict = self._wait_for(lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
+        taken = deal.taken(number, verdict.takes(deal.waiting(number)))
         self._wait_for(lambda council: council.gather(verdict, WAIT_SECONDS) or None)
         messages = [] if self._council is None else self._council.differences(verdict, bytes_each=fragment.bytes)
         waited = time.perf_counter() - began
-        table = torch.zeros(len(verdict.merged), fragment.bytes, dtype=torch.uint8)
+        table = torch.zeros(len(taken), fragment.bytes, dtype=torch.uint8)
         for row, message in zip(table, messages, strict=False):
             row.copy_(message.encoded)
         theirs = [self._decoded(fragment, row) for row in self._wholes.tell(table)]
-        counted = progress.deal.count_in(number)
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
             if piece.name in state.anchors and theirs:
-                self._update(
-                    piece.name, dict(zip(verdict.merged, (each[piece.name] for each in theirs), strict=True)), counted, spread
-                )
+                self._update(piece.name, [each[piece.name] for each in theirs], taken, deal.count_in(number), spread)
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
         state.sent[number] = NOT_SENT
-        deal = progress.deal
+        state.land(number, verdict.newest.get(self.site, NOT_SENT))
+        others = (deal.due(sent) if self.spec.staleness else {*verdict.merged}) - {self.site}
         deal.counted.pop(number, None)
-        deal.merge(sent=sent, step=step, merged=verdict.merged, left=verdict.left, joined=verdict.joined)
+        members = {"merged": verdict.merged, "left": verdict.left, "joined": verdict.joined}
+        deal.merge(sent=sent, step=step, **members, fragment=number, steps=verdict.steps)
         deal.count, deal.shares = verdict.count, self.spec.shares
         progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
         self._trains &= self.site not in verdict.left
         if self._council is None:
             return Made(verdict, None)
-        norm, apart = (float(value) ** 0.5 for value in spread)
-        others = len(set(verdict.merged) - {self.site})
-        telling = others * verdict_bytes() if self._council.decides else 0
-        event = Merge(
-            step=step,
-            sent=sent,
-            fragment=number,
-            sites=len(verdict.merged),
-            losses=[None if math.isnan(message.loss) else message.loss for message in messages],
-            bytes_sent=others * wire_bytes(fragment) + telling if self.site in verdict.merged else 0,
-            bytes_received=others * wire_bytes(fragment) + (0 if self._council.decides else verdict_bytes()),
-            waited=waited,
-            seconds=time.perf_counter() - began,
-            norm=norm,
-            spread=apart,
-            number=verdict.number,
-            merged=list(verdict.merged),
-            left=list(verdict.left),
-            joined=list(verdict.joined),
-            count=verdict.count,
-            samples=deal.merged,
-            total=self.total,
-            mark=progress.mark,
-            decided=self._council.decider,
-        )
+        event = merge_event(
+            verdict, fragment, taken, messages, site=self.site, decider=self._council.decider, others=others, deal=deal,
+            total=self.total, mark=progress.mark, spread=spread.tolist(), waited=waited, seconds=time.perf_counter() - began,
+        )  # fmt: skip
         return Made(verdict, event)
 
     def _serve(self, step: int, members: Collection[int]) -> None:
@@ -408,33 +390,35 @@ class Sites:
             outer.outer_step(anchor, None if velocity is None else velocity.clone(), own, self.spec)
         return anchor
 
-    def _mean(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> Tensor:
-        """Return this rank's share of the mean over sites of one tensor. `theirs`: differences by site. `counted`: how much each site
-        counts. `spread` [2]: squares of the mean, and of the distance to it, are added there."""
-        shares = [counted[site] for site in theirs]
-        gradient = outer.mean([*theirs.values()], shares)
+    def _mean(self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], spread: Tensor) -> Tensor:
+        """Return this rank's share of the mean over sites of one tensor. `theirs`: the values of the differences `taken`. `spread` [2]:
+        squares of the mean, and of the distance to it, are added there."""
+        weights = [one.weight for one in taken]
+        gradient = outer.mean(theirs, weights)
         if name in self._wholes.owned:
             spread[0] += gradient.double().square().sum()
-            apart = [
-                share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs.values(), strict=True)
-            ]
-            spread[1] += sum(apart) / sum(shares)
+            apart = [weight * (each - gradient).double().square().sum() for weight, each in zip(weights, theirs, strict=True)]
+            spread[1] += sum(apart) / sum(weights)
         return gradient.to(self.state.anchors[name].device)
 
-    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
-        """Merge this rank's share of one tensor. Arguments are those of `_mean`."""
+    def _update(
+        self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
+    ) -> None:
+        """Merge this rank's share of one tensor. `counted`: the weights of all sites. Other arguments are those of `_mean`."""
         state = self.state
-        gradient = self._mean(name, theirs, counted, spread)
+        gradient = self._mean(name, theirs, taken, spread)
         trained = state.is_trained(name)
-        early = self._eager(name, theirs.get(self.site), counted) if self.spec.eager and trained else None
+        own = next((values for values, one in zip(theirs, taken, strict=True) if (one.site, one.age) == (self.site, 0)), None)
+        early = self._eager(name, own, counted) if self.spec.eager and trained else None
         if trained:
             outer.outer_step(state.anchors[name], state.velocities.get(name), gradient, self.spec)
         else:
             outer.average(state.anchors[name], gradient)
         if early is not None:
             outer.correct(state.weights[name], state.anchors[name], early)
-        else:
-            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if trained else 0.0)
+        else:  # a site whose difference is late takes the merged weights whole: a later merge will have what it has trained
+            keeps = trained and (own is not None or not self.spec.staleness)
+            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if keeps else 0.0)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

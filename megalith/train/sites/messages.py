@@ -3,13 +3,14 @@
 import hashlib
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES
+from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES
 
 LENGTH_BYTES = 8
 """Bytes that the transport puts in front of a message."""
@@ -139,21 +140,37 @@ class Verdict:
     stop: bool = False
     """All sites stop here."""
     line: str = ""
+    steps: tuple[int, ...] = ()
+    """Where merges are asynchronous, the step after which each merged site took its newest difference in this merge."""
 
     def pack(self) -> bytes:
         sets = [sum(1 << site for site in sites) for sites in (self.merged, self.left, self.joined)]
         numbers = (self.fragment, self.number, self.sent, self.step, *sets, self.count)
-        return _VERDICT.pack(self.kind, self.stop, *numbers, bytes.fromhex(self.line))
+        steps = struct.pack(f">{len(self.steps)}Q", *self.steps)
+        return _VERDICT.pack(self.kind, self.stop, *numbers, bytes.fromhex(self.line)) + steps
 
     @classmethod
     def unpack(cls, data: bytes) -> "Verdict":
-        _, stop, fragment, number, sent, step, *sets, count, line = _VERDICT.unpack(data)
+        _, stop, fragment, number, sent, step, *sets, count, line = _VERDICT.unpack_from(data)
+        steps = struct.unpack_from(f">{(len(data) - _VERDICT.size) // STEP_BYTES}Q", data, _VERDICT.size)
         merged, left, joined = (tuple(site for site in range(64) if sites >> site & 1) for sites in sets)
-        return cls(number, fragment, sent, step, merged, left, joined, count, bool(stop), line.hex())
+        return cls(number, fragment, sent, step, merged, left, joined, count, bool(stop), line.hex(), steps)
+
+    @property
+    def newest(self) -> dict[int, int]:
+        """For each merged site, the step after which it took its newest difference in this merge."""
+        return dict(zip(self.merged, self.steps or [self.sent] * len(self.merged), strict=True))
+
+    def takes(self, waiting: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+        """Return site and step of each difference that is merged, in their order. `waiting`: for each site, the steps after which its
+        unmerged differences were taken, where merges are asynchronous."""
+        return [(site, sent) for site, last in self.newest.items() for sent in waiting.get(site, [last]) if sent <= last]
 
     def mark(self, before: str) -> str:
         """Return the digest of all merges up to this one. `before`: that of those before it."""
         told = asdict(self) | {"stop": False, "line": ""}
+        if not self.steps:  # which logs of earlier versions lack
+            del told["steps"]
         return hashlib.sha256((before + json.dumps(told)).encode()).hexdigest()[: 2 * MARK_BYTES]
 
 

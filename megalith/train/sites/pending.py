@@ -1,12 +1,14 @@
 """A merge that waits for its verdict."""
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 
 class Pending(NamedTuple):
     """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all merges before it. `got`: the sites among
-    those due whose differences came. `waited`: seconds so far."""
+    those due whose differences came. `waited`: seconds so far. Where merges are asynchronous, `waiting` has for each site the steps
+    after which its unmerged differences were taken, oldest first, and `arrived` how many of these came; a site may lack `staleness` of
+    them."""
 
     number: int
     fragment: int
@@ -16,11 +18,23 @@ class Pending(NamedTuple):
     mark: str = ""
     got: Set[int] = frozenset()
     waited: float = 0.0
+    waiting: Mapping[int, Sequence[int]] = {}
+    staleness: int = 0
+    arrived: Mapping[int, int] = {}
 
     @property
     def due(self) -> set[int]:
         """The sites whose differences it merges, if they come."""
         return {site for site, since in self.members.items() if since < self.sent}
+
+    @property
+    def stale(self) -> set[int]:
+        """The sites without which there is no merge, because they lack as many differences as they may."""
+        return {site for site in self.due - self.got if self.lacks(site) > self.staleness}
+
+    def lacks(self, site: int) -> int:
+        """Return how many of a site's unmerged differences have not come."""
+        return len(self.waiting.get(site, (self.sent,))) - self.arrived.get(site, 0)
 
 
 def are(sites: Collection[int]) -> str:

@@ -79,8 +79,10 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
         event = known.get((number, mark))
         if event is None:
             raise RecordError(f"merge {number} is in no log of {named}. Also name the folders of the other sites")
-        sets = [tuple(sites) for sites in (event.merged, event.left, event.joined)]
-        verdict = Verdict(number, event.fragment, event.sent, event.step, *sets, count=event.count)
+        newest = dict(zip(event.merged, event.taken, strict=False))  # the last of each site
+        sets = [tuple(sites) for sites in (newest or event.merged, event.left, event.joined)]
+        steps = tuple(newest.values())
+        verdict = Verdict(number, event.fragment, event.sent, event.step, *sets, count=event.count, steps=steps)
         before = [""] if number == 0 else [one for other, one in known if other == number - 1]
         fitting = [one for one in before if verdict.mark(one) == mark]
         if not fitting:
@@ -113,7 +115,8 @@ class Recorded(Council):
             raise OutOfStepError(
                 f"merge {number} of fragment {fragment}, sent at step {sent}, at step {step} is not recorded. {SAME}"
             )
-        if missing := set(verdict.merged) - merge.got:
+        takes = verdict.takes(merge.waiting)
+        if missing := {site for site, taken in takes if site not in self._there(fragment, taken)}:
             if merge.waited >= self._patience:
                 raise PeerGone(f"the difference of site {min(missing)} did not come: waited {merge.waited:.0f} s at step {step}")
             return None

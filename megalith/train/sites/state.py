@@ -35,10 +35,37 @@ class OuterState:
         self.feedback = {name: torch.zeros_like(self.weights[name]) for name in rounded}
         self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
         """For each fragment, the step at which a difference was taken that is not merged yet."""
+        self.late = sites.staleness
         self.flights = {
-            fragment.number: torch.zeros(fragment.bytes, dtype=torch.uint8) for fragment in fragments if leads and sites.overlap
+            fragment.number: torch.zeros((1 + self.late) * fragment.bytes, dtype=torch.uint8)
+            for fragment in fragments
+            if leads and sites.flies
         }
-        """The site's own difference of each fragment that may be in flight, as it was sent; only on the rank that leads."""
+        """The site's own differences of each fragment that may be in flight, as they were sent; only on the rank that leads."""
+        self.slots = torch.full((len(fragments), 1 + self.late), NOT_SENT, dtype=torch.int64) if self.late else self.sent[:, None]
+        """The step at which each of these was taken."""
+
+    def fly(self, number: int, step: int) -> Tensor | None:
+        """Return the place of a difference that is taken after `step` steps; None on ranks that do not lead."""
+        free = (self.slots[number] == NOT_SENT) | (self.slots[number] == step)
+        slot = int(free.nonzero()[0])
+        self.slots[number, slot] = step
+        return self.flights[number].view(1 + self.late, -1)[slot] if number in self.flights else None
+
+    def land(self, number: int, step: int) -> None:
+        """Forget the differences of a fragment that were taken after at most `step` steps: they are merged."""
+        self.slots[number, self.slots[number] <= step] = NOT_SENT
+
+    @property
+    def flying(self) -> list[tuple[int, int, Tensor]]:
+        """The site's own differences in flight: step, fragment and bytes, oldest first; only on the rank that leads."""
+        table = enumerate(self.slots.tolist())
+        found = sorted((step, number, slot) for number, steps in table for slot, step in enumerate(steps) if step != NOT_SENT)
+        return [
+            (step, number, self.flights[number].view(1 + self.late, -1)[slot])
+            for step, number, slot in found
+            if number in self.flights
+        ]
 
     def is_trained(self, name: str) -> bool:
         """True for a parameter, False for a buffer such as a router's bias: that one is averaged."""
@@ -62,6 +89,7 @@ class OuterState:
         found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
         found |= {f"{own}outer.feedback.{name}": tensor for name, tensor in self.cut(self.feedback).items()}
         found |= {f"{own}outer.flight.{number}": message for number, message in self.flights.items()}
+        found |= {f"{own}outer.slots": self.slots} if self.late else {}
         return found | {"outer.sent": self.sent}
 
     def begin_anew(self) -> None:
@@ -73,6 +101,8 @@ class OuterState:
         for usual in self._inner.usual.values():
             usual.fill_(UNKNOWN)
         self._inner.updates = 0
+        if self.late:
+            self.slots.fill_(NOT_SENT)
 
     def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return shares of weights, by name, as tensors that know how they are cut."""

@@ -15,6 +15,7 @@ from megalith.fleet.secure.peers import PeerGone
 from megalith.parallel.data import local
 from megalith.spec.sites import Fragment
 from megalith.spec.sites.deal import Deal
+from megalith.spec.sites.late import Taken
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
@@ -76,9 +77,11 @@ class Together(Sites):
         mine = [piece.name for piece in fragment.pieces if piece.name in weights]
         return {name: given[name] if name in given else torch.zeros_like(weights[name]) for name in mine}
 
-    def _update(self, name: str, theirs: Mapping[int, Tensor], counted: Sequence[int], spread: Tensor) -> None:
+    def _update(
+        self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
+    ) -> None:
         """Take the mean of a gradient. Arguments are those of `Sites`."""
-        mean = self._mean(name, theirs, counted, spread)
+        mean = self._mean(name, theirs, taken, spread)
         if name in self._gradients:
             self._gradients[name].copy_(mean)
 

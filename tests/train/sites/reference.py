@@ -1,7 +1,9 @@
 """Merges of sites in one process and in numpy, from the papers' formulas. The trainer's merges must equal these bit for bit."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,14 @@ class Reference:
     feedback: list[Tensors] = field(default_factory=list)
     flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, bytes of each site
     bytes: list[int] = field(default_factory=list)
+    late: Callable[[int, int, int], bool] = lambda merge, site, age: False
+    """True if a site's difference misses a merge, where merges are asynchronous."""
+    missed: dict[int, list[tuple[int, int, int, bytes]]] = field(default_factory=dict)  # fragment: site, step, age, bytes
+    made: list[tuple[int, int, int, list[tuple[int, int, int]]]] = field(default_factory=list)
+    """Fragment, step, step of the newest differences, and site, step and age of each difference of every merge."""
+    used: list[list[int]] = field(default_factory=list)
+    """The weights in every merge."""
+    begun: dict[int, list[int]] = field(default_factory=dict)  # fragment: steps after which its differences were taken
 
     @classmethod
     def begin(cls, spec: SitesSpec, fragments: tuple[Fragment, ...], buffers: set[str], first: Tensors) -> "Reference":
@@ -114,6 +124,7 @@ class Reference:
         """Send and merge the fragments that are due after `step` steps."""
         h, p = self.spec.inner_steps, self.spec.fragments
         due = [f for f in range(p) if step >= (f + 1) * h // p and (step - (f + 1) * h // p) % h == 0]
+        self.now, self.ends = step, last
         for flight in [one for one in self.flying if one[0] + self.spec.overlap == step]:
             self.merge(flight)
         for number in due:
@@ -163,6 +174,9 @@ class Reference:
         return found
 
     def merge(self, flight: tuple[int, int, list[bytes]]) -> None:
+        if self.spec.staleness:
+            self.merge_some(flight)
+            return
         self.flying.remove(flight)
         _, number, messages = flight
         at, spec = 0, self.spec
@@ -189,3 +203,39 @@ class Reference:
                     weights[piece.name] = weights[piece.name] + (merged - early[site][piece.name])
                     continue
                 weights[piece.name] = weights[piece.name] * share + merged * F32(1 - spec.own_share) if share else merged.copy()
+
+    def merge_some(self, flight: tuple[int, int, list[bytes]]) -> None:
+        """Merge what is not late: each difference weighted by the steps it has, and by one over one more than its age."""
+        self.flying.remove(flight)
+        sent, number, messages = flight
+        due = [(site, at, age + 1, data) for site, at, age, data in self.missed.get(number, [])]
+        due = sorted(due + [(site, sent, 0, data) for site, data in enumerate(messages)], key=lambda one: one[:2])
+        is_late = [not self.ends and self.late(len(self.made), one[0], one[2]) for one in due]
+        taken = [one for one, late in zip(due, is_late, strict=True) if not late]
+        self.missed[number] = [one for one, late in zip(due, is_late, strict=True) if late]
+        self.made.append((number, self.now, sent, [one[:3] for one in taken]))
+        self.begun.setdefault(number, [0]).append(sent)
+        ends = self.begun[number]
+        parts = [one.share or 1 for one in self.spec.each] or [1] * self.spec.count
+        steps = [at - max(end for end in ends if end < at) for _, at, _, _ in taken]
+        weights = [Fraction(step * parts[one[0]], 1 + one[2]) for step, one in zip(steps, taken, strict=True)]
+        ratios = [weight / weights[0] for weight in weights]
+        self.used.append([int(ratio * math.lcm(*(each.denominator for each in ratios))) for ratio in ratios])
+        at = 0
+        for piece in self.fragments[number].pieces:
+            size, total = len(encode_piece(np.zeros(piece.shape), piece)), np.zeros(piece.shape, F32)
+            for (*_, data), weight in zip(taken, self.used[-1], strict=True):
+                total = total + decode_piece(data[at : at + size], piece) * F32(weight)
+            at += size
+            mean, rate, share = total / F32(sum(self.used[-1])), F32(self.spec.lr), F32(self.spec.own_share)
+            if piece.name in self.buffers:
+                rate, share = F32(1), F32(0)
+            elif self.spec.momentum:
+                velocity = self.velocities[piece.name] * F32(self.spec.momentum) + mean
+                self.velocities[piece.name] = velocity
+                mean = mean + velocity * F32(self.spec.momentum) if self.spec.nesterov else velocity
+            merged = self.anchors[piece.name] = self.anchors[piece.name] - mean * rate
+            for site, weights_there in enumerate(self.weights):
+                keeps = share and any(one[:3] == (site, sent, 0) for one in taken)
+                own = weights_there[piece.name]
+                weights_there[piece.name] = own * share + merged * (F32(1) - share) if keeps else merged.copy()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalith.fleet.secure.peers import News, PeerGone
-from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES, SitesSpec
+from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.council import Council
 from megalith.train.sites.cuts import called
@@ -157,6 +157,57 @@ def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
     for one in councils[:2]:
         one.post(_difference(8))
     assert councils[0].decide(1, 0, 8, 8, members=rest).joined == (2,)
+
+
+def test_a_late_site_is_waited_for_once_it_may_miss_no_merge() -> None:
+    """The first merge has a quorum and waits for no one. The second one waits for the difference that has missed the first."""
+    councils = _all(Hub(), staleness=1, grace=0.5)
+    for step, late in ((4, ()), (8, (4,))):
+        for one in councils[:2]:
+            one.post(_difference(step))
+        waiting = {0: (step,), 1: (step,), 2: (*late, step)}
+        began = time.monotonic()
+        verdict = councils[0].decide(step // 4 - 1, 0, step, step, members=MEMBERS, waiting=waiting, staleness=1)
+        assert (verdict.merged, verdict.steps) == ((0, 1), (step, step))
+        assert (verdict.left, time.monotonic() - began >= 0.5) == (((2,), True) if late else ((), False))
+        assert [one.step for one in councils[0].differences(verdict, bytes_each=7)] == [step] * 2
+        if not late:
+            assert Verdict.unpack(verdict.pack()) == verdict
+            assert len(verdict.pack()) + LENGTH_BYTES == VERDICT_BYTES + 2 * STEP_BYTES
+            assert councils[1].decide(0, 0, 4, 4, members=MEMBERS, waiting=waiting, staleness=1) == verdict
+
+
+def test_late_differences_are_merged_together() -> None:
+    """All that have come of a site are merged, unless an earlier one is missing."""
+    councils = _all(Hub(), staleness=3)
+    for one in councils[:2]:
+        one.post(_difference(12))
+    for step in (8, 12):
+        councils[2].post(_difference(step))
+    waiting = {0: (12,), 1: (12,), 2: (4, 8, 12)}
+    first = councils[0].decide(0, 0, 12, 12, members=MEMBERS, waiting=waiting, staleness=3)
+    assert (first.merged, first.left) == ((0, 1), ()), "of 4, 8 and 12 the first has not come"
+    councils[0].differences(first, bytes_each=7)
+    councils[2].post(_difference(4))
+    for one in councils:
+        one.post(_difference(16))
+    waiting = {0: (16,), 1: (16,), 2: (4, 8, 12, 16)}
+    verdict = councils[0].decide(1, 0, 16, 16, members=MEMBERS, waiting=waiting, staleness=3)
+    assert verdict.newest == {0: 16, 1: 16, 2: 16}
+    assert verdict.takes(waiting) == [(0, 16), (1, 16), (2, 4), (2, 8), (2, 12), (2, 16)]
+    assert [one.step for one in councils[0].differences(verdict, bytes_each=7)] == [16, 16, 4, 8, 12, 16]
+
+
+def test_the_last_merges_wait_for_all() -> None:
+    """No sample is left, so nothing may be late."""
+    councils = _all(Hub(), staleness=2, grace=60.0)
+    for one in councils[:2]:
+        one.post(_difference(4))
+    waiting = dict.fromkeys(range(3), (4,))
+    known = {"members": MEMBERS, "waiting": waiting, "staleness": 0}
+    assert councils[0].decide(0, 0, 4, 4, **known, seconds=0.2) is None
+    councils[2].post(_difference(4))
+    assert councils[0].decide(0, 0, 4, 4, **known).merged == (0, 1, 2)
 
 
 def test_a_site_that_is_started_again_is_not_waited_for() -> None:

@@ -1,5 +1,6 @@
 """Merges equal, bit for bit, an implementation in numpy without ranks, under any plan inside a site and given the same weights."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -15,11 +16,12 @@ from megalith.parallel.data import local
 from megalith.parallel.groups import group_of
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import FRAME_BYTES, Fragment, at_site, folder_of, fragments, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites.late import Backlog
 from megalith.train.assemble import assemble, mesh_groups
-from megalith.train.sites import codes, merge, outer
+from megalith.train.sites import codes, meet, merge, outer
 from megalith.train.sites.meet import build
 from megalith.train.sites.merge import Sites
-from megalith.train.sites.messages import LENGTH_BYTES
+from megalith.train.sites.messages import LENGTH_BYTES, Verdict
 from tests import certificates
 from tests.full import only_full
 from tests.keys import GIVEN
@@ -39,6 +41,10 @@ METHODS |= {
     "sparse": {"inner_steps": 3, "top_k": 200, "bits": 2, "momentum": 0.0, "lr": 1.0, "feedback_decay": 0.95},
     "eager": {"inner_steps": 4, "fragments": 2, "overlap": 3, "eager": True},
     "eager, sparse": {"inner_steps": 4, "fragments": 2, "overlap": 3, "eager": True, "top_k": 300, "bits": 4},
+}
+METHODS |= {
+    "asynchronous": {"inner_steps": 3, "fragments": 2, "overlap": 1, "bits": 4, "staleness": 2},
+    "asynchronous, whole": {"inner_steps": 2, "staleness": 1},
 }
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -85,6 +91,15 @@ def _spoil(fault: str, sites: Sites) -> None:
     elif fault == "order" and sites.site == 1:
         found = outer.mean
         outer.mean = lambda differences, shares: found(differences[::-1], shares[::-1])
+    elif fault == "weight":
+        found = Backlog.taken
+        Backlog.taken = lambda *given: tuple(one._replace(weight=1) for one in found(*given))
+    elif fault == "age":
+        found = Backlog.taken
+        Backlog.taken = lambda *given: tuple(one._replace(weight=one.weight * (1 + one.age)) for one in found(*given))
+    elif fault == "one left out":
+        found = outer.mean
+        outer.mean = lambda differences, shares: found(differences[: len(shares) // 4 + 2], shares[: len(shares) // 4 + 2])
     elif fault == "rounding":
         encode = codes.encode
         codes.encode = lambda values, bits: encode(values * 1.0001, bits)
@@ -116,15 +131,19 @@ def _other_bytes(sites: Sites) -> list[int]:
     return found
 
 
-def _merge(rank: int, spec: RunSpec, fault: str, folder: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
+def _merge(
+    rank: int, spec: RunSpec, fault: str, folder: str, record: dict[int, Verdict]
+) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
     """Return this rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that the site sent
-    for them."""
+    for them. `record`: the verdicts of asynchronous merges."""
     os.environ.update(GIVEN)
     table = _ranks(spec)
     (site,) = (number for number, ranks in enumerate(table) if rank in ranks)
     inner = group_of(everyone(), table[site])
     assert spec.sites is not None
-    spec = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})}))
+    repeats = {"replay": (folder,)} if record else {}
+    meet.recorded = lambda folders: record
+    spec = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site} | repeats)}))
     trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), inner), device=torch.device("cpu"))
     own = folder_of(Path(folder), site)
     own.mkdir(exist_ok=True)
@@ -168,11 +187,22 @@ def _reference(spec: RunSpec, fragments: tuple[Fragment, ...], first: dict[str, 
     assert spec.sites is not None
     buffers = {name for name in first if name.endswith((".bias", ".load")) and "router" in name}
     found = Reference.begin(spec.sites, fragments, buffers, first)
+    found.late = lambda merge, site, age: site == merge // 4 % 3 and age < found.spec.staleness
     for step in range(1, STEPS + 1):
         for site, weights in enumerate(found.weights):
             for name, weight in weights.items():
                 weights[name] = weight + _moved(site, step, name, weight.shape)
         found.after_step(step, last=step == STEPS)
+    return found
+
+
+def _verdicts(reference: Reference) -> dict[int, Verdict]:
+    """Return the decisions about the reference's asynchronous merges."""
+    found = {}
+    for number, (fragment, step, sent, taken) in enumerate(reference.made):
+        newest = {site: at for site, at, _ in taken}
+        sites, steps = tuple(newest), tuple(newest.values())
+        found[number] = Verdict(number, fragment, sent, step, sites, count=reference.spec.count, steps=steps)
     return found
 
 
@@ -184,7 +214,7 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
     wanted = _reference(spec, cut, first)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        ran: Sequence[Any] = run_ranks(_merge, _ranks(spec)[-1].stop, spec, fault, folder)
+        ran: Sequence[Any] = run_ranks(_merge, _ranks(spec)[-1].stop, spec, fault, folder, _verdicts(wanted))
     for site, held, made, sent in ran:
         tables = {"anchor": wanted.anchors, "velocity": wanted.velocities, "feedback": wanted.feedback[site]}
         tables["weight"] = wanted.weights[site]
@@ -197,10 +227,15 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
         if made and not fault:
             others = spec.sites.count - 1
             assert sorted(cut[one.fragment].bytes for one in made) == sorted(wanted.bytes)
-            told = verdict_bytes() * len(made) if site == 0 else 0
+            told = sum(verdict_bytes(len({*one.merged} if one.taken else ())) for one in made) if site == 0 else 0
             theory = others * (told + sum(wire_bytes(cut[one.fragment]) for one in made))
             assert sum(one.bytes_sent for one in made) == sent == theory
-            assert all(one.losses == [one.losses[0]] * spec.sites.count for one in made)
+            if spec.sites.staleness:
+                for one, (*_, taken), weights in zip(made, wanted.made, wanted.used, strict=True):
+                    assert [*zip(one.merged, one.taken, one.ages, strict=True)] == taken and one.weights == weights
+                assert {age for one in made for age in one.ages} == set(range(spec.sites.staleness + 1))
+            else:
+                assert all(one.losses == [one.losses[0]] * spec.sites.count for one in made)
     return found
 
 
@@ -238,6 +273,28 @@ def test_encryption_changes_no_bit(tmp_path: Path) -> None:
     certificates.authority(tmp_path)
     sites = METHODS["diloco"] | {"count": 2, "tls": certificates.site(tmp_path, "site")}
     assert _different(tiny_run(sites=sites, train={"steps": STEPS})) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "method"),
+    [
+        ("alone", "asynchronous"),
+        pytest.param("alone", "asynchronous, whole", marks=only_full),
+        pytest.param("zero 3 in 3", "asynchronous", marks=only_full),
+        pytest.param("experts", "asynchronous, whole", marks=only_full),
+    ],
+)
+def test_late_differences_are_merged_as_in_the_reference(plan: str, method: str) -> None:
+    """At every merge one of three sites is late by as much as it may be."""
+    assert _different(_run(plan, method, 3)) == []
+
+
+@pytest.mark.parametrize(
+    "fault", ["weight", "age", "one left out", *(pytest.param(one, marks=only_full) for one in ("order", "late"))]
+)
+def test_a_fault_in_asynchronous_merges_is_found(fault: str) -> None:
+    with contextlib.suppress(RuntimeError):  # sites that disagree about a message stop
+        assert _different(_run("alone", "asynchronous", 3), fault)
 
 
 @only_full

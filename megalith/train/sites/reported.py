@@ -1,0 +1,59 @@
+"""The event of a merge, on the rank that leads a site."""
+
+import math
+from collections.abc import Collection, Sequence
+
+from megalith.events import Merge
+from megalith.spec.sites import Fragment, verdict_bytes, wire_bytes
+from megalith.spec.sites.deal import Deal
+from megalith.spec.sites.late import Taken
+from megalith.train.sites.messages import Difference, Verdict
+
+
+def merge_event(
+    verdict: Verdict,
+    fragment: Fragment,
+    taken: Sequence[Taken],
+    messages: Sequence[Difference],
+    *,
+    site: int,
+    decider: int,
+    others: Collection[int],
+    deal: Deal,
+    total: int,
+    mark: str,
+    spread: Sequence[float],
+    waited: float,
+    seconds: float,
+) -> Merge:
+    """Return the event of a merge that was made. `others`: the sites to which this one sent its differences. `deal`: after the merge.
+    `spread`: squares of the mean difference, and of the distance to it."""
+    mine = sum(one.site == site for one in taken)
+    telling = verdict_bytes(len(verdict.steps))
+    norm, apart = (value**0.5 for value in spread)
+    late = taken if verdict.steps else ()
+    return Merge(
+        step=verdict.step,
+        sent=verdict.sent,
+        fragment=verdict.fragment,
+        sites=len(verdict.merged),
+        losses=[None if math.isnan(message.loss) else message.loss for message in messages],
+        bytes_sent=len(others) * (mine * wire_bytes(fragment) + (telling if decider == site else 0)),
+        bytes_received=(len(taken) - mine) * wire_bytes(fragment) + (0 if decider == site else telling),
+        waited=waited,
+        seconds=seconds,
+        norm=norm,
+        spread=apart,
+        number=verdict.number,
+        merged=[one.site for one in taken],
+        left=list(verdict.left),
+        joined=list(verdict.joined),
+        count=verdict.count,
+        samples=deal.merged,
+        total=total,
+        mark=mark,
+        decided=decider,
+        taken=[one.sent for one in late],
+        ages=[one.age for one in late],
+        weights=[one.weight for one in late],
+    )
