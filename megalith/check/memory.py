@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mamba.core": ("mamba", "attend"),
     "mamba_norm": ("attend",),
     "mlp": (),
+    "mlp.activation": ("mlp", "mlp.experts", "mlp.shared"),
     "mlp.experts": ("mlp",),
     "mlp.shared": ("mlp",),
     "mlp_norm": ("attend",),
@@ -60,6 +61,24 @@ def recomputation_names_what_exists(case: Case) -> Found:
     if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
         reason = f"counts past the model's {case.spec.model.layers} blocks"
         yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
+
+
+def activations_are_formed_again(case: Case) -> Found:
+    """The trainer decides whether the next product keeps what an activation gives."""
+    plan, parts = case.plan, case.plan.recompute_parts
+    if plan.recompute != "selective" or "mlp.activation" not in parts:
+        return
+    other = (
+        "plan.compile = true: compiled code decides what is kept"
+        if plan.compile
+        else f"plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept"
+        if plan.overlap_tensor > 1
+        else 'precision.kept = "fp8": it is kept in 8 bits'
+        if case.spec.precision.kept != "wide"
+        else ""
+    )
+    if other:
+        yield advice("plan.recompute_parts", parts, f"mlp.activation has no effect with {other}", "Leave it out.")
 
 
 def segments_lie_in_a_stage(case: Case) -> Found:

@@ -205,6 +205,7 @@ RULES: tuple[Rule, ...] = (
     Rule("pipeline", pipeline.bubble_is_small),
     Rule("pipeline", pipeline.tied_weights_stay_together),
     Rule("memory", memory.recomputation_names_what_exists),
+    Rule("memory", memory.activations_are_formed_again),
     Rule("memory", memory.state_fits),
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),

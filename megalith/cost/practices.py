@@ -21,7 +21,7 @@ from megalith.models.block import Attention
 from megalith.models.latent import LatentAttention
 from megalith.models.moe import Moe
 from megalith.models.norm import RMSNorm
-from megalith.parallel.recompute import SEAMS, apply_recompute
+from megalith.parallel.recompute import FORMED, SEAMS, apply_recompute
 from megalith.spec.plan import Plan
 
 
@@ -90,7 +90,7 @@ def _form_again(experts: nn.Module, recorder: Recorder) -> None:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    if name in SEAMS:
+    if name in SEAMS or name == FORMED:
         return True
     try:
         return module.get_submodule(name) is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.kernels.elements import E4M3
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.multiply import Activation, Multiply
+from megalith.kernels.multiply import Activation, Formed, Multiply
 from megalith.kernels.packed import once, pack, unpack
 from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import BF16, PrecisionSpec, packed_tile
@@ -57,16 +57,12 @@ class _Activated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Activation, gate: Tensor | None, up: Tensor, recipe: Packed) -> Tensor:
         ctx.activation, ctx.recipe, ctx.shape = activation, recipe, up.shape
-        ctx.save_for_backward(*(recipe.packed(x) for x in (gate, up) if x is not None))
-        return activation(up) if gate is None else activation(gate) * up
+        factors = (up,) if gate is None else (gate, up)
+        ctx.save_for_backward(*map(recipe.packed, factors))
+        return Formed(activation, factors).form()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         factors = (ctx.recipe.unpacked(kept, ctx.shape[-1], grad.dtype).view(ctx.shape) for kept in ctx.saved_tensors)
-        first, *others = factors
-        with torch.enable_grad():
-            out = ctx.activation(first.requires_grad_())
-        if not others:
-            return None, None, torch.autograd.grad(out, first, grad)[0], None
-        (up,) = others
-        return None, torch.autograd.grad(out, first, grad * up)[0], grad * out.detach(), None
+        *of_gate, of_up = Formed(ctx.activation, tuple(factors)).gradients(grad)
+        return None, of_gate[0] if of_gate else None, of_up, None

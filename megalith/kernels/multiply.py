@@ -5,7 +5,7 @@ in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped comm
 """
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,29 @@ Activation = Callable[[Tensor], Tensor]
 """An elementwise function, differentiable."""
 
 
+class Formed(NamedTuple):
+    """The input of a product, as the factors from which it can be formed again."""
+
+    activation: Activation
+    factors: tuple[Tensor, ...]
+    """The gate, if there is one, and `up`."""
+
+    def form(self) -> Tensor:
+        """Return activation(gate) * up, or activation(up)."""
+        first, *others = self.factors
+        return self.activation(first) * others[0] if others else self.activation(first)
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the factors from that of the input. The activation is computed again."""
+        first, *others = self.factors
+        first = first.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self.activation(first)
+        if not others:
+            return torch.autograd.grad(out, first, grad)
+        return *torch.autograd.grad(out, first, grad * others[0]), grad * out.detach()
+
+
 class Multiply(nn.Module):
     """x Wᵀ + b, and the plain recipe: factors in their own format, sums in fp32, rounded once.
 
@@ -38,6 +61,8 @@ class Multiply(nn.Module):
     `wgrad`, and the rest follows.
     """
 
+    forms: bool = False
+    """True if what an activation gives is not kept for the gradient of the next weight, but formed again (`Formed`)."""
     draws: bool = False
     """True if products of this recipe round stochastically, and need to know which tokens they work on (`kernels.draws`)."""
 
@@ -83,6 +108,11 @@ class Multiply(nn.Module):
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
         """Return activation(gate) * up, or activation(up) without a gate: the input of a product by this recipe. Differentiable."""
+        if self.forms and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            factors = (up,) if gate is None else (gate, up)
+            out = _Activated.apply(activation, *factors)
+            setattr(out, _FORMED, Formed(activation, tuple(each.detach() for each in factors)))
+            return out  # pyright: ignore[reportReturnType]
         if gate is None:
             return activation(up)
         gate = activation(gate)  # what it was is freed, unless a backward keeps it
@@ -106,9 +136,14 @@ class Multiply(nn.Module):
         """gradᵀ x, the gradient of the weight: grad [rows, out], x [rows, in] -> [out, in] or [groups, out, in], without a graph."""
         return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
 
-    def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor, *, sizes: Sizes | None = None) -> Tensor | None:
+    def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor | Formed, *, sizes: Sizes | None = None) -> Tensor | None:
         """The gradient of `weight` from grad [rows, out] and what was kept of x [..., in], or None where it is put off."""
-        return weight_gradient(weight, lambda: self.wgrad(grad, self.restored(kept, weight.shape[-1], grad.dtype), sizes=sizes))
+
+        def make() -> Tensor:
+            x = kept.form() if isinstance(kept, Formed) else kept
+            return self.wgrad(grad, self.restored(x, weight.shape[-1], grad.dtype), sizes=sizes)
+
+        return weight_gradient(weight, make)
 
 
 PLAIN = Multiply()
@@ -128,20 +163,42 @@ class _Multiply(torch.autograd.Function):
         if not follows:
             return multiply.fprop(x, weight, bias, sizes=sizes)
         out, kept = multiply.keeping(x, weight, bias, sizes=sizes)
-        ctx.save_for_backward(kept)
+        ctx.formed = formed = getattr(x, _FORMED, None) if kept is x else None
+        ctx.save_for_backward(*((kept,) if formed is None else formed.factors))
+        if formed is not None:
+            ctx.formed = formed._replace(factors=())  # what is saved is not held besides
         ctx.weight = weight  # itself, since its `.grad` may be added to later
         ctx.biased, ctx.sizes, ctx.multiply = bias is not None, sizes, multiply
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (kept,), weight, sizes, multiply = ctx.saved_tensors, ctx.weight, ctx.sizes, ctx.multiply
+        saved, weight, sizes, multiply = ctx.saved_tensors, ctx.weight, ctx.sizes, ctx.multiply
+        kept = saved[0] if ctx.formed is None else ctx.formed._replace(factors=saved)
         if sizes is not None:
             grad = grad.contiguous()
         rows = _rows(grad)
         of_x = multiply.dgrad(grad, weight, sizes=sizes) if ctx.needs_input_grad[0] else None
         of_weight = multiply.gradient_of(weight, rows, kept, sizes=sizes) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, rows.sum(0) if ctx.biased else None, None, None, None
+
+
+_FORMED = "_megalith_formed"
+"""Attribute of a tensor that a product need not keep: the factors that it is formed from."""
+
+
+class _Activated(torch.autograd.Function):
+    """activation(gate) * up, or activation(up). It keeps only these factors."""
+
+    @staticmethod
+    def forward(ctx, activation: Activation, *factors: Tensor) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(*factors)
+        return Formed(activation, factors).form()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *Formed(ctx.activation, ctx.saved_tensors).gradients(grad)
 
 
 class _Compiled(torch.autograd.Function):

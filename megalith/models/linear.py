@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.multiply import Activation, Multiply
+from megalith.kernels.multiply import Multiply
 
 
 class Linear(nn.Linear):
@@ -21,10 +21,6 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "... inputs"]) -> Float[Tensor, "... outputs"]:
         return self.multiply(input, *self.factors())
-
-    def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Return this layer's input, activation(gate) * up, or activation(up) without a gate: see `Multiply.activated`."""
-        return self.multiply.activated(activation, gate, up)  # pyright: ignore[reportCallIssue]
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of the outputs computed here."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.kernels.multiply import Activation, Multiply
+from megalith.kernels.multiply import Multiply
 from megalith.models.linear import Linear
 
 
@@ -181,9 +181,10 @@ class _InPieces(nn.Module):
         super().__init__()
         self.recipe, self.pieces = recipe, pieces
 
-    def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
+    @property
+    def activated(self) -> Callable[..., Tensor]:
         """See `Multiply.activated`."""
-        return self.recipe.activated(activation, gate, up)
+        return self.recipe.activated
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is None, "a bias is added to the sum, not to each part of it"

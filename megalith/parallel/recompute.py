@@ -6,12 +6,18 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalith.kernels.multiply import Multiply
 from megalith.models.block import Block
-from megalith.models.moe import Moe
+from megalith.models.mlp import Mlp
+from megalith.models.moe import Experts, Moe
 from megalith.spec.plan import Plan, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common"}
 """Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
+
+
+FORMED = "mlp.activation"
+"""The part whose result the gradient of the next weight forms again from its factors: no module runs again."""
 
 
 class Checkpointed:
@@ -49,6 +55,12 @@ def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -
 def _run_again(block: nn.Module, name: str) -> None:
     half = name.partition(".")[0]
     if half != "attend" and getattr(block, half) is None:
+        return
+    if name == FORMED:
+        for module in block.get_submodule(half).modules():
+            owner = module.down if isinstance(module, Mlp) else module if isinstance(module, Experts) else None
+            if owner is not None and isinstance(owner.multiply, Multiply):
+                owner.multiply.forms = True
         return
     if name in SEAMS:
         owner, _, method = SEAMS[name].rpartition(".")

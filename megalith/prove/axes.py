@@ -68,6 +68,7 @@ AXES: Axes = {
     "recompute": {
         "none": {},
         "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
+        "selective, the activation": {"recompute": "selective", "recompute_parts": ("attention.core", "mlp.activation")},
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
     "retain": {

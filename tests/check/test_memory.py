@@ -87,6 +87,8 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["plan.state.optimizer=disk"], "plan.state.optimizer"),
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
+        (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation','mlp.shared']"], "plan.recompute_parts"),
+        (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation']", "plan.compile=true"], "plan.recompute_parts"),
     ],
 )
 def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):

@@ -56,7 +56,7 @@ MIXTURES = [name for name, model in MODELS.items() if any(isinstance(block.mlp, 
 TENSOR = [
     Plan(tensor=2, zero=0),
     Plan(tensor=4, zero=0, recompute="full"),
-    Plan(tensor=2, sequence=False, zero=0),
+    Plan(tensor=2, sequence=False, zero=0, recompute="selective", recompute_parts=("mlp.activation",)),
     Plan(data=2, tensor=2, zero=0, recompute="selective", recompute_parts=("attend", "mlp_norm")),
 ]
 EXPERT = [

@@ -1,6 +1,7 @@
 """Products with a weight: the plain recipe equals torch's products, and a recipe is used wherever a product is computed."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megalith.kernels.deferred import Queue, deferring
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import PLAIN, Multiply
 from megalith.models.linear import Linear
+from megalith.models.mlp import ACTIVATIONS
 
 
 class Scaled(Multiply):
@@ -97,3 +99,26 @@ def test_compiled_layers_use_their_recipe(recipe: type[Multiply]) -> None:
     out = [torch.autograd.grad(run(_random(*DENSE[0])).sum(), list(layer.parameters())) for run in (compiled, layer)]
     for ours, eager in zip(*out, strict=True):
         assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("recipe", [Multiply, Scaled])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "relu2"])
+def test_what_is_formed_again_from_its_factors_has_the_bits_that_it_had(recipe: type[Multiply], gated: bool, name: str) -> None:
+    """This holds for a weight gradient that is put off, too."""
+
+    def run(*, forms: bool, late: bool = False) -> list[Tensor]:
+        multiply, queue = recipe(), Queue()
+        multiply.forms = forms
+        factors = [_random(2, 5, 8).requires_grad_() for _ in range(1 + gated)]
+        weight = _random(6, 8).requires_grad_()
+        gate, up = factors if gated else (None, *factors)
+        out = multiply(multiply.activated(ACTIVATIONS[name], gate, up), weight)
+        with deferring(queue) if late else nullcontext():
+            out.sin().sum().backward()
+        queue.run_all()
+        return [out.detach(), *(x.grad for x in (*factors, weight) if x.grad is not None)]
+
+    plain, *found = run(forms=False), run(forms=True), run(forms=True, late=True)
+    assert len(plain) == 3 + gated
+    assert all(torch.equal(*each) for other in found for each in zip(other, plain, strict=True))

@@ -31,6 +31,7 @@ PARTS = {
     "none": (),
     "parts": ("attend", "mlp.experts", "mlp.shared"),
     "norms": ("attention_norm", "attention.core", "mlp_norm", "mlp.experts"),
+    "activations": ("mlp.activation",),
     "mixture": ("mlp",),
     "mixture and attention": ("attention", "mlp"),
 }
