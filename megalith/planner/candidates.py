@@ -125,7 +125,7 @@ def candidates(
         data = devices // (tensor * context * pipeline)
         if global_batch % data:
             continue
-        exchanges = _exchanges(model, cluster, tensor, context) if space.exchanges else [Exchange()]
+        exchanges = _exchanges(model, cluster, tensor, context) if space.exchanges else [ContextExchange()]
         for (expert, parts_of_one), micro in product(_experts(model, data * context * tensor, tensor), space.microbatches):
             if (global_batch // data) % micro:
                 continue
@@ -199,23 +199,23 @@ def _contexts(seq_len: int, devices: int) -> list[int]:
     return [size for size in _powers(min(devices, 256)) if size == 1 or seq_len // size >= LONG // 4]
 
 
-class Exchange(NamedTuple):
+class ContextExchange(NamedTuple):
     """How the queries of a context rank meet the keys of others."""
 
     method: Literal["ring", "gather"] = "ring"
     ulysses: int = 1
 
 
-def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int) -> list[Exchange]:
+def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int) -> list[ContextExchange]:
     """Return a ring, which hides behind attention; a gather, if several ranks of a domain send into the network, since only one of them
     does in a ring; and as many ranks of one domain as can exchange heads, if they then send less than in a ring."""
-    found, domain = [Exchange()], max(1, domain_of(cluster) // tensor)
+    found, domain = [ContextExchange()], max(1, domain_of(cluster) // tensor)
     if 1 < domain < context:
-        found.append(Exchange("gather"))
-    attentions = {block.attention for block in set(model.blocks) if block.attention}
+        found.append(ContextExchange("gather"))
+    attentions = [block.attention for block in set(model.blocks) if block.attention]
     for ranks in reversed(_powers(min(domain, context))[1:]):
-        if all(_sends_less(attention, tensor, ranks) for attention in attentions) and attentions:
-            return [*found, Exchange(ulysses=ranks)]
+        if attentions and all(_sends_less(attention, tensor, ranks) for attention in attentions):
+            return [*found, ContextExchange(ulysses=ranks)]
     return found
 
 

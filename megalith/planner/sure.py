@@ -68,8 +68,8 @@ def sure(asked: ResolvedRequest, own: Sequence[Own] = ()) -> Sure:
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
     """Return the spread of predictions for a shape outside of the measured ones. A device's own factor is as uncertain as a stack's (`also`
     = 1), and we assume that each doubling beyond the measured sizes adds as much."""
-    further = also + max((one.doublings for one in outside), default=0.0)
-    return replace(spread, between=spread.between * sqrt(1 + further))
+    more = also + max((one.doublings for one in outside), default=0.0)
+    return replace(spread, between=spread.between * sqrt(1 + more))
 
 
 def _amount(one: Beyond) -> str:

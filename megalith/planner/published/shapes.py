@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megalith.planner.published.rows import Row, read
 
 COLUMNS = {"parameters": ("params_total_b", 1e9), "tokens a sequence": ("seq_len", 1.0), "devices": ("n_gpus", 1.0)}
-"""What a shape is: its name, the column that has it, and the unit of that column."""
+"""The sizes that make a shape: the column that has each, and the unit of that column."""
 
 
 class Beyond(NamedTuple):
