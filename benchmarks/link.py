@@ -4,12 +4,14 @@
     python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows
     python benchmarks/link.py --data data/austen-bytes --size 6.5M --rounds 10
     python benchmarks/link.py --data data/austen-bytes --size 6.5M --step-seconds 0.8 --rounds 16   # only waits: steps sleep
+    python benchmarks/link.py --data data/austen-bytes --size 6.5M --only streaming --rounds 16 --out link.jsonl    # for 99 %
     python benchmarks/link.py --data data/austen-bytes --links                  # twelve links: predicted and measured use
 
 If run as root, each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Otherwise
 one reaches the other through an equally slow relay on loopback. Use is compute over the sum of compute and exposed waits, from the first
 step to the last merge, which waits for the whole model. Compute is processor time, since two sites that share few processors slow each
-other down. With --links and --step-seconds a step sleeps for a fixed time instead, and the rest is the trainer's code.
+other down. With --links and --step-seconds a step sleeps for a fixed time instead, and the rest is the trainer's code. The file of --out
+keeps finished cases, as benchmarks/cases.py says.
 """
 
 import argparse
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
+from benchmarks import cases
 from benchmarks.sites import BATCH, LENGTH, SIZES
 from megalith.cost.across import across
 from megalith.fleet.secure import key
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument("--links", action="store_true", help="compare predicted with measured use on twelve links")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="let each step sleep for so long instead of training")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--out", type=Path, default=None, help="where finished cases are kept; default: nowhere")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("no wire between namespaces: it " + reason if (reason := wire.missing()) else "a wire between two namespaces")
@@ -106,44 +110,66 @@ def main() -> None:
 
 def _methods(given: argparse.Namespace) -> None:
     """Print the table of methods on one link."""
+    names = [name for name in METHODS if given.only in name]
+    wanted = [("method", name, given.size, given.rounds, given.step_seconds) for name in names]
+    rows = {tuple(row["case"]): row for row in cases.finish(given.out, wanted, partial(measured_method, given.data))}
     print(f"{given.size} parameters, two sites, {LINK.megabits:g} Mbit/s, {LINK.milliseconds:g} ms, {given.rounds} rounds")
     print(f"{'':34s} steps     use  predicted  waited a round  MB a round  crossed  fewer than gradients  loss")
-    for name, method in METHODS.items():
-        if given.only not in name:
-            continue
-        steps = given.rounds * method["inner_steps"]
-        spec = run_of(given.data, given.size, steps, method)
-        ran, crossed = measured(spec, LINK, step_seconds=given.step_seconds)
-        computed = ran.seconds - ran.waited if given.step_seconds else ran.processor
-        expected = predicted(spec, LINK, computed / steps)
-        gradients = 4 * steps * _parameters(spec)
-        loss = "" if given.step_seconds else f"{ran.loss:.4f}"
+    for at in wanted:
+        row = rows[at]
+        loss = "" if given.step_seconds else f"{row['loss']:.4f}"
         print(
-            f"{name:34s} {steps:5d}  {computed / (computed + ran.waited):6.1%}  {expected:9.1%}  "
-            f"{ran.waited / given.rounds:12.2f} s  {ran.sent / given.rounds / 1e6:10.2f}  {crossed / 1e6:7.2f}  "
-            f"{gradients / ran.sent:18.0f} x  {loss}",
-            flush=True,
+            f"{at[1]:34s} {row['steps']:5d}  {row['use']:6.1%}  {row['predicted']:9.1%}  "
+            f"{row['waited'] / given.rounds:12.2f} s  {row['sent'] / given.rounds / 1e6:10.2f}  {row['crossed'] / 1e6:7.2f}  "
+            f"{row['gradients'] / row['sent']:18.0f} x  {loss}"
         )
+
+
+def measured_method(data: str, at: tuple[str, str, str, int, float]) -> dict[str, float]:
+    """Train a method over LINK; return its use beside the prediction."""
+    _, name, size, rounds, step_seconds = at
+    steps = rounds * METHODS[name]["inner_steps"]
+    spec = run_of(data, size, steps, METHODS[name])
+    ran, crossed = measured(spec, LINK, step_seconds=step_seconds)
+    computed = ran.seconds - ran.waited if step_seconds else ran.processor
+    return {
+        "steps": steps,
+        "use": computed / (computed + ran.waited),
+        "predicted": predicted(spec, LINK, computed / steps),
+        "waited": ran.waited,
+        "sent": ran.sent,
+        "crossed": crossed,
+        "gradients": 4 * steps * _parameters(spec),
+        "loss": ran.loss,
+    }
 
 
 def _links(given: argparse.Namespace) -> None:
     """Print predicted and measured use for each of LINKS."""
+    wanted = [("link", number, given.rounds) for number in range(len(LINKS))]
+    rows = {tuple(row["case"]): row for row in cases.finish(given.out, wanted, partial(measured_link, given.data))}
     print(f"{LINKS_SIZE} parameters, steps of {STEP_SECONDS} s, {given.rounds} rounds")
     print("link            H  bits  fragments  overlap   predicted  measured   off")
     gaps = []
-    for conditions, method in LINKS:
-        steps = given.rounds * method["inner_steps"]
-        spec = run_of(given.data, LINKS_SIZE, steps, method)
-        ran, _ = measured(spec, conditions, step_seconds=STEP_SECONDS)
-        computed = (ran.seconds - ran.waited) / steps
-        use, expected = 1 - ran.waited / ran.seconds, predicted(spec, conditions, computed)
+    for at, (conditions, method) in zip(wanted, LINKS, strict=True):
+        use, expected = rows[at]["use"], rows[at]["predicted"]
         gaps.append(abs(expected / use - 1))
         print(
             f"{conditions.megabits:3g} Mbit/s {conditions.milliseconds:3g} ms {method['inner_steps']:2d} {method['bits']:4d} "
-            f"{method.get('fragments', 1):9d} {method.get('overlap', 0):8d} {expected:12.1%} {use:9.1%} {expected / use - 1:+7.1%}",
-            flush=True,
+            f"{method.get('fragments', 1):9d} {method.get('overlap', 0):8d} {expected:12.1%} {use:9.1%} {expected / use - 1:+7.1%}"
         )
     print(f"the prediction is off by {statistics.median(gaps):.1%} in the median, by {max(gaps):.1%} at most")
+
+
+def measured_link(data: str, at: tuple[str, int, int]) -> dict[str, float]:
+    """Train the method of one of LINKS over it; return its use beside the prediction."""
+    _, number, rounds = at
+    conditions, method = LINKS[number]
+    steps = rounds * method["inner_steps"]
+    spec = run_of(data, LINKS_SIZE, steps, method)
+    ran, _ = measured(spec, conditions, step_seconds=STEP_SECONDS)
+    computed = (ran.seconds - ran.waited) / steps
+    return {"use": 1 - ran.waited / ran.seconds, "predicted": predicted(spec, conditions, computed)}
 
 
 def run_of(data: str, size: str, steps: int, method: dict[str, Any]) -> RunSpec:

@@ -3,12 +3,17 @@
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/sites.py --data data/austen-bytes
     python benchmarks/sites.py --data data/austen-bytes --size 6.5M --steps 2000 --seeds 3 --out sites.jsonl
+    python benchmarks/sites.py --data data/austen-bytes --study --out sites.jsonl       # three sizes and seeds, for days
+    python benchmarks/sites.py --quick                                                  # a fiftieth of its steps
 
 The loss is that of the merged weights on held-out text, after the last merge. Gaps are relative to data parallelism, or to the same method
 with 32 bits, for each seed. Bytes are those that a site sends for each token it trains. For merges they are counted, with scales and
 headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Three cases
 have a planted fault, which must show: differences with the wrong sign, no error feedback, and eager steps of which only half is corrected.
 The file keeps finished cases, as benchmarks/cases.py says.
+
+The study trains STUDY in three sizes with three seeds, after a search at the smallest size for each method's outer rate and momentum. Runs
+with fewer bits, or with a fault, take the settings found for the method itself.
 """
 
 import argparse
@@ -28,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import cases
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import load as load_tokenizer
 from megalith.fleet.secure import key
 from megalith.parallel.groups import group_of
 from megalith.prove.worlds import run_ranks
@@ -75,26 +82,110 @@ CASES = {
 SIZES = {"0.1M": (64, 2), "1.5M": (192, 4), "6.5M": (320, 6), "25M": (512, 8)}
 """Approximate number of parameters -> width and number of blocks."""
 BATCH, LENGTH = 16, 64
+STUDY = (
+    "data parallelism", "DiLoCo", "streaming", "streaming, 4 bits", "data parallelism, Muon", "Muon", "Muon, 2 bits",
+    "fault: Muon, 2 bits, no feedback", "fault: DiLoCo, wrong sign",
+)  # fmt: skip
+"""The cases of the study."""
+
+
+class Study(NamedTuple):
+    """What the study trains. `rates`, `momenta`: outer settings that are tried at the first of the sizes."""
+
+    sizes: tuple[str, ...] = ("1.5M", "6.5M", "25M")
+    steps: int = 600
+    inner_steps: int = 30
+    seeds: int = 3
+    rates: tuple[float, ...] = (0.5, 0.7, 1.0)
+    momenta: tuple[float, ...] = (0.6, 0.8, 0.9)
+
+
+QUICK = Study(sizes=("0.1M", "1.5M"), steps=12, inner_steps=6, seeds=1, rates=(0.7, 1.0), momenta=(0.9,))
+At = tuple[Any, ...]  # name, size, steps, inner steps, seed, and for searched settings the outer rate and momentum
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="needed, but for --quick")
+    parser.add_argument("--study", action="store_true", help="three sizes and seeds, with a search for outer settings")
+    parser.add_argument("--quick", action="store_true", help="the study with few steps of small models, on data of its own")
     parser.add_argument("--size", choices=SIZES, default="0.1M")
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--inner-steps", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=CASES, action="append", help="a case, with those it is compared with; default: all")
-    parser.add_argument("--out", type=Path, default=None, help="where finished cases are kept; default: nowhere")
+    parser.add_argument("--out", "--file", type=Path, default=None, help="where finished cases are kept; default: nowhere")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "data"
+            prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=data, validation=0.03)
+            _study(QUICK, given, str(data))
+        return
+    if given.data is None:
+        parser.error("name the prepared data with --data")
+    if given.study:
+        _study(Study(), given, given.data)
+        return
     names = _with_references(given.only) if given.only else [*CASES]
     like = (given.size, given.steps, given.inner_steps)
     wanted = [(name, *like, seed) for seed in range(given.seeds) for name in names]
     measure = partial(measured, given.data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
-    _show(names, {(row["case"][0], row["case"][4]): row for row in rows if row["case"][1:4] == [*like]}, given.seeds)
+    same = [row for row in rows if row["case"][1:4] == [*like] and len(row["case"]) == 5]
+    _show(names, {(row["case"][0], row["case"][4]): row for row in same}, given.seeds)
+
+
+def _study(study: Study, given: argparse.Namespace, data: str) -> None:
+    """Search at the smallest size, train all sizes and seeds, and print a table of each size."""
+    finish = partial(cases.finish, measure=partial(measured, data, given.device), workers=given.workers, device=given.device)
+    rows = finish(given.out, searches(study))
+    best = chosen(study, rows)
+    for name, (rate, momentum) in best.items():
+        print(f"{name}: outer rate {rate:g} and momentum {momentum:g}")
+    wanted = [at_best(study, best, name, size, seed) for seed in range(study.seeds) for size in study.sizes for name in STUDY]
+    if given.out is None:
+        kept = [row for row in rows if tuple(row["case"]) in wanted]
+        rows = kept + finish(None, [at for at in wanted if [*at] not in [row["case"] for row in kept]])
+    else:
+        rows = finish(given.out, wanted)
+    for size in study.sizes:
+        print(f"\n{size} parameters, {study.steps} steps, inner_steps = {study.inner_steps}, {study.seeds} seeds")
+        mine = [row for row in rows if row["case"][1] == size and tuple(row["case"]) in wanted]
+        _show(STUDY, {(row["case"][0], row["case"][4]): row for row in mine}, study.seeds)
+
+
+def method_of(name: str) -> str:
+    """Return the case whose search gives the outer settings of a case with sites: the same method, whole and without a fault."""
+    case = CASES[name]
+    plain = {key: value for key, value in (case.sites or {}).items() if key not in ("bits", "error_feedback")}
+    alike = (other for other, one in CASES.items() if one.sites == plain and one.optimizer == case.optimizer and not one.fault)
+    return next(alike)
+
+
+def searches(study: Study) -> list[At]:
+    """Return the cases of the search."""
+    like = (study.sizes[0], study.steps, study.inner_steps, 0)
+    methods = dict.fromkeys(method_of(name) for name in STUDY if CASES[name].sites is not None)
+    return [(name, *like, rate, momentum) for name in methods for rate in study.rates for momentum in study.momenta]
+
+
+def chosen(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return the outer rate and momentum with the lowest loss of each method."""
+    losses = {tuple(row["case"]): row["loss"] for row in rows}
+    best: dict[str, At] = {}
+    for at in searches(study):
+        if at[0] not in best or losses[at] < losses[best[at[0]]]:
+            best[at[0]] = at
+    return {name: (at[5], at[6]) for name, at in best.items()}
+
+
+def at_best(study: Study, best: Mapping[str, tuple[float, float]], name: str, size: str, seed: int) -> At:
+    """Return a case of the study with the outer settings that the search found."""
+    outer = () if CASES[name].sites is None else best[method_of(name)]
+    return (name, size, study.steps, study.inner_steps, seed, *outer)
 
 
 def _with_references(names: Sequence[str]) -> list[str]:
@@ -105,10 +196,10 @@ def _with_references(names: Sequence[str]) -> list[str]:
     return [name for name in CASES if name in found]
 
 
-def measured(data: str, device: str, at: tuple[str, str, int, int, int]) -> dict[str, float]:
+def measured(data: str, device: str, at: At) -> dict[str, float]:
     """Train a case; return its loss, and the bytes that a site sends for each of its own tokens."""
-    name, size, steps, inner_steps, seed = at
-    spec = run_of(name, data, size, steps, inner_steps, seed)
+    name, size, steps, inner_steps, seed, *outer = at
+    spec = run_of(name, data, size, steps, inner_steps, seed, dict(zip(("lr", "momentum"), outer, strict=False)))
     count = spec.sites.count if spec.sites is not None else 1
     with tempfile.TemporaryDirectory() as folder:
         how = (CASES[name].fault, folder, key.new().text, torch.device(device))
@@ -119,11 +210,13 @@ def measured(data: str, device: str, at: tuple[str, str, int, int, int]) -> dict
     return {"loss": loss, "bytes": sent / (spec.train.steps * BATCH * LENGTH / sites)}
 
 
-def run_of(name: str, data: str, size: str, steps: int, inner_steps: int, seed: int) -> RunSpec:
-    """Return the run of a case: a small Llama."""
+def run_of(
+    name: str, data: str, size: str, steps: int, inner_steps: int, seed: int, outer: Mapping[str, float] = MappingProxyType({})
+) -> RunSpec:
+    """Return the run of a case: a small Llama. `outer`: settings of the outer optimizer."""
     case, (dim, layers) = CASES[name], SIZES[size]
     model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
-    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": inner_steps} | case.sites}
+    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": inner_steps} | case.sites | dict(outer)}
     return RunSpec.model_validate(
         {
             "model": model | {"vocab": 260, "context": LENGTH},

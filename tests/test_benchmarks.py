@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cases, link, optimizers, spikes
+from benchmarks import cases, link, optimizers, sites, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
 from megalith.machine import wire
 from megalith.machine.wire import Conditions
@@ -85,7 +85,7 @@ def _refused(case: tuple[str, int]) -> dict[str, int]:
 
 
 @only_full
-@pytest.mark.parametrize("benchmark", ["optimizers", "spikes"])
+@pytest.mark.parametrize("benchmark", ["optimizers", "spikes", "sites", "site_kills"])
 def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     """The second time all runs are already in the file."""
     asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
@@ -105,3 +105,21 @@ def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, m
 
 def test_the_twelve_links_are_twelve() -> None:
     assert len({(*vars(conditions).values(), *map(str, method.items())) for conditions, method in link.LINKS}) == 12
+
+
+def test_the_study_searches_once_for_each_method() -> None:
+    """Runs with fewer bits or a fault take the settings of their method; a search is of the smallest size."""
+    study = sites.Study()
+    found = sites.searches(study)
+    assert {at[0] for at in found} == {"DiLoCo", "streaming", "Muon"} and {at[1] for at in found} == {"1.5M"}
+    assert len(found) == 3 * len(study.rates) * len(study.momenta)
+    rows = [{"case": [*at], "loss": abs(at[5] - 0.7) + abs(at[6] - (0.6 if at[0] == "Muon" else 0.9))} for at in found]
+    best = sites.chosen(study, rows)
+    assert best == {"DiLoCo": (0.7, 0.9), "streaming": (0.7, 0.9), "Muon": (0.7, 0.6)}
+    assert sites.at_best(study, best, "Muon, 2 bits", "25M", 2) == ("Muon, 2 bits", "25M", 600, 30, 2, 0.7, 0.6)
+    assert (
+        sites.method_of("fault: DiLoCo, wrong sign") == "DiLoCo" and sites.method_of("fault: Muon, 2 bits, no feedback") == "Muon"
+    )
+    assert sites.at_best(study, best, "data parallelism", "1.5M", 0) == ("data parallelism", "1.5M", 600, 30, 0)
+    spec = sites.run_of("Muon, 2 bits", "none", "1.5M", 600, 30, 2, {"lr": 0.7, "momentum": 0.6})
+    assert spec.sites is not None and (spec.sites.lr, spec.sites.momentum, spec.sites.bits) == (0.7, 0.6, 2)

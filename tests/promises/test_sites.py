@@ -13,17 +13,22 @@ import torch
 
 from megalith.checkpoint.folder import find
 from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
+from megalith.parallel.data import local
 from megalith.report.history import history
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes
-from megalith.spec.sites.deal import Deal
+from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes, within
+from megalith.spec.sites.deal import Deal, Share
+from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
 from megalith.train.sites.record import recorded
+from megalith.train.step import train_step
+from megalith.train.stream import open_stream
 from tests.fleet.conftest import until
 from tests.full import only_full, sampled
 from tests.keys import GIVEN
+from tests.ranks import everyone, run_ranks
 from tests.runs import (
     assert_same_bits,
     die_once_saved,
@@ -37,6 +42,7 @@ from tests.runs import (
     when,
 )
 from tests.specs import tiny_run
+from tests.train.sites.reference import Reference
 
 STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
 PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "nesterov": False, "clip": 0.0, "weight_decay": 0.0, "lr": 0.1}
@@ -90,6 +96,51 @@ def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path
     merged = _train(_spec(data, sites, optimizer=PLAIN_SGD), tmp_path / "sites")
     together = _train(_spec(data, None, plan={"data": 2}, optimizer=PLAIN_SGD), tmp_path / "data")
     _assert_close(_weights(merged), _weights(together), within=1e-6)
+
+
+def _one_after_the_other(rank: int, spec: RunSpec) -> dict[str, torch.Tensor]:
+    """Train all sites of a run in one process, and merge with the reference in numpy; return the merged weights."""
+    sites, device = spec.sites, torch.device("cpu")
+    assert sites is not None
+    alone = within(spec.model_copy(update={"plan": type(spec.plan)()}))
+    trainers = [assemble(alone, groups=mesh_groups(alone, device, everyone()), device=device) for _ in range(sites.count)]
+    live = [
+        {name.removeprefix("weights."): local(each) for name, each in one.state.shares("weights").items()} for one in trainers
+    ]
+    first = {name: tensor.detach().numpy().copy() for name, tensor in live[0].items()}
+    cut = fragments({name: first[name].shape for name in sorted(first)}, sites)
+    merges, stream, part = Reference.begin(sites, cut, set(), first), open_stream(spec, "train"), alone.train.global_batch
+    for step in range(spec.train.steps):
+        for site, trainer in enumerate(trainers):
+            share = Share(step * spec.train.global_batch + site * part, part)
+            train_step(trainer, [stream.batch(each) for each in indices_in(alone, share, 0)], step=step)
+            merges.weights[site] = {name: tensor.detach().numpy().copy() for name, tensor in live[site].items()}
+        merges.after_step(step + 1, last=step + 1 == spec.train.steps)
+        for site, weights in enumerate(merges.weights):
+            for name, tensor in live[site].items():
+                tensor.detach().copy_(torch.from_numpy(weights[name]))
+    return {f"weights.{name}": torch.from_numpy(anchor) for name, anchor in merges.anchors.items()}
+
+
+@pytest.mark.parametrize(
+    ("sites", "optimizer"),
+    [
+        ({"inner_steps": 3}, {}),
+        pytest.param(STREAMING | {"bits": 32}, {}, marks=only_full),
+        pytest.param({"inner_steps": 3}, {"kind": "muon", "iteration": "fp32"}, marks=only_full),
+    ],
+)
+def test_a_whole_run_is_that_of_sites_in_one_process(
+    sites: dict[str, Any], optimizer: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    """Each site has two ranks with sharded state. Another outer rate is found."""
+    spec = _spec(data, {"count": 2} | sites, plan={"data": 2, "zero": 3}, optimizer=optimizer)
+    trained = _weights(_train(spec, tmp_path / "run"))
+    _assert_close(trained, run_ranks(_one_after_the_other, 1, spec)[0], within=1e-5)
+    assert spec.sites is not None
+    other = spec.model_copy(update={"sites": spec.sites.model_copy(update={"lr": 0.69})})
+    with pytest.raises(AssertionError):
+        _assert_close(trained, run_ranks(_one_after_the_other, 1, other)[0], within=1e-5)
 
 
 TOGETHER: dict[str, Any] = {"method": "data-parallel", "count": 2}

@@ -141,7 +141,7 @@ class Verdict:
     """All sites stop here."""
     line: str = ""
     steps: tuple[int, ...] = ()
-    """Where merges are asynchronous, the step after which each merged site took its newest difference in this merge."""
+    """For each merged site, the step after which it took its newest difference in this merge; empty where merges are synchronous."""
 
     def pack(self) -> bytes:
         sets = [sum(1 << site for site in sites) for sites in (self.merged, self.left, self.joined)]

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -13,6 +14,7 @@ from megalith.fleet.secure.key import Key
 from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, Address, Peers
 from megalith.fleet.secure.session import GREETING_BYTES, PROOF_BYTES
 from tests.fleet.conftest import until
+from tests.full import only_full
 from tests.keys import KEY, OTHER_KEY
 from tests.patience import PATIENCE
 
@@ -271,6 +273,27 @@ def test_strangers_do_not_keep_sites_apart(what: str, monkeypatch: pytest.Monkey
         assert _greeted(sites[0]) == 1 and sites[0].next(0.0) is None, "the connection between the sites was not disturbed"
     for one in crowd:
         one.close()
+
+
+@only_full
+def test_ten_thousand_strangers_do_not_disturb_two_sites() -> None:
+    """Every one is turned away and counted, and messages between the sites arrive meanwhile."""
+    with _sites(2) as sites:
+        _open(sites)
+        crowd = deque[socket.socket]()
+        for number in range(10_000):
+            with contextlib.suppress(OSError):
+                crowd.append(socket.create_connection(sites[0].address, timeout=PATIENCE))
+                crowd[-1].sendall(STRANGERS["garbage"])
+            if len(crowd) > 100:
+                crowd.popleft().close()
+            if number % 1000 == 0:
+                sites[0].send(b"%d" % number)
+                assert _messages(sites[1], 1) == {0: [b"%d" % number]}
+        until(lambda: sites[0].turned_away >= 9_900, seconds=PATIENCE)
+        assert _greeted(sites[0]) == 1 and sites[0].connected(1)
+        for one in crowd:
+            one.close()
 
 
 def test_an_altered_frame_ends_the_connection() -> None:

@@ -1,0 +1,175 @@
+"""Kill all processes of a run across sites at random moments, resume it, and check what the run promises.
+
+    python benchmarks/site_kills.py --file kills.jsonl          # thirty kills
+    python benchmarks/site_kills.py --quick                     # one of each method
+
+A case trains a small model with `megalith train`, kills its supervisors and ranks with signal 9 at a random moment, and types the same
+command again. Then no sample may be lost or read twice by the merges that its logs have recorded, and `megalith replay` must make the same
+bits from them. Half of the cases are two sites with fragments in flight, the others three sites whose merges are asynchronous. The file
+keeps finished cases, as benchmarks/cases.py says. Exit status 1 if a case breaks a promise.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import cases
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import load as load_tokenizer
+from megalith.events import RunStarted, Step, of_kind, read
+from megalith.spec import files
+from megalith.spec.phases import Phases
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import at_site
+from megalith.spec.sites.deal import Deal
+from megalith.train.sites.messages import Verdict
+from megalith.train.sites.record import recorded
+
+STEPS, KILLS = 40, 30
+METHODS = {
+    "streaming": "count = 2\ninner_steps = 4\nfragments = 2\noverlap = 3\nbits = 4\n",
+    "asynchronous": "count = 3\ninner_steps = 4\nfragments = 2\noverlap = 1\nbits = 4\nstaleness = 1\n",
+}
+"""Tables `[sites]` by name."""
+MARK = "MEGALITH_SITE_KILLS"  # in the environment of all processes of a case, by which they are found
+SECONDS = 1800.0  # that a command may take
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, help="where finished cases are kept; default: nowhere")
+    parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--quick", action="store_true", help="one kill of each method")
+    cases.add_arguments(parser)
+    given = parser.parse_args()
+    kills = len(METHODS) if given.quick else given.kills
+    wanted = [([*METHODS][number % len(METHODS)], number) for number in range(kills)]
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=data, validation=0.03)
+        rows = cases.finish(given.file, wanted, partial(measured, data), workers=given.workers)
+    rows = [row for row in rows if tuple(row["case"]) in wanted]
+    print("method        kill  after step  resumed at  merges  undone  lost  doubled  same bits")
+    for row in sorted(rows, key=lambda row: row["case"][1]):
+        print(
+            f"{row['case'][0]:12s} {row['case'][1]:5d}  {row['step']:10d}  {row['resumed']:10d}  {row['merges']:6d}  {row['undone']:6d}  "
+            f"{row['lost']:4d}  {row['doubled']:7d}  {row['same_bits']}"
+        )
+    broken = [row for row in rows if row["lost"] or row["doubled"] or not row["same_bits"]]
+    print(f"{len(rows)} kills, {len(broken)} broken promises")
+    return 1 if broken else 0
+
+
+def measured(data: Path, case: tuple[str, int]) -> dict[str, Any]:
+    """Train, kill, resume and replay a case. Raises RuntimeError if a command fails."""
+    method, number = case
+    draw = random.Random(number)
+    with tempfile.TemporaryDirectory() as name:
+        folder, file = Path(name) / "run", Path(name) / "run.toml"
+        file.write_text(_run_file(data, METHODS[method]), encoding="utf-8")
+        step = _killed(file, folder, after=draw.randrange(STEPS), pause=draw.uniform(0.0, 1.0))
+        _typed("train", str(file), "--run-dir", str(folder))
+        answer = json.loads(_typed("replay", str(folder), "--json"))
+        spec, made = files.load(file).spec, recorded([folder])
+        read_by = Counter(merged_samples(at_site(spec), list(made.values())))
+        total = Phases.of(spec).after(0, spec.train.steps)
+        starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
+        logged = sum(1 for event in read(folder) if event.kind == "merge")
+    return {
+        "step": step,
+        "resumed": starts[-1],
+        "merges": len(made),
+        "undone": logged - len(made),
+        "lost": sum(sample not in read_by for sample in range(total)),
+        "doubled": sum(times > 1 or sample >= total for sample, times in read_by.items()),
+        "same_bits": answer["ok"],
+    }
+
+
+def _run_file(data: Path, sites: str) -> str:
+    return (
+        '[model]\npreset = "tiny"\nlayers = 2\n'
+        f'[data]\npath = "{data}"\n[sites]\n{sites}'
+        f'[train]\nsteps = {STEPS}\nglobal_batch = 12\nseq_len = 64\nprecision = "fp32"\n'
+        "[optimizer]\nlr = 1e-3\nwarmup = 5\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\nstart_timeout = 900\n"
+    )
+
+
+def _killed(file: Path, folder: Path, *, after: int, pause: float) -> int:
+    """Start a run, and kill all of its processes some time after it has done a step; return the last step in its log."""
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir", str(folder)]
+    with (folder.parent / "killed.log").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {MARK: mark})
+    until = time.monotonic() + SECONDS
+    try:
+        while process.poll() is None and time.monotonic() < until and _last(folder) < after:
+            time.sleep(0.1)
+        time.sleep(pause)
+    finally:
+        while there := list(_processes(mark)):
+            for pid in there:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.05)
+    return _last(folder)
+
+
+def _processes(mark: str) -> Iterator[int]:
+    """Yield the processes that were started with a mark in their environment, and have not ended."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                yield int(place.name)
+
+
+def _last(folder: Path) -> int:
+    return max((event.step for event in of_kind(read(folder), Step)), default=0) if folder.exists() else 0
+
+
+def _typed(*words: str) -> str:
+    command = [sys.executable, "-m", "megalith.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(words)} ended with status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
+    return done.stdout
+
+
+def merged_samples(spec: RunSpec, made: list[Verdict]) -> Iterator[int]:
+    """Yield the samples that recorded merges contain, from the run file and the record alone."""
+    assert spec.sites is not None
+    phases, step = Phases.of(spec), 0
+    total = phases.after(0, spec.train.steps)
+    deal = Deal.first(spec.sites.count, spec.sites.shares)
+    for one in made:
+        while step < one.step:
+            deal.deal(step, phases, total)
+            step += 1
+        for site, sent in one.newest.items():
+            for after, share in deal.open.get(site, []):
+                if after <= sent:
+                    yield from range(share.first, share.first + share.size)
+        sets = {"merged": one.merged, "left": one.left, "joined": one.joined}
+        deal.merge(sent=one.sent, step=one.step, **sets, steps=one.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
