@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megalith.checkpoint.checkpointer import Checkpointer, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, SaveResult
 
 TENSORS = 96  # per group of the state: 12 blocks of 8
 COLUMNS = 1024
@@ -43,14 +43,14 @@ def state_of(megabytes: float, *, replicated: bool) -> dict[str, Tensor]:
     }
 
 
-def save(checkpointer: Checkpointer, step: int, state: dict[str, Tensor], *, asynchronous: bool) -> Saved:
+def save(checkpointer: Checkpointer, step: int, state: dict[str, Tensor], *, asynchronous: bool) -> SaveResult:
     """One save, and its outcome."""
     dist.barrier()
     checkpointer.save(step, state, {"step": step}, asynchronous=asynchronous)
     while not (outcomes := checkpointer.poll()):
         time.sleep(0.005)  # training would continue here, so this time does not count as waiting
     (outcome,) = outcomes
-    if not isinstance(outcome, Saved):
+    if not isinstance(outcome, SaveResult):
         raise RuntimeError(outcome.error)
     return outcome
 
@@ -77,7 +77,7 @@ def measure(rank: int, ranks: int, folder: Path, megabytes: float, rounds: int, 
     dist.destroy_process_group()
 
 
-def figures(first: list[Saved], saves: list[Saved]) -> dict[str, Any]:
+def figures(first: list[SaveResult], saves: list[SaveResult]) -> dict[str, Any]:
     """Return medians over the rounds. `share` is the asynchronous wait over the synchronous one."""
     synchronous, asynchronous = saves[0::2], saves[1::2]
     waits = [statistics.median(saved.wait_seconds for saved in kind) for kind in (synchronous, asynchronous)]

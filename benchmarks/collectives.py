@@ -33,7 +33,7 @@ def measure(rank: int, ranks: int, times: int) -> list[dict[str, Any]]:
             took: dict[int, list[float]] = {0: [], 1 << 40: []}
             for turn in range(2 * times + 4):
                 most = list(took)[turn % 2]
-                one_round.MOST.update(dict.fromkeys(one_round.MOST, most))
+                one_round.MAXIMUM.update(dict.fromkeys(one_round.MAXIMUM, most))
                 dist.barrier()
                 began = time.perf_counter()
                 call()

@@ -92,19 +92,21 @@ class Way:
         self.text, self.guard = text, None
         if not fleet.recover:
             return
-        seat = RankInfo(
+        rank_info = RankInfo(
             dist.get_rank(),
             dist.get_world_size(),
             tuple(f"n{slot}" for slot in range(fleet.nodes)),
             root,
             key=Key("benchmark" * 8),
         )
-        memory = Memory(trainer.state.shares(), seat=seat, pinned=fleet.verify_every > 0) if fleet.memory_every else None
+        memory = (
+            Memory(trainer.state.shares(), rank_info=rank_info, pinned=fleet.verify_every > 0) if fleet.memory_every else None
+        )
         if memory and fleet.buddy_distance(fleet.nodes):
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             memory.join(fleet.buddy_distance(fleet.nodes), group=group)
-        self.guard = StateGuard(self.trainer, seat=seat, read=self.read, memory=memory)
+        self.guard = StateGuard(self.trainer, rank_info=rank_info, read=self.read, memory=memory)
 
     def read(self, step: int, data_rank: int) -> list[Samples]:
         spec = self.trainer.spec
@@ -123,9 +125,9 @@ class Way:
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
         for step, microbatches in enumerate(samples, start=first):
-            watchers: list[Any] = [clocked] if clocked else []
-            notify(watchers, "before_step", trainer, step)
-            train_step(trainer, microbatches, step=step, watchers=watchers)
+            step_hooks: list[Any] = [clocked] if clocked else []
+            notify(step_hooks, "before_step", trainer, step)
+            train_step(trainer, microbatches, step=step, step_hooks=step_hooks)
             if clocked and clocked.guard.due(step + 1):
                 clocked.copy(step + 1, 0)
         seconds, inside = torch.tensor(time.perf_counter() - began), clocked.seconds if clocked else 0.0

@@ -22,7 +22,7 @@ from typing import Any
 from megalith.cost import doubt
 from megalith.cost.calibrate import mean
 from megalith.cost.constants import Calibration, calibration, parse
-from megalith.planner.published import judged
+from megalith.planner.published import coverage
 from megalith.planner.published.express import ExpressedRow, express
 from megalith.planner.published.fit import left_out
 from megalith.planner.published.residuals import Result, predict
@@ -120,17 +120,17 @@ def _judged(results: list[Result], *, bundled: bool) -> dict[str, Any]:
     """Return the figures of intervals, of few known rows and of choices, by kind of model."""
     residuals = [one for result in results for one in result.residuals()]
     kinds = {kind: groups for kind in doubt.KINDS if (groups := doubt.by_group(residuals, kind))}
-    constant = judged.one_for_all(list(kinds.values()))
+    constant = coverage.one_for_all(list(kinds.values()))
     intervals, few = dict[str, Any](), dict[str, Any]()
     for kind, groups in kinds.items():
         alone = len(groups) < 3 or not bundled
-        others = (lambda _, kind=kind: doubt.bundled()[kind]) if alone else judged.others_of(groups)
-        intervals[kind] = {name: asdict(one) for name, one in judged.coverage(groups, others, constant).items()}
-        few[kind] = {str(rows): judged.few_shot(groups, others, rows) for rows in (1, 3)}
-    sets = judged.choosing(results)
+        others = (lambda _, kind=kind: doubt.bundled()[kind]) if alone else coverage.others_of(groups)
+        intervals[kind] = {name: asdict(one) for name, one in coverage.coverage(groups, others, constant).items()}
+        few[kind] = {str(rows): coverage.few_shot(groups, others, rows) for rows in (1, 3)}
+    sets = coverage.choosing(results)
     ranks = {
         name: rank_correlation([one.seconds or 0.0 for one in layouts], [one.estimate.time.step for one in layouts])
-        for name, layouts in judged.sets(results).items()
+        for name, layouts in coverage.sets(results).items()
         if len(layouts) > 3
     }
     losses, pairs = [one["loss"] for one in sets.values()], sum(one["pairs"] for one in sets.values())

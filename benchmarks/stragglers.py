@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megalith.schedule import Program, build, lower
 from megalith.schedule.action import Action
-from megalith.watch.whatif import pipeline_seconds
+from megalith.watch.replay import pipeline_seconds
 
 TRACES = ("AR", "ST", "SE")
 KINDS = {"F": "forward-compute", "B": "backward-compute"}

@@ -13,7 +13,7 @@ from megalith.commands.shared.arguments import RunRequest
 if TYPE_CHECKING:
     from megalith.commands.dryrun import DryRunReport
     from megalith.events import Event
-    from megalith.planner.answer import PlanResult
+    from megalith.planner.plan_result import PlanResult
     from megalith.report.summary import Summary
     from megalith.spec.plan import Plan
     from megalith.spec.problem import Problem
@@ -93,12 +93,12 @@ class Run:
         """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own): `.found.choices`, best first.
 
         Without `offload`, return only plans that the trainer can run. Raises SpecErrors."""
-        from megalith.planner import answer, request
+        from megalith.planner import plan_result, request
 
-        question = request.PlanRequest(
+        plan_request = request.PlanRequest(
             path=self.request.file, cluster=cluster, overrides=tuple(self.request.overrides), offload=offload
         )
-        return answer.answer(request.resolve(question), top=top)
+        return plan_result.best_plans(request.resolve(plan_request), top=top)
 
     def dry_run(self, *, rank: int = 0, world: int | None = None) -> "DryRunReport":
         """Count the bytes, messages and FLOPs of a step on one rank, without running the other ranks. Raises SpecErrors."""

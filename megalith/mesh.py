@@ -18,8 +18,8 @@ from math import gcd, prod
 from megalith.spec.plan import Plan
 
 WORK = ("pipeline", "data", "context", "tensor")
-STATE = ("place", "copies", "shards", "tensor")
-EXPERTS = ("place", "copies", "shards", "expert", "expert_tensor")
+STATE = ("place", "dp_replicate", "dp_shard", "tensor")
+EXPERTS = ("place", "dp_replicate", "dp_shard", "expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Mesh:
     @property
     def state(self) -> tuple[int, ...]:
         """Sizes in STATE order."""
-        holders = self.sides * self.data * self.context
-        copies = self.replicate if self.sharded else holders
-        return self.pipeline // self.sides, copies, holders // copies, self.tensor
+        dp_size = self.sides * self.data * self.context
+        dp_replicate = self.replicate if self.sharded else dp_size
+        return self.pipeline // self.sides, dp_replicate, dp_size // dp_replicate, self.tensor
 
     @property
     def experts(self) -> tuple[int, ...]:
         """Sizes in EXPERTS order."""
-        holders = self.sides * self.data * self.context * self.tensor // (self.expert * self.expert_tensor)
-        copies = gcd(self.replicate, holders) if self.sharded else max(1, holders)  # none hold them: `check` says so
-        return self.pipeline // self.sides, copies, holders // copies, self.expert, self.expert_tensor
+        dp_size = self.sides * self.data * self.context * self.tensor // (self.expert * self.expert_tensor)
+        dp_replicate = gcd(self.replicate, dp_size) if self.sharded else max(1, dp_size)  # none hold them: `check` says so
+        return self.pipeline // self.sides, dp_replicate, dp_size // dp_replicate, self.expert, self.expert_tensor
 
     @property
     def replica_shift(self) -> int:
@@ -91,22 +91,22 @@ class Mesh:
         """Return the place of `rank` on each STATE axis: its part of the dense state."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
-        shards = self.state[2]
+        dp_shard = self.state[2]
         size = self.data // self.replicate if self.sharded else self.data
         group, within = divmod(here["data"], size)
         holder = ((group * self.sides + side) * size + within) * self.context + here["context"]
-        return dict(zip(STATE, (place, *divmod(holder, shards), here["tensor"]), strict=True))
+        return dict(zip(STATE, (place, *divmod(holder, dp_shard), here["tensor"]), strict=True))
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of `rank` on each EXPERTS axis: its part of the experts' state. Ranks of one `expert` line are neighbours in the
         order of work, on one pipeline rank."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
-        _, _, shards, expert, expert_tensor = self.experts
+        _, _, dp_shard, expert, expert_tensor = self.experts
         number = ((side * self.data + here["data"]) * self.context + here["context"]) * self.tensor + here["tensor"]
         number, part = divmod(number, expert_tensor)
         holder, owner = divmod(number, expert)
-        return dict(zip(EXPERTS, (place, *divmod(holder, shards), owner, part), strict=True))
+        return dict(zip(EXPERTS, (place, *divmod(holder, dp_shard), owner, part), strict=True))
 
     def _place(self, pipeline: int) -> tuple[int, int]:
         """Place and side of a pipeline rank: its own, or the one it mirrors."""

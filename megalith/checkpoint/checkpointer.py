@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.load import Accept, LoadResult, Wanted, Warn, load, silent, whatever
-from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import HeldShare, Laid, Place, Share, can_wait, frozen, owners, shares
+from megalith.checkpoint.object_collectives import ObjectCollectives
+from megalith.checkpoint.shares import HeldShare, OffDeviceShare, Place, Share, can_be_written_later, owners, shares, snapshot
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, WrittenFile, describe_error, save_alone
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A committed checkpoint. `bytes` are all ranks'; `wait_seconds` is how long the caller stood still for it."""
 
     step: int
@@ -37,18 +37,18 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Failed:
+class SaveFailure:
     """A save that did not become a checkpoint, and why. Older checkpoints are untouched; the next save may well succeed."""
 
     step: int
     error: str
     seconds: float
     wait_seconds: float
-    parted: bool = False
-    """See `storage.Written.parted`."""
+    peer_lost: bool = False
+    """See `storage.WrittenFile.peer_lost`."""
 
 
-Outcome = Saved | Failed
+Outcome = SaveResult | SaveFailure
 
 
 @dataclass
@@ -86,14 +86,14 @@ class Checkpointer:
             group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
         self._place = disk.Place(folder.parent, existed=existed)  # a save must not create it again while its file system is away
-        self._party, self._warn = Party(group), warn
+        self._ranks, self._warn = ObjectCollectives(group), warn
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
         self._planned: tuple[HeldShare, ...] | None = None
         self._mine: set[Place] = set()
         self._staging = Staging()
 
-    def reserve(self, state: Mapping[str, Tensor | Laid]) -> None:
+    def reserve(self, state: Mapping[str, Tensor | OffDeviceShare]) -> None:
         """Agree now which rank writes which tensors, and allocate the memory for copies, so that the first save takes no longer
         than later ones.
 
@@ -105,7 +105,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Mapping[str, Tensor | Laid],
+        state: Mapping[str, Tensor | OffDeviceShare],
         meta: Mapping[str, Any],
         *,
         asynchronous: bool = True,
@@ -123,8 +123,8 @@ class Checkpointer:
         job = _Job(step, began=time.monotonic())
         self._join()
         try:
-            mine = {key: frozen(share) for key, share in self._claim(state).items()}
-            asynchronous = asynchronous and all(can_wait(share.data) for share in mine.values())
+            mine = {key: snapshot(share) for key, share in self._claim(state).items()}
+            asynchronous = asynchronous and all(can_be_written_later(share.data) for share in mine.values())
             work = self._prepare(job, mine, meta, copy=asynchronous)
         except Exception as error:  # a save must not end the run, whatever went wrong in it
             job.written = self._failed(error)
@@ -157,7 +157,7 @@ class Checkpointer:
     def holds(self, step: int) -> bool:
         """True if there is a committed checkpoint of `step`, damaged or not."""
         name = files.name(step)
-        return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
+        return self._ranks.broadcast(self._ranks.is_leader and any(path.name == name for path in files.committed(self.folder)))
 
     def steps(self) -> set[int]:
         """The steps whose committed checkpoints this rank can see, damaged or not; empty if the folder cannot be read."""
@@ -166,13 +166,13 @@ class Checkpointer:
         except OSError:
             return set()
 
-    def told(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
+    def from_meta(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
         """Return `what` of the meta of the newest checkpoint, or of that of `step`, on every rank; None if no checkpoint can be
         read. Its tensors are not looked at."""
         self._join()
-        return self._party.tell(self._told(what, step) if self._party.leads else None)
+        return self._ranks.broadcast(self._from_meta(what, step) if self._ranks.is_leader else None)
 
-    def _told(self, what: Callable[[Mapping[str, Any]], T], step: int | None) -> T | None:
+    def _from_meta(self, what: Callable[[Mapping[str, Any]], T], step: int | None) -> T | None:
         try:
             path = files.latest(self.folder) if step is None else self.folder / files.name(step)
             return None if path is None else what(files.read_manifest(path).meta)
@@ -194,12 +194,12 @@ class Checkpointer:
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
-        if step is None and not self._party.tell(self._party.leads and self._may_hold_any()):
+        if step is None and not self._ranks.broadcast(self._ranks.is_leader and self._may_hold_any()):
             return None
         try:
-            return load(path, state, group=self._party.group, partial=partial, cast=cast, accept=accept, warn=self._warn)
+            return load(path, state, group=self._ranks.group, partial=partial, cast=cast, accept=accept, warn=self._warn)
         except (FileNotFoundError, files.DamagedCheckpointError) as error:  # on all ranks alike
-            if away := self._party.tell(self._place.away() if self._party.leads else ""):
+            if away := self._ranks.broadcast(self._place.away() if self._ranks.is_leader else ""):
                 raise files.AwayError(files.away_text(path, away)) from error
             raise
 
@@ -212,7 +212,7 @@ class Checkpointer:
 
     # --- one save -----------------------------------------------------------------------------------------------------------
 
-    def _claim(self, state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
+    def _claim(self, state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
         """The shares this rank is to write: replicas are written once, by ranks chosen together when the layout is first seen."""
         refused, found = None, {}
         try:
@@ -220,10 +220,10 @@ class Checkpointer:
         except Exception as error:  # the other ranks are on their way to the exchange below: meet them there
             refused = describe_error(error)
         held = tuple(share.held for share in found.values())
-        if self._party.any(refused is not None or held != self._planned):
+        if self._ranks.any(refused is not None or held != self._planned):
             self._planned = None
-            answers = self._party.gather((refused, held))
-            self._mine, problems = self._party.scatter(_assign(answers) if answers is not None else None)
+            answers = self._ranks.gather((refused, held))
+            self._mine, problems = self._ranks.scatter(_assign(answers) if answers is not None else None)
             if problems:
                 raise ValueError("; ".join(problems))
             self._planned = held
@@ -238,7 +238,7 @@ class Checkpointer:
             mine = self._staging.copy(mine) if copy else mine
         except Exception as failure:  # no memory for the copy, or a meta that is not JSON
             error = describe_error(failure)
-        rank, place = self._party.rank, self._place
+        rank, place = self._ranks.rank, self._place
         writer = FolderWriter(self.folder, step=job.step, meta=meta, keep=self.keep, rank=rank, error=error, place=place)
 
         def work() -> None:
@@ -253,17 +253,19 @@ class Checkpointer:
     def _failed(self, error: BaseException) -> WrittenFile:
         """Turn an error into a result. A transport raises RuntimeError; errors that the ranks met themselves are known to all ranks
         already."""
-        return WrittenFile(error=describe_error(error), parted=self._party.group is not None and isinstance(error, RuntimeError))
+        return WrittenFile(
+            error=describe_error(error), peer_lost=self._ranks.group is not None and isinstance(error, RuntimeError)
+        )
 
     def _write(self, mine: dict[str, Share], writer: FolderWriter) -> WrittenFile:
-        if self._party.group is None:
+        if self._ranks.group is None:
             metadata = save_alone(mine, writer)
         else:
             metadata = planned_save(
                 mine,  # type: ignore[arg-type]
                 storage_writer=writer,
                 planner=SharesToWrite(),
-                process_group=self._party.group,
+                process_group=self._ranks.group,
             )
         return metadata.storage_data
 
@@ -275,15 +277,15 @@ class Checkpointer:
         if job.thread:
             job.thread.join()
         written = job.written or WrittenFile(error="the writing thread died")
-        if self._party.leads:
+        if self._ranks.is_leader:
             for warning in written.warnings:
                 self._warn(warning)
         seconds = job.ended - job.began
         if written.error or written.path is None:
             error = written.error or "nothing was written"
-            self._outcomes.append(Failed(job.step, error, seconds, job.wait_seconds, written.parted))
+            self._outcomes.append(SaveFailure(job.step, error, seconds, job.wait_seconds, written.peer_lost))
         else:
-            self._outcomes.append(Saved(job.step, written.path, written.bytes, seconds, job.wait_seconds))
+            self._outcomes.append(SaveResult(job.step, written.path, written.bytes, seconds, job.wait_seconds))
 
 
 def _assign(answers: list[tuple[str | None, tuple[HeldShare, ...]]]) -> list[tuple[set[Place], list[str]]]:

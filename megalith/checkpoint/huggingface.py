@@ -19,7 +19,7 @@ from torch import Tensor
 from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors as safetensors
-from megalith.checkpoint.checkpointer import Checkpointer, Failed
+from megalith.checkpoint.checkpointer import Checkpointer, SaveFailure
 from megalith.checkpoint.fold import folded
 from megalith.checkpoint.foreign.family import Foreign, ForeignModelError, Json
 from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE
@@ -326,7 +326,7 @@ def import_(folder: Path, out: Path) -> ImportResult:
     checkpointer = Checkpointer(checkpoints, keep=1)
     checkpointer.save(0, {f"weights.{name}": tensor for name, tensor in (buffers | weights).items()}, meta, asynchronous=False)
     (outcome,) = checkpointer.wait()
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, SaveFailure):
         raise OSError(f"{checkpoints}: {outcome.error}")
     tokenizers.copy(folder, out)
     return ImportResult(outcome.path, spec, left_out)

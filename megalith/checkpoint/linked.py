@@ -8,14 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalith.checkpoint.folder import FileDigest, Piece
-from megalith.checkpoint.shares import Stored, Unchanging
+from megalith.checkpoint.shares import ImmutableFile, StreamedShare
 
-LEAST = 0.75
+MINIMUM = 0.75
 """The least part of a file that a checkpoint must use. Where data ranks hold the same state, each saves a part of its own file, and a copy
 takes less room than a link to all of it."""
 
 
-class Placed(NamedTuple):
+class ShareLocation(NamedTuple):
     """The place of a share in a checkpoint: a file with its digest, and the pieces of a linked one."""
 
     file: str
@@ -23,19 +23,19 @@ class Placed(NamedTuple):
     pieces: tuple[Piece, ...] = ()
 
 
-def link(folder: Path, rank: int, shares: Mapping[str, Tensor | Stored]) -> dict[str, Placed]:
+def link(folder: Path, rank: int, shares: Mapping[str, Tensor | StreamedShare]) -> dict[str, ShareLocation]:
     """Link the files of shares into `folder`, and return where these shares are. Shares without a file, and of files that cannot be linked,
     are left out: they are for the caller to copy."""
-    files: dict[Unchanging, dict[str, tuple[Piece, ...]]] = {}
+    files: dict[ImmutableFile, dict[str, tuple[Piece, ...]]] = {}
     for key, data in shares.items():
         if not isinstance(data, Tensor) and (extents := data.extents) is not None:
             files.setdefault(extents.file, {})[key] = extents.pieces
-    found = dict[str, Placed]()
+    found = dict[str, ShareLocation]()
     for number, (file, keys) in enumerate(files.items()):
-        if sum(piece.bytes for pieces in keys.values() for piece in pieces) < LEAST * file.payload:
+        if sum(piece.bytes for pieces in keys.values() for piece in pieces) < MINIMUM * file.payload:
             continue
         name = f"rank-{rank:05d}.state-{number}.safetensors"
         with contextlib.suppress(OSError):  # on another file system, or on one without links
             digest = file.link(folder / name)
-            found |= {key: Placed(name, digest, pieces) for key, pieces in keys.items()}
+            found |= {key: ShareLocation(name, digest, pieces) for key, pieces in keys.items()}
     return found

@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Laid, Share, shares
+from megalith.checkpoint.object_collectives import ObjectCollectives
+from megalith.checkpoint.shares import OffDeviceShare, Share, shares
 from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
 
 Warn = Callable[[str], None]
 Accept = Callable[[Path, Mapping[str, Any]], None]
-State = Mapping[str, Tensor | Laid]
+State = Mapping[str, Tensor | OffDeviceShare]
 Wanted = State | Callable[[Mapping[str, Any]], State]
 """The tensors to fill, or a function that makes them from a checkpoint's meta."""
 
@@ -67,19 +67,19 @@ def load(
     Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest that is not damaged cannot be
     read just now), MismatchError, on every rank alike.
     """
-    party = Party(group)
-    candidates, away = party.tell(_candidates(path) if party.leads else ([], ""))
+    ranks = ObjectCollectives(group)
+    candidates, away = ranks.broadcast(_candidates(path) if ranks.is_leader else ([], ""))
     if away:
         raise files.AwayError(files.away_text(path, away))
     if not candidates:
         raise FileNotFoundError(files.nothing_text(path))
     damaged: list[str] = []
     for candidate in candidates:
-        loaded, problems = _load(candidate, state, party, partial=partial, cast=cast, rows=rows, accept=accept)
+        loaded, problems = _load(candidate, state, ranks, partial=partial, cast=cast, rows=rows, accept=accept)
         if loaded:
             return loaded
         damaged += problems
-        if party.leads:
+        if ranks.is_leader:
             warn(files.damaged_text(candidate, problems))
     raise files.DamagedCheckpointError(files.none_intact_text(path, damaged))
 
@@ -97,7 +97,7 @@ def _candidates(path: Path) -> tuple[list[Path], str]:
 def _load(
     path: Path,
     state: Wanted,
-    party: Party,
+    ranks: ObjectCollectives,
     *,
     partial: bool,
     cast: bool,
@@ -106,22 +106,22 @@ def _load(
 ) -> tuple[LoadResult | None, list[str]]:
     """Load one checkpoint, or return what is wrong with it. The leading rank holds it against pruning until all ranks have
     read."""
-    opened = _Opened(path) if party.leads else None
+    opened = _Opened(path) if ranks.is_leader else None
     try:
         said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
-        manifest, index, problems, away = party.tell(said)
+        manifest, index, problems, away = ranks.broadcast(said)
         if away:
             raise files.AwayError(files.away_text(path, away))
         if manifest is None or problems:
             return None, problems
-        problems = _verify(path, manifest, party)
+        problems = _verify(path, manifest, ranks)
         if problems:
             return None, problems
         accept(path, manifest.meta)
         wanted = state(manifest.meta) if callable(state) else state
         mine, refused = _shares(wanted)
-        _compare(path, index, mine, set(wanted), refused, party, partial=partial, cast=cast, rows=rows)
-        _read(FolderReader(path, index), mine, party)
+        _compare(path, index, mine, set(wanted), refused, ranks, partial=partial, cast=cast, rows=rows)
+        _read(FolderReader(path, index), mine, ranks)
         return LoadResult(path, manifest.step, manifest.meta, frozenset(index)), []
     finally:
         if opened:
@@ -153,24 +153,24 @@ class _Opened:
         self._held.close()
 
 
-def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
+def _verify(path: Path, manifest: files.Manifest, ranks: ObjectCollectives) -> list[str]:
     """Return the problems of the files, agreed by all ranks. Each file is read by one rank, bytes spread evenly.
 
     Raises AwayError, on every rank, if one of them cannot read its files.
     """
-    load = [0] * party.size
+    load = [0] * ranks.size
     mine: list[str] = []
     for file, digest in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
         rank = load.index(min(load))
         load[rank] += digest.bytes
-        if rank == party.rank:
+        if rank == ranks.rank:
             mine.append(file)
     found, away = list[str | None](), ""
     try:
         found = [files.check_file(path, file, manifest.files[file]) for file in mine]
     except OSError as error:
         away = str(error)
-    answers = party.gather_all((found, away))
+    answers = ranks.all_gather((found, away))
     if why := next((away for _, away in answers if away), ""):
         raise files.AwayError(files.away_text(path, why))
     return [problem for problems, _ in answers for problem in problems if problem]
@@ -189,7 +189,7 @@ def _compare(
     mine: Mapping[str, Share],
     keys: set[str],
     refused: list[str],
-    party: Party,
+    ranks: ObjectCollectives,
     *,
     partial: bool,
     cast: bool,
@@ -203,7 +203,7 @@ def _compare(
             problems.append(f"{key} has shape {entry.shape} in the checkpoint and {share.held.shape} here")
         if entry and entry.dtype != share.held.dtype and not cast:
             problems.append(f"{key} is {entry.dtype} in the checkpoint and {share.held.dtype} here")
-    answers = party.gather_all((problems, keys))
+    answers = ranks.all_gather((problems, keys))
     found = sorted({problem for problems, _ in answers for problem in problems})
     if not partial:
         extra = set(index).difference(*(keys for _, keys in answers))
@@ -212,12 +212,12 @@ def _compare(
         raise MismatchError(f"checkpoint {path} does not hold this state:\n  " + "\n  ".join(found))
 
 
-def _read(reader: FolderReader, mine: dict[str, Share], party: Party) -> None:
+def _read(reader: FolderReader, mine: dict[str, Share], ranks: ObjectCollectives) -> None:
     try:
-        if party.group is None:
+        if ranks.group is None:
             load_alone(mine, reader)
         else:
-            planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=party.group)
+            planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=ranks.group)
     except OSError as error:
         raise files.AwayError(files.away_text(reader.path, str(error))) from error
     except CheckpointException as error:  # no Exception, so a caller's `except` would miss it

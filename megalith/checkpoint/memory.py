@@ -28,7 +28,7 @@ from megalith.fleet.tiers.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Lab
 
 WORDS = 1 << 64
 ON_DISK = 3  # copies of a rank: where one writes the newest and another still the one before, the third is whole on all
-RNG, TOLD = "rng.cpu", "told"
+RNG, TEXT = "rng.cpu", "told"
 
 
 def checksum_words(tensors: Iterable[Tensor]) -> Tensor:
@@ -86,13 +86,13 @@ class ChecksumInPlace:
                 self._views.append(octets.view(torch.int64))
 
 
-def layout_of(state: Mapping[str, Tensor], *, told: int = 0) -> Layout:
-    """Lay out a payload: the tensors of a state, the state of the CPU's random numbers, and `told` bytes of text."""
-    tensors = {**state, RNG: torch.get_rng_state(), TOLD: torch.empty(told, dtype=torch.uint8)}
+def layout_of(state: Mapping[str, Tensor], *, text_bytes: int = 0) -> Layout:
+    """Lay out a payload: the tensors of a state, the state of the CPU's random numbers, and `text_bytes` bytes of text."""
+    tensors = {**state, RNG: torch.get_rng_state(), TEXT: torch.empty(text_bytes, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
 
-class Damaged(RuntimeError):  # noqa: N818  # it says what was found
+class CopyError(RuntimeError):  # it says what was found
     """A copy to restore is missing, belongs to another plan, or does not match its digest."""
 
     def __init__(self, tier: Tier, step: int, slot: int, why: str) -> None:
@@ -101,44 +101,44 @@ class Damaged(RuntimeError):  # noqa: N818  # it says what was found
 
 
 class Memory:
-    """The copies of the rank at `seat`, of `state`: its tensors by name, always the same ones.
+    """The copies of the rank of `rank_info`, of `state`: its tensors by name, always the same ones.
 
     `pinned`: one more copy is kept, that of the last `pin`. `good`: this many more, the last ones that were marked as good.
-    `told`: bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn`
+    `text_bytes`: bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn`
     hears of files that were removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a
-    MAC by the seat's key; copies without a valid MAC are ignored.
+    MAC by the run's key; copies without a valid MAC are ignored.
     """
 
     def __init__(
         self,
         state: Mapping[str, Tensor],
         *,
-        seat: RankInfo,
+        rank_info: RankInfo,
         keep: int = 2,
         pinned: bool = False,
         good: int = 0,
-        told: int = 0,
+        text_bytes: int = 0,
         disk: Path | None = None,
         generation: str = "",
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        assert seat.folder is not None and seat.key is not None, "a seat without memory, or without the run's key"
-        self.state, self.seat, self.folder, self._key = dict(state), seat, seat.folder, seat.key
-        self.disk = disk and node_folder(disk, seat.node)
-        self.layout = layout_of(self.state, told=told)
-        self.told = ""  # the text in the copy that was restored last
-        self.room, self._most_good = told, good
+        assert rank_info.folder is not None and rank_info.key is not None, "a rank without memory, or without the run's key"
+        self.state, self.rank_info, self.folder, self._key = dict(state), rank_info, rank_info.folder, rank_info.key
+        self.disk = disk and node_folder(disk, rank_info.node)
+        self.layout = layout_of(self.state, text_bytes=text_bytes)
+        self.text = ""  # the text in the copy that was restored last
+        self.room, self._most_good = text_bytes, good
         text = self.layout.dump()
         self._count = (
             max(keep, 2 if disk else 1) + 1 + pinned + good
         )  # what the disk is written from is not written over meanwhile
         self._clear_away()
-        self.own = Buffers.create(self.folder, "own", seat.rank, key=self._key, count=self._count, layout=text)
+        self.own = Buffers.create(self.folder, "own", rank_info.rank, key=self._key, count=self._count, layout=text)
         for file in self.own.files:
             write_layout(file, text)
         self._live = [tensor for tensor in self.state.values() if tensor.numel()]
         self._names = [name for name, tensor in self.state.items() if tensor.numel()]
-        self._label = Label(-1, 0, seat.rank, seat.world, 0, len(text), self.layout.payload, generation)
+        self._label = Label(-1, 0, rank_info.rank, rank_info.world, 0, len(text), self.layout.payload, generation)
         self.kept: Buffers | None = None
         self.kept_layout = self.layout  # of the state that this rank could make again: its own, or its buddy's
         self.group: dist.ProcessGroup | None = None
@@ -150,25 +150,25 @@ class Memory:
 
     def _clear_away(self) -> None:
         """Return the buffers beyond those in use; on the node's first rank also those of other slots that the node once held."""
-        slots = len(self.seat.placement)
-        mine = ranks_of(self.seat.slot, world=self.seat.world, slots=slots)
+        slots = len(self.rank_info.placement)
+        mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
             whose, rank, number = parse_name(path.name)
-            moved = whose == "own" and rank not in mine and self.seat.rank == mine[0]
-            if moved or (rank == self.seat.rank and number >= self._count):
+            moved = whose == "own" and rank not in mine and self.rank_info.rank == mine[0]
+            if moved or (rank == self.rank_info.rank and number >= self._count):
                 path.unlink(missing_ok=True)
         for path in self._on_disk():
-            if self.seat.rank == mine[0] and parse_name(path.name)[1] not in mine:
+            if self.rank_info.rank == mine[0] and parse_name(path.name)[1] not in mine:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
         """From now on the node `distance` slots further keeps this one's copies, and this one keeps others'. All ranks call it together.
-        `group`: a gloo group of them all, in the order of their seats, that nobody else uses. Raises OSError on every rank if one has no
+        `group`: a gloo group of them all, in the order of their ranks, that nobody else uses. Raises OSError on every rank if one has no
         room."""
-        self.group, self._apart = group, distance * self.seat.world // len(self.seat.placement)
+        self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
-        sizes = torch.zeros(self.seat.world, dtype=torch.int64)
+        sizes = torch.zeros(self.rank_info.world, dtype=torch.int64)
         dist.all_gather_into_tensor(sizes, size, group=group)
         theirs = torch.empty(int(sizes[self.keeps_for]), dtype=torch.uint8)
         sent = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group, group_dst=self.buddy)
@@ -191,12 +191,12 @@ class Memory:
     @property
     def buddy(self) -> int:
         """The rank that keeps a copy of this one's state."""
-        return (self.seat.rank + self._apart) % self.seat.world
+        return (self.rank_info.rank + self._apart) % self.rank_info.world
 
     @property
     def keeps_for(self) -> int:
         """The rank whose state this one keeps a copy of."""
-        return (self.seat.rank - self._apart) % self.seat.world
+        return (self.rank_info.rank - self._apart) % self.rank_info.world
 
     # --- copying ---
 
@@ -208,11 +208,11 @@ class Memory:
         updates: int = -1,
         known: int | None = None,
         to_disk: bool = False,
-        told: str = "",
+        text: str = "",
         good: bool = False,
     ) -> None:
         """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
-        taken already. `told`: text to be stored with it. `good`: one that is kept to go back to.
+        taken already. `text`: stored with it. `good`: one that is kept to go back to.
 
         Everything except the copying itself overlaps training; a copy to disk waits for the previous one.
         """
@@ -223,10 +223,10 @@ class Memory:
         rng = torch.get_rng_state()
         torch._foreach_copy_([into[name] for name in self._names], self._live)
         into[RNG].copy_(rng)
-        text = self._text(told)
+        encoded = self._encode_text(text)
         if self.room:
-            into[TOLD].copy_(text)
-        total = ((checksum(self._live) if known is None else known) + checksum([rng, text])) % WORDS
+            into[TEXT].copy_(encoded)
+        total = ((checksum(self._live) if known is None else known) + checksum([rng, encoded])) % WORDS
         label = replace(self._label, step=step, samples=samples, updates=updates if updates >= 0 else step, digest=total)
         self.own.commit(number, label)
         good = good and self._most_good > 0
@@ -237,12 +237,12 @@ class Memory:
         if to_disk and self.disk:
             self._write_to_disk(number, step)
 
-    def _text(self, told: str) -> Tensor:
+    def _encode_text(self, text: str) -> Tensor:
         """A text in the room that there is for it. Raises ValueError if it does not fit."""
-        text = told.encode()
-        if len(text) > self.room:
-            raise ValueError(f"a copy has room for {self.room} bytes of text, and this one has {len(text)}")
-        return torch.frombuffer(bytearray(text.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
+        encoded = text.encode()
+        if len(encoded) > self.room:
+            raise ValueError(f"a copy has room for {self.room} bytes of text, and this one has {len(encoded)}")
+        return torch.frombuffer(bytearray(encoded.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
         """Create again files that somebody removed, perhaps a cleaner of temporary files: their content is still mapped here."""
@@ -302,7 +302,7 @@ class Memory:
 
     def _to_disk(self, number: int, step: int) -> None:
         assert self.disk is not None
-        rank = self.seat.rank
+        rank = self.rank_info.rank
         part = self.disk / f"part-{rank}"
         try:
             with private.opened_below(self.disk, create=True) as folder:
@@ -334,7 +334,7 @@ class Memory:
 
         Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
         """
-        tier = source.tier_of(self.seat.slot)
+        tier = source.tier_of(self.rank_info.slot)
         self.forget_after(source.step)
         self._exchange(source)
         if tier is None or tier is Tier.STORE:
@@ -345,7 +345,7 @@ class Memory:
 
     def _own(self, step: int, tier: Tier) -> Buffer:
         if (number := self.own.find(step)) is None:
-            raise Damaged(tier, step, self.seat.slot, "there is none")
+            raise CopyError(tier, step, self.rank_info.slot, "there is none")
         return self.own.files[number]
 
     def steps(self) -> set[int]:
@@ -369,7 +369,7 @@ class Memory:
         for buffers in (self.own, self.kept):
             if buffers is not None:
                 buffers.forget(after=after, before=before)
-        for path, step in self._on_disk(self.seat.rank).items():
+        for path, step in self._on_disk(self.rank_info.rank).items():
             if step > after and (before is None or step < before):
                 path.unlink(missing_ok=True)
 
@@ -378,10 +378,10 @@ class Memory:
         if self.kept is None:
             return
         works, arriving = [], None
-        if source.tier_of(self.seat.slot_of(self.keeps_for)) is Tier.BUDDY:
+        if source.tier_of(self.rank_info.slot_of(self.keeps_for)) is Tier.BUDDY:
             number = self.kept.find(source.step)
             if number is None:
-                raise Damaged(Tier.BUDDY, source.step, self.seat.slot_of(self.keeps_for), "there is none")
+                raise CopyError(Tier.BUDDY, source.step, self.rank_info.slot_of(self.keeps_for), "there is none")
             label = self.kept.files[number].label
             assert label is not None
             mine = torch.frombuffer(bytearray(label.pack(self._key)), dtype=torch.uint8)
@@ -389,7 +389,7 @@ class Memory:
                 (dist.isend(tensor, group=self.group, group_dst=self.keeps_for), tensor)
                 for tensor in (mine, self.kept.bodies[number])
             ]
-        if source.tier_of(self.seat.slot) is Tier.BUDDY:
+        if source.tier_of(slot := self.rank_info.slot) is Tier.BUDDY:
             arriving = self.own.find(source.step)
             arriving = self.own.next() if arriving is None else arriving
             file = self.own.files[arriving]
@@ -399,7 +399,7 @@ class Memory:
                 dist.recv(tensor, group=self.group, group_src=self.buddy)
             label = Label.unpack(bytes(theirs.numpy()), self._key)
             if label is None or label.layout != self._label.layout:
-                raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "the data received is not a copy of this rank's state")
+                raise CopyError(Tier.BUDDY, source.step, slot, "the data received is not a copy of this rank's state")
             file.commit(label)
         for work, _ in works:
             work.wait()
@@ -413,29 +413,29 @@ class Memory:
     def _open_on_disk(self, step: int) -> Buffer:
         assert self.disk is not None, "no disk to restore from"
         try:
-            file = Buffer.open(self.disk / file_name("own", self.seat.rank, step), key=self._key)
+            file = Buffer.open(self.disk / file_name("own", self.rank_info.rank, step), key=self._key)
         except (OSError, ValueError) as error:
-            raise Damaged(Tier.DISK, step, self.seat.slot, str(error)) from error
+            raise CopyError(Tier.DISK, step, self.rank_info.slot, str(error)) from error
         label = file.label
         if label is None or label.step != step:
-            raise Damaged(Tier.DISK, step, self.seat.slot, "there is none")
+            raise CopyError(Tier.DISK, step, self.rank_info.slot, "there is none")
         return file
 
     def _load_file(self, file: Buffer, tier: Tier) -> Label:
         label = file.label
         assert label is not None
-        if (file.layout(label), label.world, label.rank) != (self.layout, self.seat.world, self.seat.rank):
-            raise Damaged(tier, label.step, self.seat.slot, "it is of another plan")
+        if (file.layout(label), label.world, label.rank) != (self.layout, self.rank_info.world, self.rank_info.rank):
+            raise CopyError(tier, label.step, self.rank_info.slot, "it is of another plan")
         body = torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE + label.layout :]
         found = views(body, self.layout.entries)
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
         rng = found[RNG].clone()
-        told = found[TOLD].clone() if self.room else torch.empty(0, dtype=torch.uint8)
-        total = (checksum(self._live) + checksum([rng, told])) % WORDS  # of what was loaded: an error on the way counts as well
+        encoded = found[TEXT].clone() if self.room else torch.empty(0, dtype=torch.uint8)
+        total = (checksum(self._live) + checksum([rng, encoded])) % WORDS  # of what was loaded, to find errors on the way
         if total != label.digest:
-            raise Damaged(tier, label.step, self.seat.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
+            raise CopyError(tier, label.step, self.rank_info.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
         torch.set_rng_state(rng)
-        self.told = bytes(told.numpy()).decode().rstrip()
+        self.text = bytes(encoded.numpy()).decode().rstrip()
         return label
 
 

@@ -33,7 +33,7 @@ class HeldShare:
         return self.key, self.offset
 
 
-class Unchanging(Protocol):
+class ImmutableFile(Protocol):
     """A safetensors file that nothing writes to from now on, so that a checkpoint may link it."""
 
     @property
@@ -49,11 +49,11 @@ class Unchanging(Protocol):
 class Extents(NamedTuple):
     """The place of a share in a file: tensors of bytes, in order."""
 
-    file: Unchanging
+    file: ImmutableFile
     pieces: tuple[Piece, ...]
 
 
-class Stored(Protocol):
+class StreamedShare(Protocol):
     """A share that is not a tensor in memory: it is read and filled piece by piece."""
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Stored(Protocol):
         """The file that holds the share, if no update changes it from now on; None: updates do."""
         ...
 
-    def frozen(self) -> "Stored | None":
+    def snapshot(self) -> "StreamedShare | None":
         """Return the share as it is now, which any thread may read while updates go on; None if it cannot be kept so."""
         ...
 
@@ -91,14 +91,14 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Laid:
+class OffDeviceShare:
     """A share that is not on this rank's device, and which box of its tensor it is."""
 
     held: HeldShare
-    data: Tensor | Stored
+    data: Tensor | StreamedShare
 
     @classmethod
-    def of(cls, key: str, cut: Tensor, data: Tensor | Stored) -> "Laid":
+    def of(cls, key: str, cut: Tensor, data: Tensor | StreamedShare) -> "OffDeviceShare":
         """`cut`: a tensor of the whole shape that knows how it is cut; its own values do not matter."""
         offset, sizes = (0,) * cut.dim(), tuple(cut.shape)
         if isinstance(cut, DTensor):
@@ -115,28 +115,28 @@ class Share:
     memory."""
 
     held: HeldShare
-    data: Tensor | Stored
+    data: Tensor | StreamedShare
 
 
-def frozen(share: Share) -> Share:
+def snapshot(share: Share) -> Share:
     """Return the share with values that no update changes, if it is on disk and can be kept there as it is; else the share itself."""
     if isinstance(share.data, Tensor) or share.data.in_memory:
         return share
-    kept = share.data.frozen()
+    kept = share.data.snapshot()
     return share if kept is None else Share(share.held, kept)
 
 
-def can_wait(data: Tensor | Stored) -> bool:
+def can_be_written_later(data: Tensor | StreamedShare) -> bool:
     """True if a share can be written while training continues: it is copied first, or does not change."""
     return isinstance(data, Tensor) or data.in_memory or data.extents is not None
 
 
-def at_hand(data: Tensor | Stored) -> bool:
+def is_quick_to_copy(data: Tensor | StreamedShare) -> bool:
     """Return True if a share can be copied at the speed of memory."""
     return isinstance(data, Tensor) or data.in_memory
 
 
-def whole_of(share: Share) -> Tensor:
+def as_tensor(share: Share) -> Tensor:
     """A share's values, in memory."""
     data = share.data
     if isinstance(data, Tensor):
@@ -144,7 +144,7 @@ def whole_of(share: Share) -> Tensor:
     return torch.cat([torch.empty(0, dtype=data.dtype), *(piece.clone() for _, piece in data.pieces())]).view(data.shape)
 
 
-def shares(state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
+def shares(state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
     """This rank's shares of a flat state, by name; empty boxes and tensors of meshes that this rank is not on are left out.
 
     Raises ValueError naming all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
@@ -152,7 +152,7 @@ def shares(state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
     found: dict[str, Share] = {}
     problems: list[str] = []
     for key, tensor in state.items():
-        if isinstance(tensor, Laid):
+        if isinstance(tensor, OffDeviceShare):
             if prod(tensor.held.sizes) or not prod(tensor.held.shape):
                 found[key] = Share(tensor.held, tensor.data)
             continue

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.shares import Share, at_hand
+from megalith.checkpoint.shares import Share, is_quick_to_copy
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any element
 
@@ -31,7 +31,7 @@ class Staging:
         copied: dict[str, Share] = {}
         start = 0
         for key, share in shares.items():
-            if not at_hand(share.data):
+            if not is_quick_to_copy(share.data):
                 copied[key] = share
                 continue
             place = memory[start : start + share.held.bytes].view(share.data.dtype).view(share.data.shape)
@@ -47,7 +47,7 @@ class Staging:
         return copied
 
     def _grow(self, shares: Mapping[str, Share]) -> Tensor:
-        size = sum(_aligned(share.held.bytes) for share in shares.values() if at_hand(share.data))
+        size = sum(_aligned(share.held.bytes) for share in shares.values() if is_quick_to_copy(share.data))
         pinned = bool(_devices(shares))  # an accelerator copies into pinned memory several times as fast
         if len(self._memory) < size or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old block before asking for a larger one

@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
-from megalith.checkpoint.linked import Placed, link
+from megalith.checkpoint.linked import ShareLocation, link
 from megalith.checkpoint.shares import HeldShare, Share
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES, box
 from megalith.disk import Place
@@ -76,7 +76,7 @@ class WrittenFile:
     path: Path | None = None
     bytes: int = 0
     error: str | None = None
-    parted: bool = False
+    peer_lost: bool = False
     """The ranks could not agree because one is gone; the folder may be intact."""
     warnings: tuple[str, ...] = ()
 
@@ -151,7 +151,7 @@ class FolderWriter(StorageWriter):
         where = link(folder, self.rank, shares)
         if rest := {key: data for key, data in shares.items() if key not in where}:
             file = f"rank-{self.rank:05d}.safetensors"
-            where |= dict.fromkeys(rest, Placed(file, tensors.write(folder / file, rest)))
+            where |= dict.fromkeys(rest, ShareLocation(file, tensors.write(folder / file, rest)))
         return [WriteResult(item.index, 0, (plan.storage_data, where[item.index.fqn])) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.checkpoint.folder import Chunk, FileDigest
 
 if TYPE_CHECKING:
-    from megalith.checkpoint.shares import Stored
+    from megalith.checkpoint.shares import StreamedShare
 
 DTYPES = {
     torch.float64: "F64",
@@ -36,7 +36,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 PIECE = 4 << 20  # bytes hashed and written at a time: the second reads what the first left in the processor's cache
 
 
-def write(path: Path, tensors: "Mapping[str, Tensor | Stored]") -> FileDigest:
+def write(path: Path, tensors: "Mapping[str, Tensor | StreamedShare]") -> FileDigest:
     """Write tensors (any device, any strides, or read in pieces) as one safetensors file, sync it to disk, and return its size and
     sha256.
 
@@ -101,7 +101,7 @@ def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _bytes(tensor: "Tensor | Stored") -> Iterator[memoryview]:
+def _bytes(tensor: "Tensor | StreamedShare") -> Iterator[memoryview]:
     if isinstance(tensor, Tensor):
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:

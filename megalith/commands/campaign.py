@@ -157,7 +157,7 @@ def _hurt(
     if "agent" in kinds:  # on one machine: no node has processors of its own to burn in
         spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
         with disk:
-            return run(_training(resolved, spec, folder, verb="agent"), crew=SupervisedAgents(names, runner.REPAIR_SECONDS))
+            return run(_training(resolved, spec, folder, verb="agent"), agents=SupervisedAgents(names, runner.REPAIR_SECONDS))
     memory = roots.memory_root(folder, runs.identity(spec))
     nodes = [node_folder(memory, name) for name in names]
     with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:

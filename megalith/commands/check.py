@@ -80,14 +80,14 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     from megalith.spec.cluster import CALIBRATE
     from megalith.spec.problem import Problem, SpecErrors
 
-    question = resolve(PlanRequest(path=request.file, overrides=tuple(request.overrides)))
-    plan = question.run.plan
-    used = question.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
+    plan_request = resolve(PlanRequest(path=request.file, overrides=tuple(request.overrides)))
+    plan = plan_request.run.plan
+    used = plan_request.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
         reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and ranks share its processor"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
-        raise SpecErrors([Problem("error", "cluster", question.run.cluster, reason, way_out)])
-    return price.prices(replace(question, cluster=used), plan)
+        raise SpecErrors([Problem("error", "cluster", plan_request.run.cluster, reason, way_out)])
+    return price.prices(replace(plan_request, cluster=used), plan)
 
 
 def _show_prices(priced: "Sequence[Price]") -> None:
@@ -121,7 +121,7 @@ def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
     from megalith.report import plans  # drawing
 
     Console(highlight=False).print(plans.gains(found))
-    print(plans.gained(found))
+    print(plans.recipe_advice(found))
 
 
 def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
@@ -146,9 +146,9 @@ def _show_treated(spec: "RunSpec") -> None:
 
     few = spec.optimizer.moments != "fp32" or spec.optimizer.master != "fp32"
     if few or spec.optimizer.groups or OPTIMIZERS[spec.optimizer.kind].rest:
-        from megalith.report import treated  # drawing
+        from megalith.report import parameter_rules  # drawing
 
-        Console(highlight=False).print(treated.table(summary(spec.model.build(), spec.optimizer)))
+        Console(highlight=False).print(parameter_rules.table(summary(spec.model.build(), spec.optimizer)))
     if few or spec.train.gradients != "fp32":
         from megalith.spec.numbers import PRECISIONS
         from megalith.spec.treatment import kept_of

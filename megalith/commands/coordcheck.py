@@ -50,9 +50,9 @@ def command(
     with console.status("") as status:
         for axis, sizes in wanted:
             for kind in _kinds(spec, axis):
-                told = partial(_tell, status, f"{kind}, {axis}")
+                told = partial(_show_progress, status, f"{kind}, {axis}")
                 one = coordcheck.check(
-                    spec, axis=axis, sizes=sizes, parametrization=kind, steps=steps, seeds=range(seeds), told=told
+                    spec, axis=axis, sizes=sizes, parametrization=kind, steps=steps, seeds=range(seeds), on_start=told
                 )
                 found.append(one)
     if draw is not None:
@@ -68,7 +68,7 @@ def command(
     return 0 if ok else 1
 
 
-def _tell(status: Status, what: str, size: int, seed: int) -> None:
+def _show_progress(status: Status, what: str, size: int, seed: int) -> None:
     status.update(f"{what} {size}, seed {seed}")
 
 

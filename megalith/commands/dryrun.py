@@ -51,19 +51,20 @@ def command(
     """
     if draw is not None and draw.suffix not in (".svg", ".html"):
         raise typer.BadParameter(f"--draw {draw} is neither a picture nor a page. Use a name that ends in .svg or .html.")
-    dried = dryrun(RunRequest(run, settings or ()), world=world, rank=rank)
+    result = dryrun(RunRequest(run, settings or ()), world=world, rank=rank)
     if draw is not None:
-        write(_drawn(dried, run.stem, draw), draw, overwrite=True)
+        write(_drawn(result, run.stem, draw), draw, overwrite=True)
     if as_json:
-        rows, beside = problem_rows(dried.problems), [line.to_json() for line in dried.lines]
+        rows, beside = problem_rows(result.problems), [line.to_json() for line in result.lines]
         print_json(
-            {"ok": not rows, "problems": rows, "limit": dried.limit, "beside": beside, "phase": dried.phase} | asdict(dried.run)
+            {"ok": not rows, "problems": rows, "limit": result.limit, "beside": beside, "phase": result.phase}
+            | asdict(result.run)
         )
     else:
-        _show(dried)
-        if dried.problems:
-            print_problems(dried.problems, as_json=False)
-    return BAD_SPECIFICATION if dried.problems else 0
+        _show(result)
+        if result.problems:
+            print_problems(result.problems, as_json=False)
+    return BAD_SPECIFICATION if result.problems else 0
 
 
 def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> DryRunReport:
@@ -99,25 +100,25 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
     return DryRunReport(run, compare(predicted, run.counted), limit, [problem] if problem else [], words)
 
 
-def _drawn(dried: DryRunReport, name: str, out: Path) -> str:
+def _drawn(result: DryRunReport, name: str, out: Path) -> str:
     """Return the picture or the page of a dry run, by the name of the file it is for."""
-    from megalith.report import dried as report  # drawing
+    from megalith.report import dryrun as report  # drawing
 
     if out.suffix == ".html":
-        return report.page(name, dried.run, {line.name: line for line in dried.lines}, dried.limit, dried.problems)
-    return report.memory_timeline(dried.run.counted.memory_timeline)
+        return report.page(name, result.run, {line.name: line for line in result.lines}, result.limit, result.problems)
+    return report.memory_timeline(result.run.counted.memory_timeline)
 
 
-def _show(dried: DryRunReport) -> None:
+def _show(result: DryRunReport) -> None:
     """Print memory, messages and work of a dry run beside their predictions."""
-    from megalith.report import dried as tables  # drawing
+    from megalith.report import dryrun as tables  # drawing
     from megalith.report import units
 
-    run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
+    run, counted, console = result.run, result.run.counted, Console(highlight=False)
     console.print(tables.heading(run))
-    if dried.phase:
-        console.print(f"the phase with the highest memory: {dried.phase}")
-    lines = {line.name: line for line in dried.lines}
-    console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
+    if result.phase:
+        console.print(f"the phase with the highest memory: {result.phase}")
+    lines = {line.name: line for line in result.lines}
+    console.print(tables.memory(counted.memory, lines, result.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
     console.print(f"Other operations move {units.memory(counted.work.moved)}.")
     console.print(f"computed in {units.duration(run.seconds)} with {units.memory(run.resident)} of memory")

@@ -34,7 +34,7 @@ LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
 
 
 @dataclass(frozen=True)
-class Wish:
+class InitRequest:
     """The wishes for a new run. None: the usual value on the cluster, or on this machine without one."""
 
     model: str
@@ -70,9 +70,9 @@ def command(
             raise typer.BadParameter("--model is needed. `megalith models` lists the models that have a name.")
         model = typer.prompt("Model (`megalith models` lists them)", default="tiny")
         cluster = cluster or typer.prompt("Cluster, such as h100:8 (empty: this machine)", default="", show_default=False) or None
-        data = data or typer.prompt("Folder of prepared data", default=Wish.data)
+        data = data or typer.prompt("Folder of prepared data", default=InitRequest.data)
     assert model is not None
-    spec = init(Wish(model, data or Wish.data, cluster, steps, global_batch, seq_len))
+    spec = init(InitRequest(model, data or InitRequest.data, cluster, steps, global_batch, seq_len))
     write(text(spec), out, overwrite=overwrite)
     if as_json:
         print_json({"ok": True, "out": str(out), "spec": spec.model_dump(mode="json")})
@@ -80,7 +80,7 @@ def command(
     print(f"written: {out}\nnext: megalith check {out}")
 
 
-def init(wish: Wish) -> "RunSpec":
+def init(wish: InitRequest) -> "RunSpec":
     """Return the run that is wished for: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
     everything that is wrong."""
     from megalith.planner.request import named_model
@@ -94,27 +94,27 @@ def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
     """Return a run on this machine that starts from the weights of a checkpoint of `model`."""
     from megalith.spec.run import RunSpec
 
-    values = _for_this_machine(Wish(model.name), model)
+    values = _for_this_machine(InitRequest(model.name), model)
     values["train"] |= {"init_from": str(checkpoint)}
     values["optimizer"] |= {"lr": FURTHER_LR}
-    return RunSpec.model_validate({"name": model.name, "data": {"path": Wish.data}, **values})
+    return RunSpec.model_validate({"name": model.name, "data": {"path": InitRequest.data}, **values})
 
 
-def _for_cluster(wish: Wish) -> dict[str, Any]:
+def _for_cluster(wish: InitRequest) -> dict[str, Any]:
     """Return the values of a run on a cluster."""
-    from megalith.planner import answer, request  # the planner takes long to import
+    from megalith.planner import plan_result, request  # the planner takes long to import
     from megalith.spec.problem import Problem, SpecErrors
 
-    question = request.resolve(
+    plan_request = request.resolve(
         request.PlanRequest(
             model=wish.model, cluster=wish.cluster, seq_len=wish.seq_len, global_batch=wish.global_batch, offload=False, out=True
         )
     )
-    best = answer.answer(question, top=1).found.best
+    best = plan_result.best_plans(plan_request, top=1).found.best
     if best is None:
         way_out = "Use more devices; `megalith plan` shows what is too large."
         raise SpecErrors([Problem("error", "--cluster", wish.cluster, "is too small for this model", way_out, "command line")])
-    run = question.run
+    run = plan_request.run
     steps = wish.steps or run.train.steps
     return {
         "cluster": run.cluster,
@@ -126,7 +126,7 @@ def _for_cluster(wish: Wish) -> dict[str, Any]:
     }
 
 
-def _for_this_machine(wish: Wish, model: "Model") -> dict[str, Any]:
+def _for_this_machine(wish: InitRequest, model: "Model") -> dict[str, Any]:
     """Return the values of a run on this machine: a rank for each GPU if the batch can be divided among them, else one rank."""
     from megalith.machine import capacity
     from megalith.machine.describe import describe

@@ -15,7 +15,7 @@ from megalith.commands.shared.arguments import Json, Overwrite, Settings
 from megalith.commands.shared.output import print_json, progress, write
 
 if TYPE_CHECKING:
-    from megalith.planner.answer import PlanResult
+    from megalith.planner.plan_result import PlanResult
     from megalith.planner.price import Price
     from megalith.planner.request import PlanRequest
 
@@ -155,15 +155,15 @@ def command(
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
-    from megalith.planner import answer, price, request, varied, written  # the planner takes long to import
     from megalith.planner import measured as rows
+    from megalith.planner import plan_result, price, request, run_file, varied  # the planner takes long to import
 
     if explain and run is not None and run.is_dir():
         _explain(run, as_json=as_json)
         return
     if atlas:
         length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
-        question = request.PlanRequest(
+        plan_request = request.PlanRequest(
             cluster=cluster,
             seq_len=length,
             global_batch=global_batch,
@@ -171,29 +171,31 @@ def command(
             format=format,
             software=software,
         )
-        _draw_atlas(question, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json)
+        _draw_atlas(
+            plan_request, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json
+        )
         return
-    question = request.PlanRequest(
+    plan_request = request.PlanRequest(
         path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
         tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
         small=small_state, software=software, overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
     if guide:
-        _walk(question, measured or (), out, overwrite=overwrite, as_json=as_json)
+        _walk(plan_request, measured or (), out, overwrite=overwrite, as_json=as_json)
         return
     with _searching() as tick:
-        others = [(change, varied.vary(question, change)) for change in what_if or ()]
-        wanted = request.resolve(question)
+        others = [(change, varied.vary(plan_request, change)) for change in what_if or ()]
+        wanted = request.resolve(plan_request)
         own = rows.measured(measured or (), software)
-        answered = answer.answer(wanted, top=top, why=explain, pareto=pareto, what_ifs=others, measured=own, tick=tick)
+        result = plan_result.best_plans(wanted, top=top, why=explain, pareto=pareto, what_ifs=others, measured=own, tick=tick)
     if out is not None:
-        write(written.as_run(answered), out, overwrite=overwrite)
-    broken = price.of_answer(answered) if explain or answered.own else ()
+        write(run_file.as_run(result), out, overwrite=overwrite)
+    broken = price.prices_of(result) if explain or result.own else ()
     if as_json:
-        found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
+        found = result.to_json() | {"prices": [one.to_json() for one in broken]}
         print_json({"ok": True} | found | ({"out": str(out)} if out else {}))
         return
-    _show(answered, broken, pareto=pareto)
+    _show(result, broken, pareto=pareto)
     if out is not None:
         print(f"written: {out}")
 
@@ -219,7 +221,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
     from megalith.report import plans  # drawing
 
     console, narrow = Console(highlight=False, soft_wrap=True), Console(highlight=False)
-    for line in (*found.asked.notes, plans.heading(found)):
+    for line in (*found.request.notes, plans.heading(found)):
         console.print(escape(line))
     if answer := "" if pareto else plans.best(found):
         console.print(f"[bold]{escape(answer)}[/]\n")
@@ -227,8 +229,8 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):
         console.print(escape(trainings))
-    if found.apart is not None:
-        narrow.print("", plans.sites(found.apart), sep="\n")
+    if found.site_plans is not None:
+        narrow.print("", plans.sites(found.site_plans), sep="\n")
         console.print(
             "waits: of each step, for the slowest site. The layouts above are those of the site that this command is for.",
             style="dim",
@@ -245,18 +247,18 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
         narrow.print("", plans.what_ifs(found), sep="\n")
     if found.gains is not None:
         narrow.print("", plans.gains(found.gains), sep="\n")
-        console.print(escape(plans.gained(found.gains)), style="dim")
+        console.print(escape(plans.recipe_advice(found.gains)), style="dim")
 
 
 def _explain(run: Path, *, as_json: bool) -> None:
     """Print a finished run's step beside its prediction, and what to try. Raises SpecErrors if the run cannot be predicted."""
-    from megalith.planner.slower import slower
+    from megalith.planner.slowdown import slowdown
     from megalith.report import plans  # drawing
     from megalith.spec.base import AbsentError
     from megalith.spec.problem import Problem, SpecErrors
 
     try:
-        found = slower(run)
+        found = slowdown(run)
     except (OSError, ValueError, AbsentError) as error:
         way_out = "Give the folder of a run that names its cluster and has made some steps."
         raise SpecErrors([Problem("error", "RUN", str(run), str(error), way_out, "command line")]) from error
@@ -269,28 +271,28 @@ def _explain(run: Path, *, as_json: bool) -> None:
         console.print(plans.tries(found))
 
 
-def _walk(question: "PlanRequest", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
-    """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the question is wrong."""
+def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
+    """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the request is wrong."""
     from megalith.planner import measured as rows
-    from megalith.planner import request, written
+    from megalith.planner import request, run_file
     from megalith.planner.walk import walk
     from megalith.report.walk import pages  # drawing
     from megalith.spec.problem import Problem, SpecErrors
 
-    if question.forward_only:
+    if plan_request.forward_only:
         reason = "leads to a plan for training, and --forward-only asks for none"
         raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of them.", "command line")])
     if sys.stdin.isatty() and not as_json:
-        question = _interview(question)
+        plan_request = _interview(plan_request)
     with _searching() as tick:
-        found = walk(request.resolve(question), measured=rows.measured(measured, question.software), tick=tick)
-    if found.answered is not None and out is not None:
-        write(written.as_run(found.answered), out, overwrite=overwrite)
+        found = walk(request.resolve(plan_request), measured=rows.measured(measured, plan_request.software), tick=tick)
+    if found.result is not None and out is not None:
+        write(run_file.as_run(found.result), out, overwrite=overwrite)
     if not as_json:
         console = Console(highlight=False)
         for page in pages(found):
             console.print(page)
-    if found.answered is None:
+    if found.result is None:
         raise SpecErrors(found.problems)
     if as_json:
         print_json({"ok": True} | found.to_json() | ({"out": str(out)} if out else {}))
@@ -298,26 +300,26 @@ def _walk(question: "PlanRequest", measured: Sequence[Path], out: Path | None, *
         print(f"written: {out}\nnext: megalith check {out}")
 
 
-def _interview(question: "PlanRequest") -> "PlanRequest":
+def _interview(plan_request: "PlanRequest") -> "PlanRequest":
     """Ask for the model, the devices, the sequence and the tokens that no option or run file gave; an empty answer takes the default."""
-    if question.path is not None:
-        return question
-    model = question.model or typer.prompt("Model, such as llama3.1-8b or 8b (`megalith models` lists them)")
-    cluster = question.cluster or typer.prompt("Devices, such as 8xh100, or a cluster file")
-    asked = replace(question, model=model, cluster=cluster)
-    if question.seq_len is None:
+    if plan_request.path is not None:
+        return plan_request
+    model = plan_request.model or typer.prompt("Model, such as llama3.1-8b or 8b (`megalith models` lists them)")
+    cluster = plan_request.cluster or typer.prompt("Devices, such as 8xh100, or a cluster file")
+    asked = replace(plan_request, model=model, cluster=cluster)
+    if plan_request.seq_len is None:
         length = typer.prompt("Tokens of a sequence, such as 8k (empty: the model's context, at most 8k)", "", show_default=False)
         asked = replace(asked, seq_len=whole(length) if length else None)
-    if question.global_batch is None and question.global_batch_tokens is None:
+    if plan_request.global_batch is None and plan_request.global_batch_tokens is None:
         batch = typer.prompt("Tokens of a step, such as 4M (empty: 4M)", "", show_default=False)
         asked = replace(asked, global_batch_tokens=batch or None)
-    if question.tokens is None and not question.compute_optimal:
+    if plan_request.tokens is None and not plan_request.compute_optimal:
         tokens = typer.prompt("Tokens of the whole training, such as 15T (empty: 20 a parameter)", "", show_default=False)
         asked = replace(asked, tokens=tokens or None, compute_optimal=not tokens)
     return asked
 
 
-def _draw_atlas(question: "PlanRequest", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
+def _draw_atlas(plan_request: "PlanRequest", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
     """Write a map of the best layouts by model and nodes as one HTML page. Raises FileExistsError."""
     from megalith.planner import atlas
     from megalith.report import atlas as pages  # drawing
@@ -330,6 +332,6 @@ def _draw_atlas(question: "PlanRequest", models: list[str], out: Path, *, overwr
         def tick(name: str) -> None:
             bar.update(task, advance=1, description=escape(name), refresh=True)
 
-        found = atlas.atlas(question, models or atlas.MODELS, tick=tick)
+        found = atlas.atlas(plan_request, models or atlas.MODELS, tick=tick)
     write(pages.page(found), out, overwrite=True)
     print_json({"ok": True, "out": str(out)} | found.to_json()) if as_json else print(f"drawn: {out}")

@@ -15,7 +15,7 @@ from megalith.commands.shared.arguments import Json, RunRequest
 from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
-    from megalith.planner.slower import Slower
+    from megalith.planner.slowdown import SlowdownReport
 
 COMPARISON = "compare.html"
 
@@ -90,15 +90,15 @@ def report(run_dir: Path, *, out: Path | None = None) -> Path:
     return page.write(run_dir, out, _compared(run_dir))
 
 
-def _compared(run_dir: Path) -> "Slower | str":
+def _compared(run_dir: Path) -> "SlowdownReport | str":
     """Return a run's step beside its prediction, or why there is none. Runs do not record predictions, so those of any version are made
     from spec.json."""
-    from megalith.planner.slower import slower  # traces parts of the model that were not predicted before
+    from megalith.planner.slowdown import slowdown  # traces parts of the model that were not predicted before
     from megalith.spec.base import AbsentError
     from megalith.spec.problem import SpecErrors
 
     try:
-        return slower(run_dir, tried=False)
+        return slowdown(run_dir, tried=False)
     except SpecErrors as errors:
         return "; ".join(problem.reason for problem in errors.problems)
     except (OSError, ValueError, KeyError, AssertionError, AbsentError) as error:

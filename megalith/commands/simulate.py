@@ -183,7 +183,7 @@ def _state_bytes(run: "RunSpec") -> float | None:
 
 def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
     """Return a step as `megalith plan` predicts it; None where the cluster cannot be predicted, or the plan leaves some of it idle."""
-    from megalith.planner import answer, request  # the planner takes long to import
+    from megalith.planner import plan_result, request  # the planner takes long to import
     from megalith.spec.problem import SpecErrors
 
     try:
@@ -192,7 +192,7 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
         return None
     if found.own is None:
         return None
-    return answer.scorer_of(found).estimate(answer.workload_of(found, found.own)).time.step
+    return plan_result.scorer_of(found).estimate(plan_result.workload_of(found, found.own)).time.step
 
 
 @dataclass(frozen=True)
@@ -263,13 +263,13 @@ def _picture(found: "SimulationResult | SweepResult") -> str:
     from megalith.report import goodput  # drawing
 
     if not isinstance(found, SweepResult):
-        return goodput.simulated(found)
+        return goodput.simulation(found)
     unit, label = found.scale
     marks = [
         (one.value / unit, f"{', '.join(names)}: {one.value / unit:.3g}") for one in found.tried if (names := found.names(one))
     ]
     title = f"{found.plan.name}, {found.plan.days:g} days: goodput by {label}"
-    return goodput.tried([replace(one, value=one.value / unit) for one in found.tried], title=title, x_label=label, marks=marks)
+    return goodput.sweep([replace(one, value=one.value / unit) for one in found.tried], title=title, x_label=label, marks=marks)
 
 
 def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:

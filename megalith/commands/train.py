@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megalith.control.owner import Owner
     from megalith.events import Event
     from megalith.fleet.environment import Place
-    from megalith.report.live import Follow
+    from megalith.report.live import LiveLine
     from megalith.spec.files import ResolvedRun
     from megalith.spec.run import RunSpec
 
@@ -158,12 +158,12 @@ def train(
     with runs.own(folder, place) as owner:
         runs.refuse(runs.differences(resolved, folder))
         if place is None or place.local_rank == 0:
-            runs.tell(checked)
+            runs.print_advice(checked)
             runs.admit(spec, folder)
         if owner is None:
             assert place is not None
             return TrainResult(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)
-        with siblings.beside(request, spec, folder) as others:
+        with siblings.running(request, spec, folder) as others:
             trained = _followed(resolved, owner, place, arguments, console, others.poll, watch=watch, on_event=on_event)
             return replace(trained, left=(*trained.left, *others.finish(trained.code, patience=spec.launch.timeout)))
 
@@ -184,20 +184,22 @@ def _followed(
     from megalith.commands.shared import runs
 
     folder = owner.run_dir
-    with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (follow, tick):
+    with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (live_line, tick):
         if place is None:
 
             def tick_and_look() -> None:
                 tick()
                 look()
 
-            outcome = runs.start(resolved, owner, runs.TRAIN, arguments, tick=tick_and_look, say=follow.say, recover=True)
+            outcome = runs.start(
+                resolved, owner, runs.TRAIN, arguments, tick=tick_and_look, notify=live_line.print_line, recover=True
+            )
             code, message = outcome.code, outcome.message()
         else:
             with _called_often(tick):
                 code = runs.join(resolved, folder, place, runs.TRAIN, arguments, owner=owner)
             message = f"ended with status {code}" if code else "finished"
-    return ended(folder, code, message, follow)
+    return ended(folder, code, message, live_line)
 
 
 @contextmanager
@@ -209,35 +211,35 @@ def followed(
     errors: bool,
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
-) -> "Iterator[tuple[Follow, Callable[[], None]]]":
+) -> "Iterator[tuple[LiveLine, Callable[[], None]]]":
     """Show a run's progress on `console`, and give its log to its watchers: alerts, other tools, with `watch` the live page.
 
     Yields the live line, and a function to call often while the run trains. `errors`: show the errors that ranks log.
     """
-    from megalith.report.live import Follow  # drawing, for the one process that people watch
-    from megalith.watch.beside import Beside
+    from megalith.report.live import LiveLine  # drawing, for the one process that people watch
+    from megalith.watch.helpers import WatchHelpers
 
     with (
-        Beside(folder, serves=watch, alerts=spec.alerts, log=spec.log) as beside,
-        Follow(folder, spec.train.steps, console, errors=errors, on_event=on_event) as follow,
+        WatchHelpers(folder, serves=watch, alerts=spec.alerts, log=spec.log) as helpers,
+        LiveLine(folder, spec.train.steps, console, errors=errors, on_event=on_event) as live_line,
     ):
 
         def tick() -> None:
-            follow.poll()
-            beside.poll()
+            live_line.poll()
+            helpers.poll()
 
-        yield follow, tick
+        yield live_line, tick
 
 
-def ended(folder: Path, code: int, message: str, follow: "Follow") -> TrainResult:
-    """Write the report, and return how the training that `follow` has shown ended."""
+def ended(folder: Path, code: int, message: str, live_line: "LiveLine") -> TrainResult:
+    """Write the report, and return how the training that `live_line` has shown ended."""
     from megalith.commands import clean, report
     from megalith.fleet.exit_codes import ORDERLY
 
     page, why = report.report_if_any(folder)
     left = () if code in ORDERLY else tuple(clean.left_by(folder))
-    live = f"the live line ended early: {follow.failed}" if follow.failed else ""
-    return TrainResult(folder, code, message, page, tuple(filter(None, (live, why))), left, follow.raised)
+    live = f"the live line ended early: {live_line.failed}" if live_line.failed else ""
+    return TrainResult(folder, code, message, page, tuple(filter(None, (live, why))), left, live_line.raised)
 
 
 def show(trained: TrainResult, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.spec.alerts import AlertsSpec
-    from megalith.watch.law import Law
+    from megalith.watch.scaling_law import ScalingLaw
     from megalith.watch.source import Source
 
 
@@ -108,9 +108,9 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
         print_json(found[0] if len(found) == 1 else {"runs": found})
 
 
-def _law(runs: Sequence[Path]) -> "Law":
+def _law(runs: Sequence[Path]) -> "ScalingLaw":
     """Return the scaling law of runs. Raises ValueError if they do not suffice for one."""
-    from megalith.watch.law import of_runs
+    from megalith.watch.scaling_law import of_runs
     from megalith.watch.source import Source
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Keeps a run going through faults: signs -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
+"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
 
 Only `policy.decide` decides; this module observes what it needs, and carries out its commands. Ranks are never mended
 while they run: every rank is killed, and the same logical ranks are started again from the newest whole copy of the state. If a
@@ -15,14 +15,14 @@ from typing import Any
 
 from megalith import sealed
 from megalith.control import incidents, policy, supervisor
-from megalith.control.answer import Answer, Request, Store, print_line
 from megalith.control.memory import Memory
+from megalith.control.observed import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, GenerationEnd, TimedObservation, ends
 from megalith.control.orders import Orders
 from megalith.control.outcome import Outcome, without_ranks
 from megalith.control.owner import Owner, owned
 from megalith.control.pace import Pace
 from megalith.control.policy import Decision
-from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, GenerationEnd, Seen, ends
+from megalith.control.stop_response import Request, StopResponse, Store, print_line
 from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
@@ -54,7 +54,7 @@ class _Open:
 
 
 class Controller:
-    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `say` is
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `notify` is
     called with messages for the user, `epoch` is that of the run folder's owner."""
 
     def __init__(
@@ -66,12 +66,12 @@ class Controller:
         store: Store,
         requests: list[Request],
         tick: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = print_line,
+        notify: Callable[[str], None] = print_line,
         epoch: int = 0,
     ) -> None:
         self._job, self._fleet, self._nodes, self._store = job, fleet, nodes, store
         self._requests, self._tick = requests, tick
-        self._answer = Answer(requests, say, beats=lambda: nodes.beats(), copies=self._copies)
+        self._stop_response = StopResponse(requests, notify, beats=lambda: nodes.beats(), copies=self._copies)
         self._epoch = epoch
         self._log = EventLog(job.run_dir, epoch=epoch)
         self._memory, self._stores, self._orders = Memory(job, fleet, epoch), Stores(job.run_dir), Orders(job.run_dir)
@@ -92,7 +92,7 @@ class Controller:
         self._done = -1  # steps this generation has done
         self._begun = -1  # the furthest step any generation began
         self._end_now = False
-        self._seen: list[Seen] = []
+        self._seen: list[TimedObservation] = []
 
     # The loop
 
@@ -100,7 +100,7 @@ class Controller:
         """Run until the last step, a request to stop, or a fault that needs a person."""
         try:
             if self._await_store():
-                self._take(Seen(observations.Started(time=time.time()), time.time(), {}))
+                self._take(TimedObservation(observations.Started(time=time.time()), time.time(), {}))
             else:
                 self._outcome = without_ranks(ExitCode.TERMINATED)
             while self._outcome is None:
@@ -113,7 +113,7 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed: without them, the run would start over. False if somebody wants to stop
+        """Wait until the checkpoints can be listed: without them, the run would start over. False if a stop is requested
         meanwhile. Raises OSError if it takes longer than the run would wait for a node."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
@@ -138,7 +138,7 @@ class Controller:
         self._stragglers.begin()
         self._watch = watch = Watch(
             self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe,
-            answer=self._answer,
+            stop_response=self._stop_response,
         )  # fmt: skip
         try:
             started = self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk, self._epoch))
@@ -162,7 +162,7 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks, once the run's stores are available and the rendezvous file can be written. False if somebody wants to
+        """Start all ranks, once the run's stores are available and the rendezvous file can be written. False if somebody asks to
         stop meanwhile. Raises StoresAwayError where that takes too long, AlteredError for a sealed file that has changed."""
 
         def start() -> None:
@@ -175,11 +175,11 @@ class Controller:
                 return True
             return False
 
-        tell = lambda text: self._log.write(Problem("warning", text))  # noqa: E731
-        return self._stores.start(start, limit=self._fleet.wait_limit, tell=tell, pause=pause)
+        notify = lambda text: self._log.write(Problem("warning", text))  # noqa: E731
+        return self._stores.start(start, limit=self._fleet.wait_limit, notify=notify, pause=pause)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before a start, unless somebody wants to stop."""
+        """Wait before a start, unless a stop is requested."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._requests:
             self._turn()
@@ -191,12 +191,12 @@ class Controller:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
         self._turn()
-        for sign in self._nodes.wait(IDLE_SECONDS):
-            if isinstance(sign, Observation):
-                self._take(Seen(sign, sign.time, {}))
+        for observation in self._nodes.wait(IDLE_SECONDS):
+            if isinstance(observation, Observation):
+                self._take(TimedObservation(observation, observation.time, {}))
         if self._wait_until is not None and time.monotonic() >= self._wait_until:
             self._wait_until = None
-            self._take(Seen(observations.Waited(time=time.time(), step=self._step), time.time(), {}))
+            self._take(TimedObservation(observations.Waited(time=time.time(), step=self._step), time.time(), {}))
         if self._stop_code is not None:
             self._outcome = without_ranks(self._stop_code, report=self._report)
 
@@ -204,7 +204,7 @@ class Controller:
         """Do the periodic work of every loop."""
         self._tick()
         for order in self._orders.take() if self._done >= 0 or self._state.waiting else ():  # ranks that start cannot save yet
-            self._take_now_or_later(Seen(order, order.time, {}))
+            self._take_now_or_later(TimedObservation(order, order.time, {}))
         due = [node for at, node in self._checks if time.monotonic() >= at]
         self._checks = [(at, node) for at, node in self._checks if node not in due]
         for node in due:
@@ -229,35 +229,35 @@ class Controller:
 
     def _observe(self, heard: list[Observation], beats: list[Beat]) -> bool:
         """Handle one turn of a generation's loop; return whether the generation must end."""
-        for sign in heard:
-            self._hear(sign)
+        for observation in heard:
+            self._handle(observation)
         self._progress(beats)
         slow = self._stragglers.note(beats, nodes=self._placement, replacing=self._pace.usual_start())
         if slow is not None:
-            self._take_now_or_later(Seen(slow, slow.time - slow.lost, {}))
+            self._take_now_or_later(TimedObservation(slow, slow.time - slow.lost, {}))
         return self._end_now
 
-    def _take_now_or_later(self, seen: Seen) -> None:
-        """Handle signs. Restarts are decided once the ranks have ended: until then they continue, and overwrite the current copies."""
-        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+    def _take_now_or_later(self, seen: TimedObservation) -> None:
+        """Handle observations. Restarts are decided once the ranks have ended: until then they overwrite the current copies."""
+        decision = policy.decide(self._state, seen.observation, fleet=self._fleet)
         if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
             self._end_now = True
         else:
             self._take(seen)
 
-    def _hear(self, sign: Observation) -> None:
+    def _handle(self, observation: Observation) -> None:
         """Handle a rank's report, or news of a node. Signs that end the generation are decided once all ranks have ended."""
-        if _is_ours(sign, self._watch):
+        if _is_ours(observation, self._watch):
             return
-        if isinstance(sign, observations.NodesLost) and not set(sign.nodes) & set(self._state.placement):
-            self._take(Seen(sign, sign.time, {}))
+        if isinstance(observation, observations.NodesLost) and not set(observation.nodes) & set(self._state.placement):
+            self._take(TimedObservation(observation, observation.time, {}))
             return
-        if ends(sign):
-            self._seen.append(Seen(sign, sign.time, {}))
+        if ends(observation):
+            self._seen.append(TimedObservation(observation, observation.time, {}))
             self._end_now = True
             return
-        self._take_now_or_later(Seen(sign, sign.time, {}))
+        self._take_now_or_later(TimedObservation(observation, observation.time, {}))
 
     def _progress(self, beats: Sequence[Beat]) -> None:
         steps = [beat.step for beat in beats if beat.ready]
@@ -285,20 +285,20 @@ class Controller:
 
     # After a generation
 
-    def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
-        """Return the signs that explain the end of a generation: nodes that are gone explain the rest, then reports of ranks, then exits.
+    def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
+        """Return the observations that explain the end of a generation: lost nodes explain the rest, then reports of ranks, then exits.
         Other events of that time, such as a node that is well again, explain nothing and come first."""
-        late = [Seen(sign, sign.time, {}) for sign in watch.late_signs if not _is_ours(sign, watch)]
-        ended_by = [*self._seen, *(one for one in late if ends(one.sign))]
-        news = [one for one in late if not ends(one.sign)]
+        late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
+        ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
+        news = [one for one in late if not ends(one.observation)]
         seen, self._seen = [*news, *ended_by], []
         if self._requests:
-            return [Seen(observations.StopRequested(time=time.time(), step=self._step), time.time(), {})]
+            return [TimedObservation(observations.StopRequested(time=time.time(), step=self._step), time.time(), {})]
         if self._next is not None or self._wait_until is not None or self._stop_code is not None:
-            return [one for one in seen if isinstance(one.sign, OF_NODES)]  # it was ended on purpose
-        lost = [one for one in seen if isinstance(one.sign, observations.NodesLost)]
+            return [one for one in seen if isinstance(one.observation, OF_NODES)]  # it was ended on purpose
+        lost = [one for one in seen if isinstance(one.observation, observations.NodesLost)]
         if lost:
-            return [one for one in seen if isinstance(one.sign, OF_NODES)]
+            return [one for one in seen if isinstance(one.observation, OF_NODES)]
         if ended_by:
             evidence = self._ended(outcome).evidence()
             return [*news, *(replace(one, evidence=evidence) for one in ended_by)]
@@ -306,15 +306,15 @@ class Controller:
             return [*news, *self._after_order(outcome)]
         if why := self._stores.run_folder_away:
             away = observations.StoreAway(time=time.time(), step=self._step, path=str(self._job.run_dir), error=why)
-            return [*news, Seen(away, away.time, self._ended(outcome).evidence())]
+            return [*news, TimedObservation(away, away.time, self._ended(outcome).evidence())]
         if watch.hang is not None:
             return [*news, self._ended(outcome).hung(watch.hang)]
         return [*news, self._ended(outcome).failed(outcome.first_cause)]
 
-    def _after_order(self, outcome: Outcome) -> list[Seen]:
+    def _after_order(self, outcome: Outcome) -> list[TimedObservation]:
         """Handle an orderly end of all ranks: at the last step, or after a request to save and stop."""
         if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
-            return [Seen(observations.Saved(time=time.time(), step=self._step), time.time(), {})]
+            return [TimedObservation(observations.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
 
     def _ended(self, outcome: Outcome) -> GenerationEnd:
@@ -322,22 +322,22 @@ class Controller:
 
     # Deciding and obeying
 
-    def _take(self, seen: Seen) -> None:
-        """Let the policy decide on a sign, log the decision, and carry it out."""
-        if seen.sign.step == 0:  # its observer does not know the step
-            seen = replace(seen, sign=replace(seen.sign, step=self._step))
-        if self._end_now or not isinstance(seen.sign, observations.Straggler):  # one that is borne needs no survey of copies
+    def _take(self, seen: TimedObservation) -> None:
+        """Let the policy decide on an observation, log the decision, and carry it out."""
+        if seen.observation.step == 0:  # its observer does not know the step
+            seen = replace(seen, observation=replace(seen.observation, step=self._step))
+        if self._end_now or not isinstance(seen.observation, observations.Straggler):  # a tolerated one needs no survey of copies
             self._state = replace(self._state, copies=self._copies())
-        if isinstance(seen.sign, observations.StoreAway):
-            self._stores.add(seen.sign.path)
-        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+        if isinstance(seen.observation, observations.StoreAway):
+            self._stores.add(seen.observation.path)
+        decision = policy.decide(self._state, seen.observation, fleet=self._fleet)
         before, self._state = self._state, decision.state
-        self._memory.note(before, self._state, at=seen.sign.time, reason=decision.reason)
-        if not isinstance(seen.sign, NO_INCIDENT) and (decision.commands or isinstance(seen.sign, ALWAYS_TOLD)):
-            self._tell(seen, decision)
-        if isinstance(seen.sign, observations.Ordered):
-            self._log.write(Order(what=seen.sign.what, node=seen.sign.node, answer=decision.reason))
-        if isinstance(seen.sign, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
+        self._memory.note(before, self._state, at=seen.observation.time, reason=decision.reason)
+        if not isinstance(seen.observation, NO_INCIDENT) and (decision.commands or isinstance(seen.observation, ALWAYS_TOLD)):
+            self._log_decision(seen, decision)
+        if isinstance(seen.observation, observations.Ordered):
+            self._log.write(Order(what=seen.observation.what, node=seen.observation.node, answer=decision.reason))
+        if isinstance(seen.observation, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
             self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` shows what is wrong)"))
         for order in decision.commands:
             if isinstance(order, Command):
@@ -358,7 +358,7 @@ class Controller:
             self._log.write(Problem("warning", f"checkpoints cannot be listed, so the last known list is used: {error}"))
         return self._listed
 
-    def _tell_of_plan(self, order: Start) -> None:
+    def _log_plan(self, order: Start) -> None:
         """Report which plan the ranks follow from now on, when that changes."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
@@ -367,20 +367,20 @@ class Controller:
         elif isinstance(order, commands.Grow):
             self._log.write(Problem("warning", f"from {order.source} on under the run's own plan again"))
 
-    def _tell(self, seen: Seen, decision: Decision) -> None:
+    def _log_decision(self, seen: TimedObservation, decision: Decision) -> None:
         self._incidents += 1
         restarts = any(isinstance(command, Start | commands.Wait | commands.SaveState) for command in decision.commands)
-        self._open.append(_Open(self._incidents, seen.sign.step, in_place=not restarts))
+        self._open.append(_Open(self._incidents, seen.observation.step, in_place=not restarts))
         self._log.write(
             Incident(
                 incident=self._incidents,
                 began=min(seen.began, time.time()),
-                step=seen.sign.step,
-                cause=seen.sign.kind,
+                step=seen.observation.step,
+                cause=seen.observation.kind,
                 reason=decision.reason,
                 node=decision.blamed,
                 rank=decision.blamed_rank,
-                evidence=observations.dump(seen.sign) | seen.evidence,
+                evidence=observations.dump(seen.observation) | seen.evidence,
                 commands=[commands.dump(command) for command in decision.commands],
             )
         )
@@ -389,7 +389,7 @@ class Controller:
         match command:
             case commands.Restart() | commands.Shrink() | commands.Grow():
                 self._next, self._wait_until, self._end_now = command, None, True
-                self._tell_of_plan(command)
+                self._log_plan(command)
             case commands.Wait(seconds=seconds):
                 self._next, self._wait_until, self._end_now = None, time.monotonic() + seconds, True
             case commands.SaveState():
@@ -412,9 +412,9 @@ class Controller:
                 pass  # the ranks run it again by themselves
 
 
-def _is_ours(sign: Observation, watch: Watch | None) -> bool:
+def _is_ours(seen: Observation, watch: Watch | None) -> bool:
     """True if a rank reports a signal by which we asked it to stop ourselves."""
-    return isinstance(sign, observations.Preempted) and sign.rank is not None and watch is not None and watch.stopping
+    return isinstance(seen, observations.Preempted) and seen.rank is not None and watch is not None and watch.stopping
 
 
 def run_here(
@@ -424,7 +424,7 @@ def run_here(
     identity: str,
     store: Store,
     tick: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = print_line,
+    notify: Callable[[str], None] = print_line,
     owner: Owner | None = None,
 ) -> Outcome:
     """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
@@ -442,7 +442,7 @@ def run_here(
         nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk, folder=notes)
         outcome = None
         try:
-            how: dict[str, Any] = {"tick": own.checked(tick), "say": say, "epoch": own.epoch}
+            how: dict[str, Any] = {"tick": own.checked(tick), "notify": notify, "epoch": own.epoch}
             controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, **how)
             outcome = controller.run()
             return outcome

@@ -15,7 +15,7 @@ from megalith.fleet.observations import Ordered
 FOLDER = "orders"
 LOOK_SECONDS = 0.5  # between looks at the folder
 OLD_SECONDS = 120.0  # an order left unread for this long no longer fits the situation
-MOST_BYTES, MOST_FILES = 4096, 16
+MAX_BYTES, MAX_FILES = 4096, 16
 KNOWN = ("save", "stop", "quarantine")
 
 
@@ -46,7 +46,7 @@ class Orders:
         self._next = time.monotonic() + LOOK_SECONDS
         found: list[Ordered] = []
         with contextlib.suppress(OSError):
-            for path in sorted(self._folder.glob("*.json"))[:MOST_FILES]:
+            for path in sorted(self._folder.glob("*.json"))[:MAX_FILES]:
                 order = _read(path)
                 path.unlink()  # first: an order that cannot be removed would be obeyed for ever
                 if order is not None and abs(time.time() - order.time) < OLD_SECONDS:
@@ -57,7 +57,7 @@ class Orders:
 def _read(path: Path) -> Ordered | None:
     try:
         with path.open("rb") as file:
-            record = json.loads(file.read(MOST_BYTES))
+            record = json.loads(file.read(MAX_BYTES))
         what, node, at = record["what"], record["node"], record["time"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -9,7 +9,7 @@ from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.report import Reported
 
-MOST_LINES = 8
+MAX_LINES = 8
 """Lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
 
 EVIDENCE_LINES = 3
@@ -39,7 +39,7 @@ class Outcome:
     file: Path | None = None
 
     def message(self) -> str:
-        """Return a message of at most MOST_LINES lines: the cause first and once, its consequences, and the file with the
+        """Return a message of at most MAX_LINES lines: the cause first and once, its consequences, and the file with the
         rest."""
         cause = self.first_cause
         if cause is None:
@@ -48,7 +48,7 @@ class Outcome:
         if self.file is not None:
             where.append(f"tracebacks, and the output of each rank: {self.file}")
         after = self._led_to()
-        return "\n".join([*self._what_failed(cause)[: MOST_LINES - len(where) - len(after)], *after, *where])
+        return "\n".join([*self._what_failed(cause)[: MAX_LINES - len(where) - len(after)], *after, *where])
 
     def _what_failed(self, cause: Failure) -> list[str]:
         """Return lines about the cause: the policy's report, if there is one, has its own words."""
@@ -86,7 +86,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
 
 def _reported(cause: Failure) -> bool:
-    """Return whether a rank ended because it had reported a sign. The supervisor may have killed it before it could exit by
+    """Return whether a rank ended because it had reported an observation. The supervisor may have killed it before it could exit by
     itself."""
     return cause.code == ExitCode.REPORTED or cause.error.startswith(f"{Reported.__module__}.{Reported.__qualname__}:")
 

@@ -29,11 +29,11 @@ class Stores:
         """Why the run folder cannot be used now; empty if it can."""
         return self._run.away()
 
-    def start(self, start: Callable[[], None], *, limit: float, tell: Callable[[str], None], pause: Callable[[], bool]) -> bool:
+    def start(self, start: Callable[[], None], *, limit: float, notify: Callable[[str], None], pause: Callable[[], bool]) -> bool:
         """Call `start` once everything can be used, and again while it finds storage unavailable. `pause` waits between two
         tries. Return False if `pause` forbids another one.
 
-        A line is printed when the wait begins, and given to `tell` when it ends. Raises StoresAwayError when it takes more than `limit`
+        A line is printed when the wait begins, and given to `notify` when it ends. Raises StoresAwayError when it takes more than `limit`
         seconds.
         """
         since: float | None = None
@@ -52,7 +52,7 @@ class Stores:
             if not pause():
                 return False
         if since is not None:
-            tell(f"{first} can be used again, after {time.monotonic() - since:.0f} s")
+            notify(f"{first} can be used again, after {time.monotonic() - since:.0f} s")
         return True
 
     def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:

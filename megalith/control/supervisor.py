@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from megalith.control import incidents
-from megalith.control.answer import Answer, Store, no_copies, print_line
 from megalith.control.outcome import Outcome
 from megalith.control.owner import Owner, owned
+from megalith.control.stop_response import StopResponse, Store, no_copies, print_line
 from megalith.control.watch import Request, Watch
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
@@ -29,11 +29,11 @@ def run(
     job: Job,
     *,
     tick: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = print_line,
+    notify: Callable[[str], None] = print_line,
     store: Store = no_copies,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `say` is called with
+    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `notify` is called with
     messages for the user, `store` lists the checkpoints.
 
     SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are passed on to every rank, once, as SIGTERM;
@@ -45,7 +45,7 @@ def run(
         nodes = LocalNodes(job)
         try:
             nodes.start(Generation(secrets.token_hex(4), nodes.there(), epoch=own.epoch))
-            watch = Watch(job, nodes, requests, answer=Answer(requests, say, beats=nodes.beats, copies=store))
+            watch = Watch(job, nodes, requests, stop_response=StopResponse(requests, notify, beats=nodes.beats, copies=store))
             return incidents.write(watch.until_all_ended(own.checked(tick)), job.run_dir, epoch=own.epoch)
         finally:
             nodes.close(forget=True)

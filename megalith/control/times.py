@@ -18,7 +18,7 @@ FOLDER = "ranks/times"
 ROWS = (*KINDS, "memory")
 """Blocks of a record, each with a value a rank."""
 
-LEAST, MOST = 2.0**-9, 2.0**3
+MINIMUM, MAXIMUM = 2.0**-9, 2.0**3
 """Shares of the median for the smallest and the largest code; values beyond them are clamped."""
 
 CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread over
@@ -27,7 +27,7 @@ CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread 
 def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Return shares of the median as codes from 1 to 255; 0 stands for unknown values (NaN)."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = (np.log2(np.clip(shares, LEAST, MOST)) + 9) * CODES / OCTAVES + 1
+        scaled = (np.log2(np.clip(shares, MINIMUM, MAXIMUM)) + 9) * CODES / OCTAVES + 1
     return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
 
 

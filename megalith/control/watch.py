@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalith.control.answer import Request
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
+from megalith.control.stop_response import Request
 from megalith.control.times import Times
 from megalith.fleet import causes, collective_progress
 from megalith.fleet.causes import Exit, Failure
@@ -20,7 +20,7 @@ from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
-from megalith.fleet.nodes import Look, Nodes
+from megalith.fleet.nodes import Nodes, RankInspection
 from megalith.fleet.observations import Observation
 from megalith.fleet.tiers import BEGINNING, Source
 
@@ -30,7 +30,7 @@ CAUSE_SECONDS = 1.5  # the same while every error known is the consequence of an
 KILL_SECONDS = 30.0  # that the kernel has to end killed ranks; giving up costs a new fork server, and its imports
 BOUNCE_SECONDS = 0.25  # a second SIGINT sooner than this is the same key press, delivered by the terminal and by a wrapper
 STARVED = 0.5  # of a silence: if a machine's ranks all waited for a processor that long, it is slow and they do not hang
-MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
+MAX_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
 Observe = Callable[[list[Observation], list[Beat]], bool]
@@ -49,12 +49,12 @@ class Hang:
     silence: float
     limit: float
     since: float  # seconds since the epoch: the last sign of life
-    looks: dict[int, Look]
+    inspections: dict[int, RankInspection]
 
 
 class Watch:
-    """The loop over one generation, which restores `source`. `observe` gets signs and beats at every turn, and returns whether
-    the generation must end now. `answer` is called once, when a request to stop has been passed on."""
+    """The loop over one generation, which restores `source`. `observe` gets observations and beats at every turn, and returns whether
+    the generation must end now. `stop_response` is called once, when a request to stop has been passed on."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Watch:
         *,
         source: Source = BEGINNING,
         limits: Limits | None = None,
-        observe: Observe = lambda signs, beats: False,
-        answer: Callable[[], None] = lambda: None,
+        observe: Observe = lambda observed, beats: False,
+        stop_response: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._nodes, self._requests, self._observe = job, nodes, requests, observe
-        self._answer, self._answered = answer, False
+        self._stop_response, self._responded = stop_response, False
         self._limits = limits or Limits(job.start_timeout, job.silence_timeout)
         self._limits.begin(source)
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
@@ -84,7 +84,7 @@ class Watch:
         self._failed_at: float | None = None
         self._ended: list[int] = []
         self.hang: Hang | None = None
-        self.late_signs: list[Observation] = []  # that came while the ranks were being ended
+        self.late_observations: list[Observation] = []  # that came while the ranks were being ended
 
     @property
     def stopping(self) -> bool:
@@ -100,26 +100,26 @@ class Watch:
         """The loop."""
         turn = time.monotonic()
         while len(self._exits) < self._job.ranks:
-            signs = self._hear()
+            observed = self._collect_events()
             now = time.monotonic()
             self._watched, turn = self._watched + min(now - turn, _PAUSE_SECONDS), now
             tick()
             self._look_at_beats()
-            if self._observe(signs, self._beats) or self._must_end():
+            if self._observe(observed, self._beats) or self._must_end():
                 self._end_all()
                 break
         self._times.close()
         return self._outcome()
 
-    def _hear(self) -> list[Observation]:
-        """Collect events: record ends, return signs."""
-        signs: list[Observation] = []
+    def _collect_events(self) -> list[Observation]:
+        """Collect events: record ends, return observations."""
+        observed: list[Observation] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
                 self._note(what)
             else:
-                signs.append(what)
-        return signs
+                observed.append(what)
+        return observed
 
     def _note(self, what: Exit | Failure) -> None:
         if isinstance(what, Exit):
@@ -168,11 +168,11 @@ class Watch:
     def _pass_on_requests(self) -> bool:
         """Pass the first request on to the ranks. True if there is nothing to wait for: no rank has started yet, or this is
         the second request."""
-        if self._requests and not self._answered:
-            self._answered = True
+        if self._requests and not self._responded:
+            self._responded = True
             if not self._stopping:
                 self.stop()
-            self._answer()
+            self._stop_response()
             if not self._nodes.running() and not self._exits:
                 return True
         return self._interrupted()
@@ -209,11 +209,11 @@ class Watch:
             return False
         since, before = self._queued = self._queued or (self._watched, self._nodes.queued())
         passed = self._watched - since
-        if silence < limit or (passed < limit / 2 and silence < MOST_LIMITS * limit):
+        if silence < limit or (passed < limit / 2 and silence < MAX_LIMITS * limit):
             return False
         queued = self._nodes.queued()
         longest = max((seconds - before.get(node, seconds) for node, seconds in queued.items()), default=0.0)
-        if longest < STARVED * passed or silence >= MOST_LIMITS * limit:
+        if longest < STARVED * passed or silence >= MAX_LIMITS * limit:
             return True
         self._queued = self._watched, queued
         return False
@@ -224,7 +224,7 @@ class Watch:
         processes = self._nodes.running()
         if not processes:
             return [self._nodes.unstarted()]
-        looks = self._nodes.look(processes)
+        inspections = self._nodes.inspect(processes)
         starting = self._ready_at is None
         silence = self._watched - (self._first_beat_at or 0.0 if starting else self._beat_at)
 
@@ -232,17 +232,17 @@ class Watch:
             return self._beats[rank].step, self._beats[rank].count if starting else 0
 
         numbers = collective_progress.behind(
-            {rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped}
+            {rank: inspection.begun for rank, inspection in inspections.items() if inspection.begun and not inspection.stopped}
         )
 
         def place(rank: int) -> tuple[int, ...]:
             """Sort key: first ranks that do not answer, then ranks in no call that waits; of these, ranks that others wait for in
             a collective. (Others may
             also wait for a rank that itself waits for a message.)"""
-            look = looks.get(rank, Look(""))
-            if look.stopped or not look.stack:
+            inspection = inspections.get(rank, RankInspection(""))
+            if inspection.stopped or not inspection.stack:
                 return (0, 0, 0, *progress(rank))
-            return (1, int(bool(_WAITS.search(look.where))), int(rank not in numbers), *progress(rank))
+            return (1, int(bool(_WAITS.search(inspection.where))), int(rank not in numbers), *progress(rank))
 
         behind = min(place(rank) for rank in late)
         first = [rank for rank in late if place(rank) == behind]
@@ -255,14 +255,14 @@ class Watch:
             silence=silence,
             limit=limit,
             since=max(beat.time for beat in self._beats) or time.time() - silence,
-            looks=looks,
+            inspections=inspections,
         )
         return [
             Failure(
                 rank=rank,
-                reason=self._standing(rank, limit, looks.get(rank, Look("")), numbers.get(rank, "")),
+                reason=self._standing(rank, limit, inspections.get(rank, RankInspection("")), numbers.get(rank, "")),
                 error="",
-                traceback=looks.get(rank, Look("")).stack,
+                traceback=inspections.get(rank, RankInspection("")).stack,
                 log=self._nodes.log(rank),
                 time=self._beats[rank].time,  # its last sign of life
                 code=ExitCode.LOST,
@@ -271,7 +271,7 @@ class Watch:
             for rank in late
         ]
 
-    def _standing(self, rank: int, limit: float, look: Look, behind: str) -> str:
+    def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
         """Describe what a late rank failed to do, and where it is. `behind`: in its collectives."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
@@ -280,7 +280,7 @@ class Watch:
         beat = self._beats[rank]
         where = f"its last phase is `{beat.phase}`" if beat.phase else "it has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
-        stopped = "the process is stopped (SIGSTOP)" if look.stopped else ""
+        stopped = "the process is stopped (SIGSTOP)" if inspection.stopped else ""
         return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
@@ -293,7 +293,7 @@ class Watch:
                 if isinstance(what, Exit):
                     self._exits[what.rank] = what
                 elif not isinstance(what, Failure):
-                    self.late_signs.append(what)
+                    self.late_observations.append(what)
                 elif what.rank is not None:  # else the server: its reports no longer change the cause
                     end = self._exits[what.rank] = Exit(what.rank, what.status, what.time)
                     ours = what.status in (-signal.SIGKILL, -STACKS) or self._is_request(end)

@@ -13,16 +13,16 @@ LONG = 100
 """Rounds beyond which the end of a run does not count."""
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
-"""Share of the time in which a site computes that is good enough."""
+"""Least share of the time in which a site computes for a method to count as good."""
 HEADROOM = 0.8
 """Share of a link's rate that a chosen method counts on: lost packets and other traffic take some."""
 CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
 """Keys of `[sites]` that are chosen where a run file leaves them out."""
 SPARSE: dict[str, Any] = {"top_k": 64, "bits": 2, "lr": 1.0, "momentum": 0.0, "feedback_decay": 0.95}
 """Keys of the method that sends few elements (SparseLoCo, arXiv:2508.15706), which is chosen only as a whole."""
-LEAST_ROUNDS = 640
+MIN_ROUNDS = 640
 """Rounds that a run has at least if few elements are sent: ten times as many as it takes to send as many elements as there are."""
-MOST_INTERVAL = 100
+MAX_INTERVAL = 100
 """Steps between merges up to which all elements are sent rather than few."""
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values that are tried. Weights that arrive more than ten steps late are not."""
@@ -111,7 +111,7 @@ def choose(
     are free with the interval, where the run file leaves them out.
 
     The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
-    the least overlap, then the fewest fragments. If that is more than MOST_INTERVAL, few elements are sent instead, in LEAST_ROUNDS at
+    the least overlap, then the fewest fragments. If that is more than MAX_INTERVAL, few elements are sent instead, in MIN_ROUNDS at
     least. Where no interval has that use, because a round trip takes many steps, sites are eager. If none has it then, the one with the
     most use is taken. `rounds_well`: 2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`:
     steps of the run, which no interval exceeds.
@@ -138,10 +138,10 @@ def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterato
         yield sites
         return
     dense = [sites.model_copy(update={"inner_steps": n}) for n in INTERVALS if n <= longest]
-    yield from (one for one in dense if one.inner_steps <= MOST_INTERVAL)
+    yield from (one for one in dense if one.inner_steps <= MAX_INTERVAL)
     if not {*SPARSE, "error_feedback"} & sites.model_fields_set:
-        yield from (one.model_copy(update=SPARSE) for one in dense if LEAST_ROUNDS * one.inner_steps <= longest)
-    yield from (one for one in dense if one.inner_steps > MOST_INTERVAL)
+        yield from (one.model_copy(update=SPARSE) for one in dense if MIN_ROUNDS * one.inner_steps <= longest)
+    yield from (one for one in dense if one.inner_steps > MAX_INTERVAL)
     if "overlap" in free and not {"eager", "mixing"} & sites.model_fields_set:
         yield from (one.model_copy(update={"eager": True}) for one in dense)
 

@@ -82,10 +82,10 @@ _known: dict[tuple[int, int, tuple[float, ...]], tuple[Workload, Parts, Memory]]
 def _space(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
     """Memory depends on few figures; it is computed again only when one of those changes. The values are kept so that their
     identities stay theirs."""
-    generation = figures.generations[workload.practice.generation]
-    key = id(workload), id(traced), (generation.working, generation.reserve, generation.slack)
+    overheads = figures.overheads[workload.software_profile.overheads]
+    key = id(workload), id(traced), (overheads.working, overheads.reserve, overheads.slack)
     if key not in _known:
-        _known[key] = workload, traced, memory(workload, traced, generation)
+        _known[key] = workload, traced, memory(workload, traced, overheads)
     return _known[key][2]
 
 
@@ -95,7 +95,7 @@ def fit(
     *,
     sweeps: int = 3,
     prior: float = 0.004,
-    tell: Callable[[str, Calibration], None] = lambda line, figures: None,
+    notify: Callable[[str, Calibration], None] = lambda line, figures: None,
 ) -> Calibration:
     """The calibration with the least loss on the observations.
 
@@ -133,7 +133,7 @@ def fit(
             steps[name] *= 1.3 if improved else 0.5
             if not matters:
                 del steps[name]
-        tell(f"sweep {sweep + 1}: loss {best:.4f}", figures)
+        notify(f"sweep {sweep + 1}: loss {best:.4f}", figures)
     return figures
 
 
@@ -152,7 +152,7 @@ def _users(observations: Sequence[Observation], figures: Calibration) -> dict[st
     for i, one in enumerate(observations):
         workload = one.choices[0][0]
         found[figures.families[workload.cluster.accelerator.name]].append(i)
-        found[workload.practice.generation].append(i)
+        found[workload.software_profile.overheads].append(i)
         if host := figures.beside.get(workload.cluster.accelerator.name):
             found[host].append(i)
     return found
@@ -191,7 +191,7 @@ def measured(observations: Sequence[Observation], figures: Calibration) -> dict[
     found = [one.choices[0][0] for one in observations]
     return {
         "devices": sorted({figures.families[workload.cluster.accelerator.name] for workload in found}),
-        "generations": sorted({workload.practice.generation for workload in found}),
+        "generations": sorted({workload.software_profile.overheads for workload in found}),
     }
 
 
@@ -210,7 +210,7 @@ def as_toml(figures: Calibration, *, command: str, note: str, seen: Mapping[str,
         "[beside]",
         *(f'{name} = "{host}"' for name, host in figures.beside.items()),
     ]
-    for title, table in (("device", figures.devices), ("generation", figures.generations), ("host", figures.hosts)):
+    for title, table in (("device", figures.devices), ("generation", figures.overheads), ("host", figures.hosts)):
         for owner, row in table.items():
             lines += ["", f"[{title}.{owner}]", *(f"{key} = {_number(value)}" for key, value in vars(row).items())]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The calibration: a few physical figures per device and software generation, read from calibration.toml. No torch.
+"""The calibration: a few physical figures per device and kind of software, read from calibration.toml. No torch.
 
 They are fitted on published measurements by `cost/calibrate.py`; none belongs to a model or to a row.
 """
@@ -55,8 +55,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """Overheads of a generation of software."""
+class SoftwareOverheads:
+    """Overheads of the software that runs a step."""
 
     host: float
     """Seconds an x86 host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
@@ -103,7 +103,7 @@ class Calibration:
     """Every fitted figure, and how they were found."""
 
     devices: dict[str, Device]
-    generations: dict[str, Generation]
+    overheads: dict[str, SoftwareOverheads]
     hosts: dict[str, Host]
     families: dict[str, str]
     """Accelerator -> its generation of devices."""
@@ -125,10 +125,10 @@ class Calibration:
         alone = {"units": 1, "idle": 0.0, "gap": 0.0} if measured.in_turn else {}
         return replace(known, **own, **alone)
 
-    def generation_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> Generation:
-        """Return the overheads of a generation of software on a cluster. `ours`: figures for this project's trainer, whose start of an
+    def overheads_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> SoftwareOverheads:
+        """Return the overheads of some software on a cluster. `ours`: figures for this project's trainer, whose start of an
         operation was measured on that machine; other software keeps the fitted one."""
-        known, measured = self.generations[name], cluster.measured
+        known, measured = self.overheads[name], cluster.measured
         if measured is None:
             return known
         # the processor that computes also moves the data, so no communication is hidden
@@ -142,7 +142,7 @@ class Calibration:
 
     def changed(self, values: dict[str, float]) -> "Calibration":
         """Return a calibration with some figures replaced: {"hopper.wide": 0.7}."""
-        tables: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in ("devices", "generations", "hosts")}
+        tables: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in ("devices", "overheads", "hosts")}
         for name, value in values.items():
             owner, _, key = name.partition(".")
             table = next(table for table in tables.values() if owner in table)
@@ -153,7 +153,7 @@ class Calibration:
         """{"hopper.wide": 0.7, ...}: the inverse of `changed`."""
         return {
             f"{owner}.{field.name}": getattr(figures, field.name)
-            for table in (self.devices, self.generations, self.hosts)
+            for table in (self.devices, self.overheads, self.hosts)
             for owner, figures in table.items()
             for field in fields(figures)
         }
@@ -170,7 +170,7 @@ def parse(text: str) -> Calibration:
     table = tomllib.loads(text)
     return Calibration(
         devices={name: Device(**row) for name, row in table["device"].items()},
-        generations={name: Generation(**row) for name, row in table["generation"].items()},
+        overheads={name: SoftwareOverheads(**row) for name, row in table["generation"].items()},
         hosts={name: Host(**row) for name, row in table["host"].items()},
         families=table["families"],
         beside=table["beside"],

@@ -171,7 +171,7 @@ def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
     bias = median(middles)
     between = _deviation(middles) * sqrt(1 + MEDIAN / len(middles))
     within = sqrt(sum(value**2 for value in scatters) / len(scatters)) if scatters else between
-    return Spread(bias, max(between, LEAST), max(within, LEAST), 1.0, 1.0, len(groups), sum(map(len, groups.values())))
+    return Spread(bias, max(between, MINIMUM), max(within, MINIMUM), 1.0, 1.0, len(groups), sum(map(len, groups.values())))
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -181,7 +181,7 @@ def _deviation(values: Sequence[float]) -> float:
     return few * NORMAL * median(abs(value - middle) for value in values)
 
 
-LEAST = 0.02
+MINIMUM = 0.02
 """Lower bound of a deviation: the difference between two equal measurements."""
 
 

@@ -116,11 +116,11 @@ def estimate(
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
-    space = space or memory(workload, traced, setting.generation)
+    space = space or memory(workload, traced, setting.overheads)
     return Estimate(
         time=step_time(workload, setting, traced, spent or part_times(traced, setting)),
         memory=space,
-        fits=fits(workload, space, setting.generation),
+        fits=fits(workload, space, setting.overheads),
         limit=workload.cluster.accelerator.memory,
         flops=model_flops(workload, traced),
         tokens=workload.tokens,
@@ -176,21 +176,21 @@ def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTim
 
 def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
     """The step as its slowest rank sees it."""
-    plan, generation, shared = workload.plan, setting.generation, shares(workload, traced)
+    plan, overheads, shared = workload.plan, setting.overheads, shares(workload, traced)
     m, ranks = workload.microbatches, shared.held
     stages = [stage_time(here, spent, sides=plan.sides) for here in ranks]
     slowest = max(range(len(stages)), key=lambda rank: stages[rank].total)
     busy = stages[slowest].whole * m
     sent = _message_seconds(workload, setting)
     bubble = _bubble(workload, stages, slowest, sent)
-    messages = 2 * sent * m * plan.chunks * generation.message_exposed if plan.pipeline > 1 else 0.0
+    messages = 2 * sent * m * plan.chunks * overheads.message_exposed if plan.pipeline > 1 else 0.0
     some = {0, slowest, len(ranks) - 1}
     data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     data += max(_retained_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank]) for rank in some)
     subtotal = busy.total + bubble + messages + data + optimizer
-    straggling = subtotal * generation.straggle * log2(max(1, workload.cluster.nodes))
-    other = generation.step + straggling
+    straggling = subtotal * overheads.straggle * log2(max(1, workload.cluster.nodes))
+    other = overheads.step + straggling
     return Time(
         step=subtotal + other,
         compute=busy.products + busy.attention + busy.memory + busy.host,
@@ -247,7 +247,7 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
 
 def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
     """Return the seconds that gathers and reductions add to a step of one rank."""
-    plan, practice = workload.plan, workload.practice
+    plan, software_profile = workload.plan, workload.software_profile
     if workload.frozen or (plan.dp_size == 1 and not plan.state.weights_away):
         return 0.0
     dense, expert = numbers(workload, traced, here)
@@ -257,7 +257,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Ran
     expert_shards = network.Line(max(1, own.size // copies), own.stride)
     wires, m, width = setting.wires, workload.microbatches, widths(workload, traced)
     blocks = sum(times for _, times in here.blocks)
-    calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
+    calls = blocks * (6 if software_profile.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 
     def moved(of_dense: float, of_expert: float) -> float:
         every = gather(of_dense * dense, shards, wires, calls=calls)
@@ -285,7 +285,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Ran
     if plan.zero == 2:
         times = workload.reductions
         return times * _beside(reductions, backward * m / times, setting) + _beside(gathers, forward, setting)
-    if practice.gathers == "rank":
+    if software_profile.gathers == "rank":
         return _beside(reductions, backward, setting) + gather(width.dense * dense, shards, wires, calls=shards.size)
     return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
 
@@ -311,12 +311,12 @@ def _buckets(numbers: float, ranks: int) -> float:
 def _beside(moving: float, computing: float, setting: Setting) -> float:
     """Exposed communication, in seconds added to `computing`: all of `moving`; or, if they overlap, the part longer than
     `computing`, the part that cannot overlap (the first gather, the last reduction), and the slowdown of the computation."""
-    if not setting.workload.practice.overlap_data:
+    if not setting.workload.software_profile.overlap_data:
         return moving
-    generation = setting.generation
-    never = generation.data_exposed * moving
+    overheads = setting.overheads
+    never = overheads.data_exposed * moving
     hidden = min(moving - never, computing)
-    return never + max(0.0, moving - never - computing) + generation.contention * hidden
+    return never + max(0.0, moving - never - computing) + overheads.contention * hidden
 
 
 def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts) -> float:
@@ -326,7 +326,7 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     own = updated(workload, numbers(workload, traced, here))
     away = own * workload.plan.state.away
     moved = OPTIMIZERS[workload.optimizer].moved_with(workload.moments)
-    each = setting.generation.optimizer * moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
+    each = setting.overheads.optimizer * moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
     whole = update.seconds(workload, setting, here)
     return each * (own - away) / setting.bandwidth + host.seconds(workload, away) + whole
 

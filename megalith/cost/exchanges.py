@@ -10,7 +10,7 @@ from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
 from megalith.models.batch import Batch
 from megalith.models.moe import Experts, LocalDispatcher, Moe, Traffic
-from megalith.models.router import EvenRouting, OneProcess
+from megalith.models.router import EvenRouting, LocalBalanceSets
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.context import heads_for_each
 from megalith.parallel.expert import share_experts
@@ -49,16 +49,16 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
     for module in part.modules():
         if isinstance(module, Moe):
             share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
-            module.dispatcher = away = Away(recorder, layout)
+            module.dispatcher = away = RecordedDispatcher(recorder, layout)
             module.sets = EvenShare(away.shares)
             module.router.register_forward_pre_hook(
                 lambda _, args: (Border.apply(args[0], recorder, "attention", "router"), *args[1:])
             )
     if layout.tensor > 1:
-        split_part(part, Recorded(recorder, layout))
+        split_part(part, RecordedSplit(recorder, layout))
 
 
-class Recorded(Split):
+class RecordedSplit(Split):
     """The first rank of the tensor axis, without the others: their messages are recorded instead of sent.
 
     Modules are split by the trainer's own layout table (`parallel.tensor.split_part`).
@@ -156,7 +156,7 @@ class Border(torch.autograd.Function):
         return grad, None, None, None
 
 
-class EvenShare(OneProcess):
+class EvenShare(LocalBalanceSets):
     """Token sets of a rank that dispatches one of `shares` equal shares of its tokens."""
 
     def __init__(self, shares: int) -> None:
@@ -166,7 +166,7 @@ class EvenShare(OneProcess):
         return choices.chunk(self.shares, 1)[0]
 
 
-class Away(LocalDispatcher):
+class RecordedDispatcher(LocalDispatcher):
     """Experts of several ranks: this rank's experts are traced, and messages are recorded.
 
     If all tensor ranks have the whole sequence, each dispatches a share of its tokens, and the results are gathered.
@@ -183,18 +183,18 @@ class Away(LocalDispatcher):
     def leave(self, x: Tensor) -> Tensor:
         return x if self.shares == 1 else _join(x, self)
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
-        assert dealing is not None, "a trace knows no scores: the router deals tokens out"
-        rows = dealing.batch * dealing.seq * dealing.active
-        held = dealing.experts // self.ranks
+    def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> Traffic:
+        assert even is not None, "a trace has no router scores: tokens are routed evenly"
+        rows = even.batch * even.seq * even.active
+        held = even.experts // self.ranks
         each, left = divmod(rows * self.parts, held)
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(held)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return self._travel(Border.apply(rows, self.recorder, "router", "experts"), there=self.tile)  # pyright: ignore[reportArgumentType]
+        return self._all_to_all(Border.apply(rows, self.recorder, "router", "experts"), there=self.tile)  # pyright: ignore[reportArgumentType]
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return Border.apply(self._travel(rows, back=self.back), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
+        return Border.apply(self._all_to_all(rows, back=self.back), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         if self.parts == 1:
@@ -203,15 +203,15 @@ class Away(LocalDispatcher):
         out = super().run(experts, seen, traffic)
         return _Shared.apply(out, -self.parts, self.recorder)  # pyright: ignore[reportReturnType]
 
-    def _travel(self, rows: Tensor, *, there: int = 0, back: int = 0) -> Tensor:
+    def _all_to_all(self, rows: Tensor, *, there: int = 0, back: int = 0) -> Tensor:
         return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder, there, back)  # pyright: ignore[reportReturnType]
 
 
-def _share(x: Tensor, away: Away) -> Tensor:
+def _share(x: Tensor, away: RecordedDispatcher) -> Tensor:
     return x.chunk(away.shares, 1)[0].contiguous()
 
 
-def _gathered(x: Tensor, away: Away) -> Tensor:
+def _gathered(x: Tensor, away: RecordedDispatcher) -> Tensor:
     whole = x.new_empty(x.shape[0], away.shares * x.shape[1], *x.shape[2:])
     away.recorder.exchange("tensor", "gather", bytes_of(whole))
     return whole

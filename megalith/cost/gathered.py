@@ -3,7 +3,7 @@
 from math import prod
 
 from megalith.cost.parts import Numbers, Parts
-from megalith.cost.profile import Multiplied, Profile
+from megalith.cost.profile import MultipliedWeight, Profile
 from megalith.cost.workload import Narrow, Workload
 from megalith.spec.numbers import SCALE_BYTES, whole_tiles
 
@@ -50,7 +50,7 @@ def _packed(workload: Workload) -> Narrow | None:
     return workload.narrow if workload.narrow is not None and workload.narrow.choices.gather != "wide" else None
 
 
-def _narrow(workload: Workload, packed: Narrow, profile: Profile, block: int) -> list[Multiplied]:
+def _narrow(workload: Workload, packed: Narrow, profile: Profile, block: int) -> list[MultipliedWeight]:
     """Return the block's weights that are gathered in 8 bits."""
     return [
         weight

@@ -71,7 +71,7 @@ def streamed(workload: Workload) -> float:
 def has_weights(workload: Workload) -> bool:
     """Return True if weights can be made from master weights on the host or on disk. `megalith check` has the same rules."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
-    return workload.practice.ours and narrow and not workload.halved and workload.plan.zero == 3
+    return workload.software_profile.ours and narrow and not workload.halved and workload.plan.zero == 3
 
 
 def read_seconds(workload: Workload, numbers: float) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megalith import schedule as schedules
 from megalith.cost import host, released, update
-from megalith.cost.constants import Generation
+from megalith.cost.constants import SoftwareOverheads
 from megalith.cost.kept import kept
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, Segments
@@ -154,32 +154,38 @@ def _worst_ranks(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(most[stage] for stage in stages)
 
 
-def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
+def memory(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> Memory:
     """The worst rank's memory."""
     shared = shares(workload, parts)
-    return max(_ranks(workload, parts, generation, shared, shared.worst_ranks), key=lambda memory: memory.total)
+    return max(_ranks(workload, parts, overheads, shared, shared.worst_ranks), key=lambda memory: memory.total)
 
 
-def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
+def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads) -> bool:
     """True if the device has room for the allocator's loss, and the host for its own needs."""
     cluster = workload.cluster
     limit = cluster.accelerator.memory
-    near = limit is None or held.total * (1 + generation.slack) <= limit
+    near = limit is None or held.total * (1 + overheads.slack) <= limit
     return near and host.has_room(cluster, memory=held.host, disk=held.disk)
 
 
-def every_rank(workload: Workload, parts: Parts, generation: Generation) -> list[Memory]:
+def every_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> list[Memory]:
     """Each pipeline rank's memory."""
-    return _ranks(workload, parts, generation, shares(workload, parts), range(workload.plan.pipeline))
+    return _ranks(workload, parts, overheads, shares(workload, parts), range(workload.plan.pipeline))
 
 
-def _ranks(workload: Workload, parts: Parts, generation: Generation, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
+def _ranks(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
     outside, graphed = non_torch(workload), _graphed(workload)
-    return [_rank(workload, parts, generation, shared, rank, outside, graphed) for rank in ranks]
+    return [_rank(workload, parts, overheads, shared, rank, outside, graphed) for rank in ranks]
 
 
 def _rank(
-    workload: Workload, parts: Parts, generation: Generation, shared: Shares, rank: int, outside: float, graphed: frozenset[int]
+    workload: Workload,
+    parts: Parts,
+    overheads: SoftwareOverheads,
+    shared: Shares,
+    rank: int,
+    outside: float,
+    graphed: frozenset[int],
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
     own, held = _own(parts, here), numbers(workload, parts, here)
@@ -191,9 +197,9 @@ def _rank(
     retain = workload.plan.retain
     waiting = retain.away * sum(map(mul, flying, own.leaves))
     coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
-    working = generation.working * own.working + coming * own.largest_leaves + rounding_bytes(workload, parts)
+    working = overheads.working * own.working + coming * own.largest_leaves + rounding_bytes(workload, parts)
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
-    others = workload.practice.update_bytes * updated(workload, held)
+    others = workload.software_profile.update_bytes * updated(workload, held)
     temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)
     updating = temporary - saved  # activations are gone by then
     rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away
@@ -212,7 +218,7 @@ def _rank(
         activations=saved,
         working=max(working - logits, updating - logits, 0.0),
         logits=logits,
-        reserve=generation.reserve,
+        reserve=overheads.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
         host=sum(s[3] for s in state)
@@ -224,7 +230,7 @@ def _rank(
 
 def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
     """Bytes of the whole gradients of one chunk, which software adds up over a run of microbatches before ZeRO 2 reduces them."""
-    if workload.plan.zero != 2 or workload.practice.reduces == "microbatch":
+    if workload.plan.zero != 2 or workload.software_profile.reduces == "microbatch":
         return 0.0
     of = [part.weights + part.expert_weights for part in parts.blocks]
     chunks = [sum(of[kind] * times for kind, times in chunk) for chunk in here.chunks]
@@ -328,7 +334,7 @@ def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, f
 def _graphed(workload: Workload) -> frozenset[int]:
     """Numbers of the blocks of which a part is started by a CUDA graph of its own."""
     blocks = enumerate(workload.model.blocks)
-    match workload.practice.graphs:
+    match workload.software_profile.graphs:
         case "parts":
             return frozenset(number for number, block in blocks if block.attention or block.mamba)
         case "router":
@@ -360,7 +366,7 @@ def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset
 def non_torch(workload: Workload) -> float:
     """Bytes of a rank that its allocator never sees: context, a communicator for each axis, buffers of the experts' exchange.
     Known only for NCCL."""
-    plan, practice = workload.plan, workload.practice
+    plan, software_profile = workload.plan, workload.software_profile
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
     axes = [plan.dp_size, plan.tensor, plan.pipeline, plan.ulysses, plan.context // plan.ulysses]
@@ -368,7 +374,7 @@ def non_torch(workload: Workload) -> float:
     found += ALL_TO_ALL * (plan.ulysses > 1)
     if plan.expert > 1:
         axes.append(line("expert_dp", workload).size)
-        if practice.deduplicated:  # those of HybridEP: tokens of all near ranks, once to be sent and once to be added up
+        if software_profile.deduplicated:  # those of HybridEP: tokens of all near ranks, once to be sent and once to be added up
             near = min(plan.expert, workload.cluster.per_node)
             tokens = plan.microbatch * workload.seq_len // plan.context
             found += GROUP + 2 * near * tokens * workload.model.dim * workload.width
@@ -387,20 +393,20 @@ def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
     gathered = 1.0 if shards > 1 else 1 - workload.lasting
     if workload.plan.zero != 3 or not gathered:
         return 0.0
-    return workload.width * largest * gathered * (2 if workload.practice.gathers == "block" else 1 / 3)
+    return workload.width * largest * gathered * (2 if workload.software_profile.gathers == "block" else 1 / 3)
 
 
 def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
     """Bytes of weights, gradients and optimizer for this many parameters, as in ZeRO (Rajbhandari et al. 2019), of host memory,
     and of the host's disk."""
-    zero, practice, state = workload.plan.zero, workload.practice, workload.plan.state
+    zero, software_profile, state = workload.plan.zero, workload.software_profile, workload.plan.state
     weights = workload.width * workload.lasting * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
         return weights, 0.0, 0.0, 0.0, 0.0
     gradients = workload.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
     away = own * state.away
-    if zero in (1, 2) and shards > 1 and (workload.halved or workload.width < practice.master_bytes):
+    if zero in (1, 2) and shards > 1 and (workload.halved or workload.width < software_profile.master_bytes):
         weights += workload.width * (
             own if workload.halved else away
         )  # what is gathered, where whole master weights are not at hand

@@ -154,7 +154,7 @@ class _Timeline:
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
     def move(self, size: float) -> None:
-        """Count activations that leave the device; below 0: that come back."""
+        """Count activations that leave the device; a negative size comes back."""
         self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
 
     def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:

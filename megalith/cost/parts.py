@@ -36,7 +36,7 @@ TRACED = (
     "cost/trace.py",
     "cost/recorder.py",
     "cost/exchanges.py",
-    "cost/practices.py",
+    "cost/other_software.py",
     "cost/cores.py",
     "cost/profile.py",
 )

@@ -121,8 +121,8 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     """
     figures, plan = figures or calibration(), workload.plan
     few = replace(workload, global_batch=workload.representative_microbatches * plan.data * plan.microbatch)
-    traced, generation = parts(few), figures.generations[workload.practice.generation]
-    outside = non_torch(workload) + generation.reserve
+    traced, overheads = parts(few), figures.overheads[workload.software_profile.overheads]
+    outside = non_torch(workload) + overheads.reserve
     rounding = rounding_bytes(workload, traced)  # a dry run is on a processor, which has no such copies
 
     def of(place: int) -> Memory:
@@ -230,8 +230,8 @@ def _head(traced: Parts) -> tuple[Profile, ...]:
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
     """Return the state as in `cost.memory`, by the categories of a dry run: the optimizer's own copy of the weights counts as
     weights. Everything else is that of the program's peak."""
-    plan, practice = workload.plan, workload.practice
-    found = every_rank(workload, traced, figures.generations[practice.generation])[place]
+    plan, software_profile = workload.plan, workload.software_profile
+    found = every_rank(workload, traced, figures.overheads[software_profile.overheads])[place]
     held = shares(workload, traced).held[place]
     lasting = found.weights - whole_bytes(workload, traced, held)
     own = updated(workload, numbers(workload, traced, held)) * workload.master_bytes
@@ -331,8 +331,8 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
     for kind, times, weights in moved:
         for part in weights:
             for names, count, (copies, shards) in (
-                (("copies", "shards"), part.dense, mesh.state[1:3]),
-                (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
+                (("dp_replicate", "dp_shard"), part.dense, mesh.state[1:3]),
+                (("expert dp_replicate", "expert dp_shard"), part.expert, mesh.experts[1:3]),
             ):
                 if kind == "GATHER" and shards > 1:
                     yield names[1], "all-gather", times, count

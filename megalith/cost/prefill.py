@@ -24,7 +24,7 @@ def prefill(
     return Estimate(
         time=_time(workload, setting, traced, spent or part_times(traced, setting)),
         memory=space,
-        fits=fits(workload, space, setting.generation),
+        fits=fits(workload, space, setting.overheads),
         limit=workload.cluster.accelerator.memory,
         flops=_flops(workload, traced),
         tokens=workload.tokens,
@@ -35,7 +35,7 @@ def prefill(
 
 def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
     """The worst rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
-    reserve = figures.generations[workload.practice.generation].reserve
+    reserve = figures.overheads[workload.software_profile.overheads].reserve
     found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(shares(workload, traced).held)]
     return max(found, key=lambda memory: memory.total)
 

@@ -78,7 +78,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Multiplied:
+class MultipliedWeight:
     """A weight that is a factor of products."""
 
     layer: str
@@ -125,7 +125,7 @@ class Profile:
     """Numbers held of the experts' weights."""
     output: float
     """The part's output."""
-    multiplied: tuple[Multiplied, ...] = ()
+    multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights held that are factors of products"""
     leaves: float = 0.0
     """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
@@ -143,7 +143,9 @@ class Profile:
             "products": tuple(Product(**item) for item in value["products"]),
             "cores": tuple(Core(**item) for item in value["cores"]),
             "exchanges": tuple(Collective(**item) for item in value["exchanges"]),
-            "multiplied": tuple(Multiplied(item["layer"], tuple(item["shape"]), item["cut"]) for item in value["multiplied"]),
+            "multiplied": tuple(
+                MultipliedWeight(item["layer"], tuple(item["shape"]), item["cut"]) for item in value["multiplied"]
+            ),
         }
         return cls(**{**value, **lists})
 

@@ -19,13 +19,13 @@ def decided(workload: Workload) -> Workload:
     plan = workload.plan
     if plan.recompute != AUTO:
         return workload
-    generation, blocks = calibration().generations[workload.practice.generation], len(workload.model.blocks)
+    overheads, blocks = calibration().overheads[workload.software_profile.overheads], len(workload.model.blocks)
 
     def of(size: int) -> Workload:
         return replace(workload, plan=plan.model_copy(update={"recompute": f"segments:{size}"}))
 
     def needed(asked: Workload) -> float:
-        return memory(asked, parts(asked), generation).total
+        return memory(asked, parts(asked), overheads).total
 
     longest = max(end - first for first, end in plan.bounds(blocks))
     return min(map(of, range(1, min(longest, blocks) + 1)), key=needed)

@@ -8,7 +8,7 @@ from megalith.cost.workload import SoftwareProfile
 from megalith.spec.plan import Plan
 
 PLAIN_2021 = SoftwareProfile(
-    generation="plain",
+    overheads="plain",
     attention="plain",
     overlap_data=False,
     overlap_tensor=False,
@@ -16,11 +16,11 @@ PLAIN_2021 = SoftwareProfile(
     causal_half=False,
     loss="whole",
 )
-EAGER_2023 = SoftwareProfile(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
-FUSED_2024 = SoftwareProfile(generation="fused")
-COMPILED_2024 = replace(EAGER_2023, generation="compiled")
+EAGER_2023 = SoftwareProfile(overheads="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+FUSED_2024 = SoftwareProfile(overheads="fused")
+COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
-TRAINER = SoftwareProfile(generation="eager", loss="chunked", overlap_tensor=False)
+TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False)
 """This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
 
 OURS = "megalith"
@@ -32,21 +32,21 @@ class Software:
     """A training program: its full name, and how it runs a plan."""
 
     title: str
-    practice: SoftwareProfile
+    software_profile: SoftwareProfile
 
 
 SOFTWARE: Mapping[str, Software] = {
     OURS: Software("Megalith", TRAINER),
     "megatron-te": Software("tuned recipes with Transformer Engine", FUSED_2024),
-    "megatron-core": Software("Megatron-Core as it comes", replace(FUSED_2024, generation="packaged", overlap_tensor=False)),
+    "megatron-core": Software("Megatron-Core as it comes", replace(FUSED_2024, overheads="packaged", overlap_tensor=False)),
     "torchtitan": Software("compiled PyTorch, as in torchtitan", COMPILED_2024),
     "pytorch": Software("PyTorch programs of 2023", EAGER_2023),
     "megatron-2021": Software("Megatron-LM of 2021", PLAIN_2021),
 }
 
 
-def practice(name: str, plan: Plan) -> SoftwareProfile:
+def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
     """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; other
-    software keeps its own practice."""
-    found = SOFTWARE[name].practice
-    return replace(found, generation="compiled") if name == OURS and plan.compile else found
+    software keeps its own profile."""
+    found = SOFTWARE[name].software_profile
+    return replace(found, overheads="compiled") if name == OURS and plan.compile else found

@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from megalith.cost import network
-from megalith.cost.constants import Calibration, Device, Generation
+from megalith.cost.constants import Calibration, Device, SoftwareOverheads
 from megalith.cost.narrow.ways import Ways
 from megalith.cost.network import Line, Wires
 from megalith.cost.profile import AMONG_EXPERTS, Collective, Core, Phase, Product, Profile
@@ -73,7 +73,7 @@ class Setting:
     workload: Workload
     accelerator: Accelerator
     device: Device
-    generation: Generation
+    overheads: SoftwareOverheads
     slower: float
     """Launch time of the device's host, relative to an x86 host."""
     wires: Wires
@@ -81,13 +81,13 @@ class Setting:
     @classmethod
     def of(cls, workload: Workload, calibration: Calibration) -> "Setting":
         cluster = workload.cluster
-        accelerator, device = cluster.accelerator, calibration.device_of(cluster).without(workload.practice.senders)
+        accelerator, device = cluster.accelerator, calibration.device_of(cluster).without(workload.software_profile.senders)
         return cls(
             workload,
             accelerator,
             device,
-            calibration.generation_of(workload.practice.generation, cluster, ours=workload.practice.ours),
-            1.0 if cluster.measured and workload.practice.ours else calibration.slower(accelerator),
+            calibration.overheads_of(workload.software_profile.overheads, cluster, ours=workload.software_profile.ours),
+            1.0 if cluster.measured and workload.software_profile.ours else calibration.slower(accelerator),
             Wires.of(cluster, device),
         )
 
@@ -155,16 +155,18 @@ def quantising(products: list[Product], setting: Setting, format: str, phase: Ph
 def rounding(products: list[Product], setting: Setting, ways: Ways) -> float:
     """Seconds in which this project's trainer rounds the factors of narrow products, with the messages that ask other ranks for maxima."""
     each = list(ways.roundings(products))
-    moved = setting.generation.passes * sum(one.numbers * one.bytes for one in each) / setting.bandwidth
+    moved = setting.overheads.passes * sum(one.numbers * one.bytes for one in each) / setting.bandwidth
     return moved + sum(one.kernels * setting.device.gap * 0.5 + one.messages * setting.device.latency for one in each)
 
 
 def core_seconds(core: Core, setting: Setting) -> float:
     """One fused attention. Half of the scores are masked, and a kernel that knows skips them."""
-    device, practice = setting.device, setting.workload.practice
+    device, software_profile = setting.device, setting.workload.software_profile
     share = device.attention_forward if core.forward else device.attention_backward
-    core = _compiled(core, ours=practice.ours) if setting.accelerator.vendor in GPUS else core
-    return core_flops(core, causal_half=practice.causal_half) / (setting.accelerator.wide * share * FLASH[practice.flash])
+    core = _compiled(core, ours=software_profile.ours) if setting.accelerator.vendor in GPUS else core
+    return core_flops(core, causal_half=software_profile.causal_half) / (
+        setting.accelerator.wide * share * FLASH[software_profile.flash]
+    )
 
 
 def _compiled(core: Core, *, ours: bool) -> Core:
@@ -222,7 +224,7 @@ def _way(exchange: Collective) -> str:
 
 def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
     """Arguments of `all_to_all`: how many copies of a token are sent, and how many domains they may reach."""
-    if router is None or not setting.workload.practice.deduplicated:
+    if router is None or not setting.workload.software_profile.deduplicated:
         return {}
     return {"copies": router.active, "reach": router.active_groups if router.groups > 1 else None}
 
@@ -257,28 +259,30 @@ def _lag(
     In the forward of a layer of experts it cannot work ahead: it waits for the device to learn how many tokens came, and starts the
     experts' kernels only then. What the device did before does not hide their start. Backward knows the numbers from forward.
     """
-    practice = setting.workload.practice
+    software_profile = setting.workload.software_profile
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
     if setting.in_turn:
         return around + inside
     behind = around + inside - device
-    ahead = not practice.waits or practice.graphs == "whole" or practice.overlap_expert  # another microbatch's work is there
+    ahead = (
+        not software_profile.waits or software_profile.graphs == "whole" or software_profile.overlap_expert
+    )  # another microbatch's work is there
     if not profile.expert_weights or "F" not in phases or ahead:
         return max(0.0, behind)
     mine = replace(profile, products=tuple(p for p in profile.products if p.expert), cores=(), moved=profile.apart_moved,
                    kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis in AMONG_EXPERTS))  # fmt: skip
     experts = _on_device(mine, "F", setting, format, router, ways).total
-    return setting.generation.routing + max(0.0, inside - experts, behind)
+    return setting.overheads.routing + max(0.0, inside - experts, behind)
 
 
 def _on_device(
     profile: Profile, phase: Phase, setting: Setting, format: str, router: RouterSpec | None, ways: Ways | None
 ) -> SpentSeconds:
-    practice, generation = setting.workload.practice, setting.generation
+    software_profile, overheads = setting.workload.software_profile, setting.overheads
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
-    moved = profile.moved[phase] + _sorted(profile, phase, practice)
+    moved = profile.moved[phase] + _sorted(profile, phase, software_profile)
     passing = moved / setting.bandwidth + (quantising(mine, setting, format, phase) if ways is None else 0.0)
     rounded = rounding(mine, setting, ways) if ways is not None else 0.0
     waits: dict[str, float] = dict.fromkeys(("tensor", "context", "ulysses", "expert", "expert_tensor"), 0.0)
@@ -288,18 +292,20 @@ def _on_device(
     return SpentSeconds(
         products=multiplying(mine, setting, format, ways),
         attention=attention,
-        memory=generation.passes * passing + profile.kernels[phase] * setting.device.gap * 0.5 + rounded,
-        tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
+        memory=overheads.passes * passing + profile.kernels[phase] * setting.device.gap * 0.5 + rounded,
+        tensor=waits["tensor"] * (overheads.tensor_exposed if software_profile.overlap_tensor else 1.0),
         # keys and values on their way around a ring hide behind attention with those that are there; gathered or dealt out by heads, they
         # come first
         context=waits["ulysses"] + (waits["context"] if gathered else max(waits["context"] - attention, 0.1 * waits["context"])),
-        expert=(waits["expert"] + waits["expert_tensor"]) * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
+        expert=(waits["expert"] + waits["expert_tensor"])
+        * overheads.expert_exposed
+        * (0.3 if software_profile.overlap_expert else 1.0),
     )
 
 
-def _sorted(profile: Profile, phase: Phase, practice: SoftwareProfile) -> float:
+def _sorted(profile: Profile, phase: Phase, software_profile: SoftwareProfile) -> float:
     """Return the bytes moved to sort rows from a plain all-to-all, which arrive by sender, by expert, and back."""
-    if practice.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
+    if software_profile.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
         return 0.0
     sent = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")
     return sum(2 * exchange.size * exchange.times for exchange in sent)
@@ -310,29 +316,29 @@ def _started(
 ) -> tuple[float, float]:
     """Seconds an x86 host takes to start operations one by one: around the experts, and between the dispatch of tokens and their
     return. A loop over experts is one operation, whose further kernels are launched from within."""
-    practice, generation = setting.workload.practice, setting.generation
-    if practice.graphs == "whole":
+    software_profile, overheads = setting.workload.software_profile, setting.overheads
+    if software_profile.graphs == "whole":
         return 0.0, 0.0
     around, inside = _Starts(), _Starts()
     for phase in phases:
-        kept = practice.graphs == "router"  # its operations are in a recorded graph
+        kept = software_profile.graphs == "router"  # its operations are in a recorded graph
         around.operations += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * kept
-        around.launches += 0 if kept or practice.router == "fused" else _unfused(profile, phase)
+        around.launches += 0 if kept or software_profile.router == "fused" else _unfused(profile, phase)
         inside.operations += profile.apart[phase]
         for exchange in (exchange for exchange in profile.exchanges if exchange.phase == phase):
             (inside if exchange.axis in AMONG_EXPERTS else around).operations += exchange.times
         mine = [product for product in profile.products if product.phase == phase]
         for product in mine:
-            inside.launches += product.times * (product.count - 1) * (product.expert and not practice.grouped)
+            inside.launches += product.times * (product.count - 1) * (product.expert and not software_profile.grouped)
         for one in ways.roundings(mine) if ways is not None else ():
             (inside if one.product.expert else around).operations += one.kernels + one.messages
         for product, times in _converted(mine, format, phase):
             here = inside if product.expert else around
             here.operations += times
-            here.launches += times * (product.count - 1) * (product.expert and not practice.grouped)
-            here.launches += times * product.count * practice.quantise_kernels
-    before = 0.0 if practice.graphs == "parts" else around.seconds(generation)
-    return before, inside.seconds(generation)
+            here.launches += times * (product.count - 1) * (product.expert and not software_profile.grouped)
+            here.launches += times * product.count * software_profile.quantise_kernels
+    before = 0.0 if software_profile.graphs == "parts" else around.seconds(overheads)
+    return before, inside.seconds(overheads)
 
 
 @dataclass
@@ -342,8 +348,8 @@ class _Starts:
     operations: float = 0
     launches: float = 0
 
-    def seconds(self, generation: Generation) -> float:
-        return self.operations * generation.host + self.launches * generation.launch
+    def seconds(self, overheads: SoftwareOverheads) -> float:
+        return self.operations * overheads.host + self.launches * overheads.launch
 
 
 def _unfused(profile: Profile, phase: Phase) -> int:

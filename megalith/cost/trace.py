@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PlainCore
 from megalith.cost.exchanges import ByHeads, core_note, split
-from megalith.cost.practices import Copied, KeepsPacked, LossAtOnce, recompute, swap_kernels
-from megalith.cost.profile import Layout, Multiplied, Product, Profile
+from megalith.cost.other_software import Copied, KeepsPacked, LossAtOnce, recompute, swap_kernels
+from megalith.cost.profile import Layout, MultipliedWeight, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
@@ -215,10 +215,10 @@ def _profile(
     )
 
 
-def _multiplied(module: nn.Module) -> Iterator[Multiplied]:
+def _multiplied(module: nn.Module) -> Iterator[MultipliedWeight]:
     """Yield the weights of a part's layers that multiply, split as they are."""
     for path, layer in module.named_modules():
         if hasattr(layer, "multiply"):
             named = ((name, weight) for name, weight in layer.named_parameters(recurse=False) if weight.dim() > 1)
             for name, weight in named:
-                yield Multiplied(path, tuple(weight.shape), SPLITS[name][1] if weight.dim() > 2 else 0)
+                yield MultipliedWeight(path, tuple(weight.shape), SPLITS[name][1] if weight.dim() > 2 else 0)

@@ -67,7 +67,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
     """Return the bytes on one rank beyond the optimizer's own slots: for parameters that another rule updates, and for parameters
     that keep moments in fp32 although others do not."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
-    if one_rule or workload.frozen or workload.practice.moment_bytes is not None:
+    if one_rule or workload.frozen or workload.software_profile.moment_bytes is not None:
         return 0.0
     model = workload.model
     each = {parameter.role: _beyond(parameter, workload) for parameter in part_parameters(model, "embedding")}
@@ -121,7 +121,7 @@ def opened_bytes(workload: Workload) -> float:
     """Return the most bytes that an update on the device takes to bring a piece of a parameter's state in few bits to fp32, and to
     round it again."""
     wide = workload.moments.number == "fp32" and not workload.halved and workload.gradient_bytes == bytes_each([GRADIENT])
-    if wide or workload.frozen or not workload.practice.ours or workload.plan.state.away == 1:
+    if wide or workload.frozen or not workload.software_profile.ours or workload.plan.state.away == 1:
         return 0.0
     plan, mesh = workload.plan, Mesh.of(workload.plan)
     dense = plan.tensor * (workload.shards[0] if plan.zero else 1)

@@ -20,7 +20,7 @@ from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, by
 class SoftwareProfile:
     """How the software runs a plan, where that changes time or memory. Each field is a fact about a program, never a fitted number."""
 
-    generation: str = "fused"
+    overheads: str = "fused"
     """Row of the calibration with its overheads: see `calibration.toml`."""
     attention: Literal["fused", "plain"] = "fused"
     """`plain` writes the scores to memory (before FlashAttention)."""
@@ -149,7 +149,7 @@ class Workload:
     """Sequences a step."""
     format: str = "bf16"
     """A name from PRECISIONS."""
-    practice: SoftwareProfile = SoftwareProfile()
+    software_profile: SoftwareProfile = SoftwareProfile()
     optimizer: str = "adamw"
     """A row of `spec.optimizers`."""
     moments: Moments = WIDE
@@ -157,7 +157,7 @@ class Workload:
     master: str = "fp32"
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
-    """The number format in which gradients are added up; fp32: that of the software's practice."""
+    """The number format in which gradients are added up; fp32: that of the software's profile."""
     narrow: Narrow | None = None
     """Layers that this project's trainer multiplies in fewer bits; None: none."""
     frozen: bool = False
@@ -179,7 +179,7 @@ class Workload:
     def reductions(self) -> int:
         """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule a stage computes as many
         microbatches one after the other as there are pipeline ranks."""
-        if self.practice.reduces == "microbatch":
+        if self.software_profile.reduces == "microbatch":
             return self.microbatches
         return 1 if self.plan.chunks == 1 else -(-self.microbatches // self.plan.pipeline)
 
@@ -191,19 +191,19 @@ class Workload:
     @cached_property
     def gradient_bytes(self) -> float:
         """Bytes of an accumulated gradient."""
-        return self.practice.gradient_bytes if self.gradients == "fp32" else bytes_each([gradient(self.gradients)])
+        return self.software_profile.gradient_bytes if self.gradients == "fp32" else bytes_each([gradient(self.gradients)])
 
     @cached_property
     def moment_bytes(self) -> float:
         """Bytes of optimizer state for a parameter, without the master weight."""
-        own = self.practice.moment_bytes
+        own = self.software_profile.moment_bytes
         return bytes_each(self.moments.of(OPTIMIZERS[self.optimizer].slots)) if own is None else own
 
     @cached_property
     def master_bytes(self) -> float:
         """Bytes of the optimizer's own copy of a parameter: only of its lower half if the weight that computes is the upper
         half."""
-        return bytes_each([LOWER[self.master]]) if self.halved else self.practice.master_bytes
+        return bytes_each([LOWER[self.master]]) if self.halved else self.software_profile.master_bytes
 
     @property
     def halved(self) -> bool:
@@ -219,7 +219,7 @@ class Workload:
     def lasting(self) -> float:
         """The part of the weights, or under ZeRO 3 of a rank's share, that lasts in the format that computes. Where it does not, a gather
         makes it from the master weights."""
-        if self.plan.zero < 3 or not self.practice.ours or self.width == 4 or self.halved:
+        if self.plan.zero < 3 or not self.software_profile.ours or self.width == 4 or self.halved:
             return 1.0
         return 0.0 if self.plan.state.weights_away else self.plan.state.away
 
@@ -253,7 +253,7 @@ class Workload:
     @cached_property
     def layout(self) -> Layout:
         """The properties of the workload that change a part's figures."""
-        plan, practice = self.plan, self.practice
+        plan, software_profile = self.plan, self.software_profile
         recompute = plan.recompute
         if recompute == "selective":
             recompute = ",".join(plan.recompute_parts)
@@ -265,17 +265,17 @@ class Workload:
             context=plan.context,
             ulysses=plan.ulysses,
             context_method="ring" if plan.ulysses == plan.context else plan.context_method,
-            summed=practice.ours and plan.ulysses < plan.context,
+            summed=software_profile.ours and plan.ulysses < plan.context,
             expert=plan.expert,
             expert_tensor=plan.expert_tensor,
             recompute=recompute,
-            attention=practice.attention,
-            regather=practice.generation not in ("eager", "compiled") and plan.tensor > 1,
-            fused=practice.generation in ("fused", "packaged"),
-            rotary=practice.rotary,
-            permute=practice.permute,
-            loss=practice.loss,
+            attention=software_profile.attention,
+            regather=software_profile.overheads not in ("eager", "compiled") and plan.tensor > 1,
+            fused=software_profile.overheads in ("fused", "packaged"),
+            rotary=software_profile.rotary,
+            permute=software_profile.permute,
+            loss=software_profile.loss,
             width=self.width,
             kept=PRECISIONS[self.format].factors.width,
-            low_precision_kept=practice.low_precision_kept,
+            low_precision_kept=software_profile.low_precision_kept,
         )

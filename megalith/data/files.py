@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from megalith.data.errors import DataError
-from megalith.data.manifest import LeftOut, Reading
+from megalith.data.manifest import Reading, SkippedFiles
 
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
@@ -59,7 +59,7 @@ class SourceFiles:
     unread: Mapping[Path, str]
     passed: Mapping[Path, str]
 
-    def left_out(self) -> tuple[LeftOut, ...]:
+    def left_out(self) -> tuple[SkippedFiles, ...]:
         """The files left out, by reason, for the manifest."""
         reasons: dict[str, list[Path]] = {}
         for path, reason in sorted({**self.unread, **self.passed}.items()):
@@ -199,10 +199,10 @@ def _conversion(path: Path) -> str:
     return "Convert what it holds to one of these, or leave the source out."
 
 
-def _left_out(reason: str, paths: list[Path]) -> LeftOut:
+def _left_out(reason: str, paths: list[Path]) -> SkippedFiles:
     endings = Counter(map(_ending_of, paths)).most_common(_ENDINGS_SHOWN)
     names = tuple(_printable(path) for path in paths[:_NAMES_SHOWN])
-    return LeftOut(reason=reason, count=len(paths), endings=dict(endings), names=names)
+    return SkippedFiles(reason=reason, count=len(paths), endings=dict(endings), names=names)
 
 
 def _printable(path: Path) -> str:

@@ -22,7 +22,7 @@ from megalith.data.manifest import (
 from megalith.data.progress import bars
 from megalith.data.shards import SplitReader
 from megalith.data.tokenizer import Tokenizer
-from megalith.data.whole import Sums, sums_file
+from megalith.data.verified_files import BlockChecksums, sums_file
 
 _QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 _COUNTED_DOCUMENTS = 1_000_000
@@ -109,7 +109,7 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
 
 def _has_right_sums(folder: Path, shard: Shard) -> bool:
     """True if a shard's sums are those of its blocks. Missing sums are written if the folder is writable."""
-    sums, path = Sums(), folder / sums_file(shard)
+    sums, path = BlockChecksums(), folder / sums_file(shard)
     with (folder / shard.file).open("rb") as file:
         while piece := file.read(1 << 22):
             sums.update(piece)

@@ -61,7 +61,7 @@ class Options(Spec):
     seed: NonNegativeInt = Field(default=0, description="chooses the held-out documents")
 
 
-class LeftOut(Spec):
+class SkippedFiles(Spec):
     """Files of a source's folder that were skipped for one reason: how many, by ending (the commonest), and the first names."""
 
     reason: str
@@ -85,7 +85,7 @@ class SourceRecord(Spec):
     files: NonNegativeInt
     bytes: NonNegativeInt
     sha256: str
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[SkippedFiles, ...] = ()
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

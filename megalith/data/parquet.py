@@ -10,8 +10,8 @@ ROWS = 1024
 """Rows that are decoded at once."""
 
 
-def rows(path: Path, field: str, told: Callable[[int], None]) -> Iterator[str]:
-    """Yield the text of column `field` of each row, in order, without blank ones; `told` is called with the approximate number of
+def rows(path: Path, field: str, advance_to: Callable[[int], None]) -> Iterator[str]:
+    """Yield the text of column `field` of each row, in order, without blank ones; `advance_to` is called with the approximate number of
     bytes read.
 
     Raises DataError, with the row if one is at fault, for a table without that column of text, an empty cell, text that is not
@@ -29,7 +29,7 @@ def rows(path: Path, field: str, told: Callable[[int], None]) -> Iterator[str]:
                     number += 1
                     if text := _text(cell, path, number, field):
                         yield text
-                told(size * number // max(1, count))
+                advance_to(size * number // max(1, count))
             if number != count:
                 raise DataError(f"{path} has {number} rows, and says that it has {count}", "Copy or download it again.")
     except (pyarrow.ArrowException, OSError) as error:

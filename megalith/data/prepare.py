@@ -71,10 +71,10 @@ def prepare(
             differences = _differences(previous, tokenizer, options, recorded)
             damage = _damage(out, previous)
             if not (differences or damage):
-                shown.say(f"{out} is already prepared from the same sources, tokenizer and options: nothing to do.")
+                shown.print_line(f"{out} is already prepared from the same sources, tokenizer and options: nothing to do.")
                 return previous
             if damage:
-                shown.say(damage)
+                shown.print_line(damage)
             if differences and not overwrite:
                 raise DataError(
                     f"{out} already holds data with other inputs: {'; '.join(differences)}. "
@@ -121,7 +121,7 @@ def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[t
     seen: dict[str, Path] = {}
     for source in sources:
         one, found = record(source, reading, lambda count: shown.advance(bar, count), seen)
-        shown.say_left_out(source.path, one.left_out)
+        shown.print_left_out(source.path, one.left_out)
         recorded.append(one)
         unread[source] = found.unread if found else ()
     shown.finish(bar)

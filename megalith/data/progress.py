@@ -8,7 +8,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from megalith.data.manifest import LeftOut
+from megalith.data.manifest import SkippedFiles
 
 
 class Bars:
@@ -34,17 +34,17 @@ class Bars:
             sized = task.total is not None
             self._progress.update(bar, total=task.total or 1, completed=task.total or 1, sized=sized)
             if not self._progress.console.is_terminal:
-                self.say(f"{task.description}: {amount(task)}")
+                self.print_line(f"{task.description}: {amount(task)}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """A progress line for the user."""
         if self._progress is not None:
             self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def say_left_out(self, source: str, left_out: Iterable[LeftOut]) -> None:
+    def print_left_out(self, source: str, left_out: Iterable[SkippedFiles]) -> None:
         """A line for each reason for which something in a source was left out."""
         for one in left_out:
-            self.say(f"{source}: left out {one}")
+            self.print_line(f"{source}: left out {one}")
 
 
 class _Amount(ProgressColumn):

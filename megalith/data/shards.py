@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalith.data.manifest import Shard, Split
-from megalith.data.whole import Damage, Files, Sums, sums_file
+from megalith.data.verified_files import BlockChecksums, Damage, VerifiedFiles, sums_file
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -33,7 +33,7 @@ class SplitWriter:
         self._end = np.array([end_of_text], dtype)
         self._done: list[Shard] = []
         self._file: IO[bytes] | None = None
-        self._digest, self._sums = hashlib.sha256(), Sums()
+        self._digest, self._sums = hashlib.sha256(), BlockChecksums()
         self._offsets = array("q", [0])
         self._bytes = 0
 
@@ -96,19 +96,24 @@ class SplitWriter:
             sums.write(self._sums.file_content())
             settle(sums)
         self._done.append(shard)
-        self._file, self._digest, self._sums, self._offsets = None, hashlib.sha256(), Sums(), array("q", [0])
+        self._file, self._digest, self._sums, self._offsets = None, hashlib.sha256(), BlockChecksums(), array("q", [0])
 
 
 class SplitReader:
     """One split of one domain as one long sequence of tokens, in a prepared folder or, where a file of it is damaged, in `copies` of it.
 
-    `tell` is called once for each damage. Reading raises DamagedDataError if no copy is intact.
+    `on_damage` is called once for each damage. Reading raises DamagedDataError if no copy is intact.
     """
 
     def __init__(
-        self, folder: Path, split: Split, *, copies: Sequence[Path] = (), tell: Callable[[Damage], None] = lambda damage: None
+        self,
+        folder: Path,
+        split: Split,
+        *,
+        copies: Sequence[Path] = (),
+        on_damage: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
-        self._split, self._files = split, Files(folder, copies, tell=tell)
+        self._split, self._files = split, VerifiedFiles(folder, copies, on_damage=on_damage)
         self._starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
         self.tokens: int = split.tokens
         self.documents: int = split.documents

@@ -199,26 +199,26 @@ def documents(
             continue
         before = 0
 
-        def told(position: int) -> None:
+        def advance_to(position: int) -> None:
             nonlocal before
             advance(position - before)
             before = position
 
-        yield from _read(path, reading, told, whole=folder)
-        told(path.stat().st_size)
+        yield from _read(path, reading, advance_to, whole=folder)
+        advance_to(path.stat().st_size)
 
 
-def _read(path: Path, reading: Reading, told: Advance, *, whole: bool) -> Iterator[str]:
+def _read(path: Path, reading: Reading, advance_to: Advance, *, whole: bool) -> Iterator[str]:
     """One file's documents; in a folder (`whole`) a plain file is one document, and a binary one is left out."""
     if files.is_parquet(path) and files.reads_parquet():
-        yield from rows(path, reading.field, told)
+        yield from rows(path, reading.field, advance_to)
         return
     if not whole and files.is_named_binary(path):
         raise files.unreadable_kind(path)
     with files.opened(path) as (raw, stream):
         if files.is_json_lines(path, in_folder=whole):
             for text in _json_lines(stream, path, reading.field):
-                told(raw.tell())
+                advance_to(raw.tell())
                 yield text
             return
         try:
@@ -227,7 +227,7 @@ def _read(path: Path, reading: Reading, told: Advance, *, whole: bool) -> Iterat
             else:
                 lines = io.TextIOWrapper(stream, encoding="utf-8-sig")
                 for text in _split(lines, reading.split or "blank", reading.minimum):
-                    told(raw.tell())
+                    advance_to(raw.tell())
                     yield text
         except UnicodeDecodeError as error:
             raise _not_utf8(path) from error

@@ -30,7 +30,7 @@ from megalith.data.manifest import SPLITS, Domain, SplitName, check_copies, chec
 from megalith.data.mixture import Mixture
 from megalith.data.shards import SplitReader
 from megalith.data.shuffle import Permutation
-from megalith.data.whole import Damage, sums_file
+from megalith.data.verified_files import Damage, sums_file
 
 NO_TARGET = -100  # what torch's cross-entropy, too, leaves out
 
@@ -68,7 +68,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PhaseChange:
     """A change of the data from sample `first` on. `weights` as a Stream takes them; None: in proportion to tokens."""
 
     first: int
@@ -125,16 +125,16 @@ class Stream:
         seq_len: int,
         seed: int = 0,
         weights: Mapping[str, float] | None = None,
-        phases: Sequence[Stretch] = (),
+        phases: Sequence[PhaseChange] = (),
         document_mask: bool = True,
         copies: Sequence[Path | str] = (),
-        tell: Callable[[Damage], None] = lambda damage: None,
+        on_damage: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
         """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by
         default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are
         changes of lengths and weights, in their order.
 
-        `copies` are folders with the same data: a damaged block is read from the next one, and `tell` is called once for
+        `copies` are folders with the same data: a damaged block is read from the next one, and `on_damage` is called once for
         each damaged block.
 
         Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
@@ -160,7 +160,7 @@ class Stream:
         self.vocab_size: int = self._manifest.tokenizer.vocab_size
         self.end_of_text: int = self._manifest.tokenizer.end_of_text
         self._readers = tuple(
-            SplitReader(self._folder, getattr(domain, split), copies=others, tell=tell) for domain in domains.values()
+            SplitReader(self._folder, getattr(domain, split), copies=others, on_damage=on_damage) for domain in domains.values()
         )
         self._windows = tuple(_windows(reader.tokens, seq_len) for reader in self._readers)
         self._firsts = np.cumsum([0, *self._windows])
@@ -342,7 +342,7 @@ class Stream:
         epochs, windows = divmod(samples - left, _windows(self._readers[domain].tokens, seq_len))
         return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
 
-    def _following(self, phase: _Phase, change: Stretch) -> _Phase:
+    def _following(self, phase: _Phase, change: PhaseChange) -> _Phase:
         """The phase after another."""
         mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
         passes = list[_Pass]()

@@ -18,11 +18,11 @@ from rich.progress import TaskID
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalith import disk
-from megalith.data.bulk import byte_characters, reproduce
 from megalith.data.errors import DataError
 from megalith.data.manifest import DEFAULT_READING, TOKENIZER_FILE, Reading, TokenizerRecord, tokenizer_fingerprint
 from megalith.data.progress import bars
 from megalith.data.sources import Source, documents, find, parse_sources, size
+from megalith.data.tiktoken_encoder import byte_characters, reproduce
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -219,7 +219,7 @@ def train(
     with bars(progress) as shown:
         for source in found:
             held = find(source, reading)
-            shown.say_left_out(source.path, held.left_out() if held else ())
+            shown.print_left_out(source.path, held.left_out() if held else ())
         reader = shown.start("reading text", total=sum(size(source, reading) for source in found))
 
         def texts() -> Iterator[str]:

@@ -31,12 +31,12 @@ from megalith.events.kinds import (
     Unknown,
     Validation,
 )
-from megalith.events.log import FILE, MOST_WAITING, EventLog, Kind, Reader, of_kind, read
+from megalith.events.log import FILE, MAX_WAITING, EventLog, Kind, Reader, of_kind, read
 from megalith.events.text import dump, load, parse
 
 __all__ = [
     "FILE",
-    "MOST_WAITING",
+    "MAX_WAITING",
     "Checkpoint",
     "Event",
     "EventLog",

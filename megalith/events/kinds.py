@@ -363,7 +363,7 @@ class Problem(Event):
 @dataclass(frozen=True)
 class Incident(Event):
     """Something went wrong and the policy has decided; `time` is when. `began`: the best known time of the fault (the last sign
-    of life; for a slow rank, its first slow step). `evidence` is the sign (`fleet.observations`), `commands` are the commands given."""
+    of life; for a slow rank, its first slow step). `evidence` is the observation (`fleet.observations`), `commands` the commands given."""
 
     kind: ClassVar[str] = "incident"
     incident: int

@@ -12,7 +12,7 @@ from megalith.events.kinds import Event, Holding, Problem, RunStarted, Step
 from megalith.events.text import dump, parse
 
 FILE = "events.jsonl"
-MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
+MAX_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -31,7 +31,7 @@ class EventLog:
         path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
         self._opening: list[Event] = []  # the newest start, and its placement
         self._step = 0  # the newest step that was written
-        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew, existed=existed)
+        self._journal = disk.Journal(path, most=MAX_WAITING, renewed=self._begin_anew, existed=existed)
 
     def write(self, event: Event) -> None:
         """Append one event, now or with a later one."""
@@ -45,7 +45,7 @@ class EventLog:
             self._step = event.step
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Yield the first lines of a log that lost its content. The writer that makes the file adds the note."""
+        """Yield the first lines of a log that was removed or emptied. `made`: this writer created the new file, so it adds the warning."""
         if made:
             words = f"{FILE} was removed, or emptied, during the run: its earlier events are lost; a new file begins here"
             yield _line(Problem("warning", words))

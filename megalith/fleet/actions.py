@@ -26,28 +26,28 @@ class Injected(RuntimeError):  # noqa: N818  # it is what happened
     """The software bug of a campaign."""
 
 
-def _raise(one: Injection, seat: RankInfo) -> None:
+def _raise(one: Injection, rank_info: RankInfo) -> None:
     raise Injected(f"fault {one.number} of the campaign")
 
 
 def _send(number: int) -> Callable[[Injection, RankInfo], None]:
-    def send(one: Injection, seat: RankInfo) -> None:
+    def send(one: Injection, rank_info: RankInfo) -> None:
         os.kill(os.getpid(), number)
 
     return send
 
 
-def _never_return(one: Injection, seat: RankInfo) -> None:
+def _never_return(one: Injection, rank_info: RankInfo) -> None:
     """Hang like a kernel that never ends: the process lives and its other threads reply, but it joins no collective."""
     while True:
         time.sleep(1)  # Python handles a signal that arrives just before a sleep only after that sleep
 
 
-def _segfault(one: Injection, seat: RankInfo) -> None:
+def _segfault(one: Injection, rank_info: RankInfo) -> None:
     ctypes.string_at(0)
 
 
-def _tear_connections(one: Injection, seat: RankInfo) -> None:
+def _tear_connections(one: Injection, rank_info: RankInfo) -> None:
     """Shut down every TCP connection of this process, under whatever library holds it."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
@@ -61,26 +61,26 @@ def _tear_connections(one: Injection, seat: RankInfo) -> None:
             continue
 
 
-def _unplug(one: Injection, seat: RankInfo) -> None:
+def _unplug(one: Injection, rank_info: RankInfo) -> None:
     """Take this node's interface down: nothing is sent or received any more, without any notice."""
     assert networks.find() is not None, "the interface is one that others need"
     link.take_down(networks.INTERFACE)
 
 
-def _lose_memory(seat: RankInfo, nodes: Sequence[str]) -> None:
+def _lose_memory(rank_info: RankInfo, nodes: Sequence[str]) -> None:
     """Delete what nodes held in memory. The nodes are present again, empty."""
-    if seat.memory is None:
+    if rank_info.memory is None:
         return
     for node in dict.fromkeys(nodes):
-        folder = node_folder(seat.memory, node)
+        folder = node_folder(rank_info.memory, node)
         for path in folder.glob("*") if folder.is_dir() else ():
             path.unlink(missing_ok=True)
 
 
-def _lose_disk(seat: RankInfo, node: str) -> None:
+def _lose_disk(rank_info: RankInfo, node: str) -> None:
     """Delete the files that a node had on its disk."""
-    if seat.disk is not None:
-        shutil.rmtree(node_folder(seat.disk, node), ignore_errors=True)
+    if rank_info.disk is not None:
+        shutil.rmtree(node_folder(rank_info.disk, node), ignore_errors=True)
 
 
 def _checkpoints() -> Path:
@@ -104,22 +104,22 @@ def _freeze_others() -> None:
                 os.kill(process.pid, signal.SIGSTOP)
 
 
-def _lose_copies(seat: RankInfo) -> None:
+def _lose_copies(rank_info: RankInfo) -> None:
     """Delete all copies, so that only checkpoints are left."""
-    _lose_memory(seat, seat.placement)
-    for node in seat.placement:
-        _lose_disk(seat, node)
+    _lose_memory(rank_info, rank_info.placement)
+    for node in rank_info.placement:
+        _lose_disk(rank_info, node)
 
 
-def _cut_checkpoint(one: Injection, seat: RankInfo) -> None:
+def _cut_checkpoint(one: Injection, rank_info: RankInfo) -> None:
     _freeze_others()
     for part in _newest_checkpoint()[:1]:
         os.truncate(part, part.stat().st_size // 2)
-    _lose_copies(seat)
+    _lose_copies(rank_info)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _alter_checkpoint(one: Injection, seat: RankInfo) -> None:
+def _alter_checkpoint(one: Injection, rank_info: RankInfo) -> None:
     _freeze_others()
     for part in _newest_checkpoint()[:1]:
         with part.open("r+b") as file:
@@ -128,36 +128,36 @@ def _alter_checkpoint(one: Injection, seat: RankInfo) -> None:
             byte = file.read(1)[0]
             file.seek(middle)
             file.write(bytes([byte ^ 1]))
-    _lose_copies(seat)
+    _lose_copies(rank_info)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _lose_node(one: Injection, seat: RankInfo) -> None:
+def _lose_node(one: Injection, rank_info: RankInfo) -> None:
     """The first of the node's ranks removes the node's folders; all its ranks die."""
-    if seat.memory is not None and len(seat.placement) > 1:
+    if rank_info.memory is not None and len(rank_info.placement) > 1:
         _freeze_others()
-        _lose_disk(seat, seat.node)
-        shutil.rmtree(node_folder(seat.memory, seat.node), ignore_errors=True)
+        _lose_disk(rank_info, rank_info.node)
+        shutil.rmtree(node_folder(rank_info.memory, rank_info.node), ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _lose_with_memory(one: Injection, seat: RankInfo) -> None:
+def _lose_with_memory(one: Injection, rank_info: RankInfo) -> None:
     """Also remove the memory of the other ranks' nodes, because these ranks may be killed before their own fault. Disks keep
     their content, as at a restart of a node."""
-    _lose_memory(seat, [seat.node_of(rank) for rank in one.ranks])
+    _lose_memory(rank_info, [rank_info.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _alter_copy(one: Injection, seat: RankInfo) -> None:
+def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
     """Flip a bit of each of this rank's own copies in its node's memory, then die: a buddy, or a slower tier, must help."""
     from megalith.fleet.tiers import copies  # numpy, which only this needs
 
-    assert seat.folder is not None and seat.key is not None, "no copies are kept in memory"
-    copies.corrupt_piece(seat.folder, key=seat.key, rank=seat.rank)
+    assert rank_info.folder is not None and rank_info.key is not None, "no copies are kept in memory"
+    copies.corrupt_piece(rank_info.folder, key=rank_info.key, rank=rank_info.rank)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fill_disk(one: Injection, seat: RankInfo) -> None:
+def _fill_disk(one: Injection, rank_info: RankInfo) -> None:
     """Leave no room for the checkpoint that is due. Only on a file system that the campaign made for them."""
     folder = _checkpoints()
     assert folder.is_mount(), f"{folder} is not a file system of its own: filling it would hurt others"
@@ -174,14 +174,14 @@ def make_room(*, but: int | None) -> None:
             ballast.unlink(missing_ok=True)
 
 
-def _kill_agent(one: Injection, seat: RankInfo) -> None:
+def _kill_agent(one: Injection, rank_info: RankInfo) -> None:
     """Kill the agent of this node's ranks: they all die with it, and nothing is left to report that."""
-    assert seat.agent is not None, "no process keeps this rank"
-    os.kill(seat.agent, signal.SIGKILL)
+    assert rank_info.agent is not None, "no process keeps this rank"
+    os.kill(rank_info.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along
 
 
-def _kill_supervisor(one: Injection, seat: RankInfo) -> None:
+def _kill_supervisor(one: Injection, rank_info: RankInfo) -> None:
     said = (Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text(encoding="utf-8")  # by `control.owner`
     os.kill(int(said.split()[0]), signal.SIGKILL)
     time.sleep(60)  # it takes this process along
@@ -207,7 +207,7 @@ ACTIONS: dict[str, Callable[[Injection, RankInfo], None]] = {
 }
 
 
-def happen(one: Injection, seat: RankInfo) -> None:
+def happen(one: Injection, rank_info: RankInfo) -> None:
     """Inject a fault of processes, files or connections."""
     print(f"fault {one.number}: {one.kind} at step {one.step} ({one.moment})", flush=True)
-    ACTIONS[one.kind](one, seat)
+    ACTIONS[one.kind](one, rank_info)

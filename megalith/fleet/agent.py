@@ -22,7 +22,7 @@ from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.local import LocalNodes
-from megalith.fleet.messages import Unreadable
+from megalith.fleet.messages import UnreadableMessages
 from megalith.fleet.nodes import Generation
 from megalith.fleet.observations import HealthChecked, Observation, Preempted
 from megalith.fleet.rank import heeded
@@ -53,7 +53,7 @@ class Agent:
         self._name, self._nodes, self._pieces = name, nodes, pieces
         self._store, self._beating = store, beating
         self._seconds, self._cut_off = seconds, cut_off
-        self._order, self._unreadable = order, Unreadable()
+        self._order, self._unreadable = order, UnreadableMessages()
         self._generation = ""
         self._ordered: Generation | None = None  # its ranks are still to be started here
         self._start_at = 0.0
@@ -140,7 +140,7 @@ class Agent:
             case {"send": int(number), "ranks": ranks}:
                 self._nodes.send(number, ranks)
             case {"look": ranks, "answer": key}:
-                self._answer(key, {rank: asdict(look) for rank, look in self._nodes.look(ranks).items()})
+                self._answer(key, {rank: asdict(look) for rank, look in self._nodes.inspect(ranks).items()})
             case {"unstarted": True, "answer": key}:
                 self._answer(key, FAILURE.dump_python(self._unstarted(), mode="json"))
             case {"queued": True, "answer": key}:

@@ -19,7 +19,7 @@ PROC = Path("/proc")
 TAIL_LINES = 15
 _LOG_BYTES = 1 << 16  # read from the end of a log
 _TURN_SECONDS = 0.02
-MOST_STARVED = 5  # times a limit that processes without a processor are waited for
+MAX_STARVED = 5  # times a limit that processes without a processor are waited for
 _STANDING_SECONDS = 0.3  # that a rank's thread may take to report its position once its stack is written
 
 
@@ -112,7 +112,7 @@ def dumps(
 
 
 class _ProcessorClock:
-    """Seconds since its creation, without the time that the most starved process waited for a processor; at least 1/MOST_STARVED
+    """Seconds since its creation, without the time that the most starved process waited for a processor; at least 1/MAX_STARVED
     of all."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
@@ -121,7 +121,7 @@ class _ProcessorClock:
     def now(self) -> float:
         passed = time.monotonic() - self._begun
         starved = max((seconds - self._before.get(rank, seconds) for rank, seconds in self._waited().items()), default=0.0)
-        return max(passed - starved, passed / MOST_STARVED)
+        return max(passed - starved, passed / MAX_STARVED)
 
 
 def main_stack(dump: str) -> str:

@@ -57,7 +57,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """Measurements of one step on a rank: its number, the most bytes held, and its seconds by kind (KINDS)."""
 
     step: int
@@ -113,7 +113,7 @@ class Heartbeat:
         """Return this rank's newest beat."""
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
-    def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: Measured | None = None) -> None:
+    def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: StepMeasurement | None = None) -> None:
         """Report that the rank is alive in this phase of this step, and the figures of the newest `measured` step. The phase
         `ready` ends the start-up; at most 32 bytes of a name are kept."""
         last = self.read()

@@ -17,12 +17,12 @@ from megalith.fleet.rank_info import RankInfo
 class Faults:
     """The faults of one rank. `due` marks the faults that it returns, so none is injected twice."""
 
-    def __init__(self, path: Path, seat: RankInfo, generation: str = "") -> None:
-        self.seat, self._generation = seat, generation
+    def __init__(self, path: Path, rank_info: RankInfo, generation: str = "") -> None:
+        self.rank_info, self._generation = rank_info, generation
         self._path = path
         listed = load(path)
         self.fill_disks = any(one.kind == "full" for one in listed)
-        self._mine = [one for one in listed if seat.rank in one.ranks]
+        self._mine = [one for one in listed if rank_info.rank in one.ranks]
         self._befallen: dict[int, int] = {}  # lasting ones that befell this process: since which step
 
     def due(self, moment: Moment, step: int | None) -> Iterator[Injection]:
@@ -45,10 +45,10 @@ class Faults:
             return True
         if any(self._is_older(mark) for mark in marks(self._path).glob(f"{one.number}-*")):
             return False
-        mark = marks(self._path) / f"{one.number}-{self.seat.rank}"
-        written = self._path.with_suffix(f".{self.seat.rank}")
+        mark = marks(self._path) / f"{one.number}-{self.rank_info.rank}"
+        written = self._path.with_suffix(f".{self.rank_info.rank}")
         written.unlink(missing_ok=True)  # it is the last mark by another name
-        written.write_text(f"{time.time():.6f} {self.seat.node} {self._generation}")
+        written.write_text(f"{time.time():.6f} {self.rank_info.node} {self._generation}")
         try:
             os.link(written, mark)  # whole or not at all: a rank may be ended here, for the fault before this one
         except FileExistsError:
@@ -80,4 +80,4 @@ def at(moment: Moment, step: int | None = None) -> None:
     if moment == "saving" and faults.fill_disks:
         make_room(but=step)
     for one in faults.due(moment, step):
-        happen(one, faults.seat)
+        happen(one, faults.rank_info)

@@ -22,7 +22,7 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.fork_server import ForkServer
 from megalith.fleet.heartbeat import Beat, Heartbeats
 from megalith.fleet.job import Job
-from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.nodes import Generation, RankInspection
 from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost, Observation
 from megalith.fleet.processes import FreshProcesses, Processes, method
 from megalith.fleet.rank import Assignment
@@ -254,8 +254,8 @@ class LocalNodes:
         self._make_memory_anew()
         before, self._there = self._there, self.there()
         lost = tuple(name for name in before if name not in self._there)
-        signs: list[Observation] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
-        return [*signs, *(NodeJoined(time=time.time(), node=name) for name in self._there if name not in before)]
+        observed: list[Observation] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
+        return [*observed, *(NodeJoined(time=time.time(), node=name) for name in self._there if name not in before)]
 
     def running(self) -> frozenset[int]:
         return frozenset(self._processes.running()) if self._processes is not None else frozenset()
@@ -267,7 +267,7 @@ class LocalNodes:
         if self._processes is not None:
             self._processes.send(number, ranks)
 
-    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+    def inspect(self, ranks: Collection[int]) -> dict[int, RankInspection]:
         assert self._processes is not None
         processes = self._processes
         known = {rank: process for rank, process in processes.running().items() if rank in ranks}
@@ -279,7 +279,7 @@ class LocalNodes:
             seconds=LOOK_SECONDS,
             waited=lambda: {rank: evidence.queued(process) for rank, process in known.items() if rank not in stopped},
         )
-        return {rank: Look.of(dumps.get(rank, ""), stopped=rank in stopped) for rank in ranks}
+        return {rank: RankInspection.of(dumps.get(rank, ""), stopped=rank in stopped) for rank in ranks}
 
     def queued(self) -> dict[str, float]:
         running = self._processes.running() if self._processes is not None else {}

@@ -14,7 +14,7 @@ from megalith.fleet.rendezvous import Store
 REPORT_SECONDS = 60.0
 
 
-class Unreadable:
+class UnreadableMessages:
     """Counts the messages that a process could not read, and reports them on standard error at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,9 +48,9 @@ def load(text: bytes) -> dict[str, Any]:
 class Messages:
     """Numbered messages under one name: one side puts, the other takes, each message once and in order."""
 
-    def __init__(self, store: Store, name: str, unreadable: Unreadable | None = None) -> None:
+    def __init__(self, store: Store, name: str, unreadable: UnreadableMessages | None = None) -> None:
         self._store, self._name = store, name
-        self._unreadable = unreadable or Unreadable()
+        self._unreadable = unreadable or UnreadableMessages()
         self._written = self._read = 0
 
     def put(self, message: dict[str, Any]) -> None:
@@ -76,12 +76,12 @@ class Messages:
         return messages
 
 
-def orders(store: Store, member: int, unreadable: Unreadable | None = None) -> Messages:
+def orders(store: Store, member: int, unreadable: UnreadableMessages | None = None) -> Messages:
     """The controller's orders to an agent."""
     return Messages(store, f"orders/{member}", unreadable)
 
 
-def answers(store: Store, member: int, unreadable: Unreadable | None = None) -> Messages:
+def answers(store: Store, member: int, unreadable: UnreadableMessages | None = None) -> Messages:
     """The agent's answers."""
     return Messages(store, f"answers/{member}", unreadable)
 

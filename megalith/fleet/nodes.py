@@ -30,7 +30,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Look:
+class RankInspection:
     """A rank's answer to a request: the stack of its main thread, "" when it does not answer, and its progress.
 
     `begun`: number of collectives begun in each of its groups, `recorded`: the last of them in words; empty if unknown.
@@ -42,7 +42,7 @@ class Look:
     recorded: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, dump: str, *, stopped: bool) -> "Look":
+    def of(cls, dump: str, *, stopped: bool) -> "RankInspection":
         """Parse a rank's answer."""
         return cls(evidence.main_stack(dump), stopped, *collective_progress.read(dump))
 
@@ -80,7 +80,7 @@ class Nodes(Protocol):
         """Send a signal to ranks; SIGKILL goes to the processes they started as well."""
         ...
 
-    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+    def inspect(self, ranks: Collection[int]) -> dict[int, RankInspection]:
         """Ask ranks for their stacks, and wait a moment for the answers."""
         ...
 

@@ -1,6 +1,6 @@
 """Observations of faults and recoveries: the evidence that the policy decides on. Plain values that survive JSON.
 
-Every sign has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run, which is the number of steps
+Every observation has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run, which is the number of steps
 done). A `slot` is a place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
 """
 
@@ -15,7 +15,7 @@ from megalith.tagged import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Base of all signs. `kind` names the class in JSON."""
+    """Base of all observations. `kind` names the class in JSON."""
 
     kind: ClassVar[str] = ""
     time: float = 0.0
@@ -257,8 +257,8 @@ class Waited(Observation):
     kind: ClassVar[str] = "waited"
 
 
-SIGNS = Family(Observation, place=2)
-load, dump = SIGNS.load, SIGNS.dump
+OBSERVATIONS = Family(Observation, place=2)
+load, dump = OBSERVATIONS.load, OBSERVATIONS.dump
 
 
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")
@@ -270,7 +270,7 @@ def signature(text: str) -> str:
 
 
 def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
-    """Classify a rank's end as a sign. A rank's own Python error counts as the program's, unless it reports a device fault.
+    """Classify a rank's end as an observation. A rank's own Python error counts as the program's, unless it reports a device fault.
     Anything else counts as the node's until there is more evidence."""
     what = failure.error or failure.reason
     return RankFailed(

@@ -39,8 +39,8 @@ class Assignment:
     descriptor.
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder for
-    the files that this supervisor (process `agent`) and its ranks write besides the run's own. `heartbeats` is the file of its ranks' signs
-    of life (empty: none are read). `meeting` is the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder,
+    the files that this supervisor (process `agent`) and its ranks write besides the run's own. `heartbeats` is its ranks' file
+    (empty: none are read). `meeting` is the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder,
     for ranks of one machine. The run's key is not here, because others may read the file.
     """
 

@@ -31,7 +31,7 @@ class RankInfo:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Return this process's seat from its environment; outside a supervised run, the only rank of the only slot."""
+        """Return this process's place from its environment; outside a supervised run, the only rank of the only slot."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))

@@ -17,8 +17,8 @@ from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
-from megalith.fleet.messages import Messages, Unreadable
-from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.messages import Messages, UnreadableMessages
+from megalith.fleet.nodes import Generation, RankInspection
 from megalith.fleet.observations import HealthChecked, NodeJoined, NodesLost, Observation
 from megalith.fleet.rank_info import ranks_of
 from megalith.fleet.rendezvous import RunStore
@@ -27,7 +27,7 @@ from megalith.fleet.tiers.copies import in_place, together
 from megalith.spec.fleet import FleetSpec
 
 POLL_SECONDS = 0.02
-LOOK_SECONDS = 12.0  # that agents may take to collect stacks, also of ranks that get no processor (`evidence.MOST_STARVED`)
+LOOK_SECONDS = 12.0  # that agents may take to collect stacks, also of ranks that get no processor (`evidence.MAX_STARVED`)
 QUEUED_SECONDS = 1.0  # that they may take to read how long ranks waited for processors
 LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
 ROOM_BYTES = 1 << 16  # that a node's part of a start takes in the run folder, and more
@@ -61,7 +61,7 @@ class RemoteNodes:
         self._members: dict[str, Member] = {}
         self._joined = self._refusals = self._questions = 0
         self._refused: dict[str, str] = {}
-        self._unreadable = Unreadable()
+        self._unreadable = UnreadableMessages()
         self._generation = Generation("none", ())
         self._running: set[int] = set()
         self._found: list[Observation] = []
@@ -130,7 +130,7 @@ class RemoteNodes:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Observation]:
-        """Return signs for the nodes that want to join and are unfit. Such a node stays out until it joins successfully."""
+        """Return observations for the nodes that want to join and are unfit. Such a node stays out until it joins successfully."""
         found: list[Observation] = []
         while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1
@@ -143,7 +143,7 @@ class RemoteNodes:
         return found
 
     def _newcomers(self) -> list[Observation]:
-        """Return signs for the nodes that joined since the last call."""
+        """Return observations for the nodes that joined since the last call."""
         found: list[Observation] = []
         while self._store.check([messages.member_key(self._joined + 1)]):
             self._joined += 1
@@ -248,13 +248,13 @@ class RemoteNodes:
         for member, mine in self._holders(ranks):
             member.orders.put({"send": int(number), "ranks": mine})
 
-    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+    def inspect(self, ranks: Collection[int]) -> dict[int, RankInspection]:
         asked = [(member, {"look": mine}) for member, mine in self._holders(ranks)]
-        found = dict[int, Look]()
+        found = dict[int, RankInspection]()
         for answer in self._ask(asked, LOOK_SECONDS):
             with self._dropping("look"):
-                found |= {int(rank): Look(**look) for rank, look in (answer or {}).items()}
-        return {rank: found.get(rank, Look("")) for rank in ranks}
+                found |= {int(rank): RankInspection(**look) for rank, look in (answer or {}).items()}
+        return {rank: found.get(rank, RankInspection("")) for rank in ranks}
 
     def queued(self) -> dict[str, float]:
         asked = self._of(set(self._generation.placement))

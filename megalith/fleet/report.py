@@ -1,4 +1,4 @@
-"""Reports of a rank to its parent: signs of faults that only the rank can see.
+"""Reports of a rank to its parent: observations of faults that only the rank can see.
 
 Each report is a separate file, written in full and then renamed, so that readers never see half a report, and the report outlives
 its writer.
@@ -22,7 +22,7 @@ __all__ = ["RankInfo", "Reported", "collect", "node_folder", "ranks_of", "refusi
 
 
 class Reported(RuntimeError):  # noqa: N818  # it says what was done
-    """Ends a rank that has reported a sign; other processes decide on the response."""
+    """Ends a rank that has reported an observation; other processes decide on the response."""
 
     exit_code = ExitCode.REPORTED
 
@@ -33,9 +33,9 @@ class Unreachable(Reported):
     exit_code = ExitCode.LOST
 
 
-def report(sign: Observation, environment: Mapping[str, str] = os.environ) -> None:
-    """Report a sign to the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
-    text = json.dumps(observations.dump(sign))
+def report(observation: Observation, environment: Mapping[str, str] = os.environ) -> None:
+    """Report an observation to the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
+    text = json.dumps(observations.dump(observation))
     folder = environment.get(REPORTS)
     if folder is None:
         print(f"seen: {text}", flush=True)
@@ -67,10 +67,10 @@ def collect(folder: Path) -> list[Observation]:
     with disk.if_available():  # a report left there is read by a later call
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             try:
-                sign = observations.load(json.loads(path.read_text(encoding="utf-8")))
+                observation = observations.load(json.loads(path.read_text(encoding="utf-8")))
             except ValueError:  # torn JSON, an unknown tag, or fields that do not fit
                 path.rename(path.with_suffix(".unreadable"))
                 continue
             path.unlink()
-            found.append(sign)
+            found.append(observation)
     return found

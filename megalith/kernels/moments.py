@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.kernels.elements import E4M3, decode, decode_exponent, encode_exponent, exponent_up, power, rounded
 
-LEAST = 2.0 ** (E4M3.lowest - E4M3.mantissa)
+MINIMUM = 2.0 ** (E4M3.lowest - E4M3.mantissa)
 """The smallest number above 0. A root that is not 0 is at least this: with a denominator of 0 an update would have no bound."""
 _ODD = (0x7FEB352D, 0x846CA68B)
 _GOLDEN = 0x9E3779B9
@@ -66,7 +66,7 @@ def pack(numbers: Tensor, into: Tensor, block: int, drawn: Tensor, *, root: bool
         scaled = (blocks * power(-k.clamp(max=127))[..., None]).nan_to_num_(0.0)
         kept = rounded(scaled, E4M3, _cut(draws[:, columns], block))
         if root:
-            kept = torch.where(scaled > 0, kept.clamp(min=LEAST), kept)
+            kept = torch.where(scaled > 0, kept.clamp(min=MINIMUM), kept)
         target = _cut(into[:, where], block + 1)
         width = blocks.shape[-1]
         target[..., :width].copy_(kept.to(torch.float8_e4m3fn).view(torch.uint8))

@@ -72,12 +72,12 @@ class Multiply(nn.Module):
         return cls()
 
     @property
-    def travels_as(self) -> Scaling | None:
+    def dispatched_as(self) -> Scaling | None:
         """The format in which rows are sent to experts that multiply by this recipe now; None: their own."""
         return None
 
     @property
-    def gradients_travel_as(self) -> Scaling | None:
+    def gradients_dispatched_as(self) -> Scaling | None:
         """The format in which gradients of results are sent to experts that multiply by this recipe now; None: their own."""
         return None
 

@@ -141,13 +141,13 @@ class Narrow(Multiply, ABC):
         self.history.copy_(torch.cat((largest[:, None], self.history[:, :-1]), 1))
         self.latest.zero_()
 
-    def followed(self) -> dict[str, "Noted"]:
+    def followed(self) -> dict[str, "TrackedMaxima"]:
         """Return the maxima that the next step's scales follow, by layer and factor, except for gradients that are partial sums
         of a rank."""
         assert self.history is not None
         largest = zip(FACTORS.items(), self.history.amax(1).tolist(), strict=True)
         return {
-            f"{self.layer}, {name}, of earlier steps": Noted(value, value, 1, whole=True)
+            f"{self.layer}, {name}, of earlier steps": TrackedMaxima(value, value, 1, whole=True)
             for (dims, name), value in largest
             if not (self.partial and dims == (TOKENS, OUTPUTS))
         }
@@ -262,13 +262,13 @@ class Narrow(Multiply, ABC):
         return work.wide or bool(work.raised and self.part in work.raised)
 
     @property
-    def travels_as(self) -> Scaling | None:
+    def dispatched_as(self) -> Scaling | None:
         if self.choices.dispatch == "wide" or self._wide:
             return None
         return replace(self.along, block=(1, self.along.block[1]))  # tokens of experts share no scale
 
     @property
-    def gradients_travel_as(self) -> Scaling | None:
+    def gradients_dispatched_as(self) -> Scaling | None:
         if self.choices.combine_gradients == "wide" or self._wide:
             return None
         return replace(self.gradient_along, block=(1, self.gradient_along.block[1]))  # as tokens: none share a scale
@@ -319,7 +319,7 @@ class Narrow(Multiply, ABC):
         return narrowed(weight, scaling, share=share, lost=self._lost(weight))
 
     def _lost(self, x: Tensor) -> Tensor | None:
-        """Return the counts of the layer's part, on the device of x, if somebody wants them."""
+        """Return the counts of the layer's part, on the device of x, if they are being recorded."""
         if _counts is None:
             return None
         if self.part not in _counts:
@@ -342,7 +342,7 @@ class Narrow(Multiply, ABC):
                 amax = self._delayed(amax, [*FACTORS].index((rows, columns)))
             if _seen is not None and amax.numel() and not part:
                 name = f"{self.layer}, {rows} x {columns}, {scaling.block}"
-                _seen[name] = Noted.of(amax, whole=whole).joined(_seen.get(name))
+                _seen[name] = TrackedMaxima.of(amax, whole=whole).joined(_seen.get(name))
             return amax
 
         return share
@@ -357,7 +357,7 @@ class Narrow(Multiply, ABC):
         return torch.where((before > 0) & amax.isfinite(), before, amax)
 
 
-class Noted(NamedTuple):
+class TrackedMaxima(NamedTuple):
     """The maxima that the scales of one factor followed, over several products and ranks."""
 
     least: float
@@ -370,11 +370,11 @@ class Noted(NamedTuple):
     def of(cls, amax: Tensor, *, whole: bool) -> Self:
         return cls(float(amax.min()), float(amax.double().sum()), amax.numel(), whole)
 
-    def joined(self, other: "Noted | None") -> "Noted":
+    def joined(self, other: "TrackedMaxima | None") -> "TrackedMaxima":
         """Return both together."""
         if other is None:
             return self
-        return Noted(min(self.least, other.least), self.total + other.total, self.blocks + other.blocks, self.whole)
+        return TrackedMaxima(min(self.least, other.least), self.total + other.total, self.blocks + other.blocks, self.whole)
 
     @property
     def value(self) -> float:
@@ -382,11 +382,11 @@ class Noted(NamedTuple):
         return self.least if self.whole else self.total / self.blocks
 
 
-_seen: dict[str, Noted] | None = None
+_seen: dict[str, TrackedMaxima] | None = None
 
 
 @contextmanager
-def maxima() -> Iterator[dict[str, Noted]]:
+def maxima() -> Iterator[dict[str, TrackedMaxima]]:
     """Inside the block, record the maxima that scales follow, by layer and factor, except for gradients that are partial sums of
     a rank."""
     global _seen

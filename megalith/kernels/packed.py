@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megalith.kernels.quantise import Narrowed, Scaling, quantise
+from megalith.kernels.quantise import QuantisedTensor, Scaling, quantise
 from megalith.spec.numbers import SCALE_BYTES
 
 SLABS: Mapping[str, int] = {"cpu": 1 << 16}
@@ -40,7 +40,7 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
             packed[part, columns:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         )  # of one row, too, at an aligned place
         codes = packed[part, :columns]
-        out[part] = Narrowed(codes, scales, None, scaling).factors(dtype)
+        out[part] = QuantisedTensor(codes, scales, None, scaling).factors(dtype)
     return out
 
 
@@ -79,7 +79,7 @@ def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -
             unpack_tiles(*each, scaling)
         return
     for part in _slabs(out, scaling.block[0]):
-        out[part] = Narrowed(codes[part], scales[_blocks(part, scaling)], None, scaling).factors(out.dtype)
+        out[part] = QuantisedTensor(codes[part], scales[_blocks(part, scaling)], None, scaling).factors(out.dtype)
 
 
 def _blocks(rows: slice, scaling: Scaling) -> slice:

@@ -60,7 +60,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class QuantisedTensor:
     """A tensor in a narrow format."""
 
     codes: Tensor
@@ -82,11 +82,11 @@ class Narrowed:
         return factors if self.whole is None else factors * self.whole
 
 
-def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Narrowed:
+def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> QuantisedTensor:
     """x [..., rows, columns] in a narrow format. `share` where other ranks hold a part of its blocks, or of the matrix where that has a
     scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
     scaled, scales, whole = _scaled(x, scaling, share)
-    return Narrowed(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
+    return QuantisedTensor(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
 
 
 def narrowed(

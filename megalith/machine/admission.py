@@ -14,7 +14,7 @@ from megalith import disk
 from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
-LEAST = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
+MINIMUM = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
 """Minimum resources to start a run; far below what a run should have, by which `megalith doctor` judges."""
 
 ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
@@ -23,7 +23,7 @@ CLOCK_SECONDS, LOOPBACK_SECONDS = 0.02, 0.5
 FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that waits to be fit
 
 
-def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
+def before_start(folder: Path, *, needs: Needs = MINIMUM) -> list[Finding]:
     """Check a machine before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
 
     Measurements of time never fail here: a machine may be busy, and still be sound.
@@ -56,8 +56,8 @@ def admit(folder: Path) -> None:
         raise UnfitError(f"this machine ({platform.node()}) is not fit to start on: {wrong}. {ANYWAY}")
 
 
-def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) -> bool:
-    """Check this machine `before_start` until it passes, for `seconds` at most; return whether it passed. `tell` is
+def await_fitness(folder: Path, *, seconds: float, notify: Callable[[str], None]) -> bool:
+    """Check this machine `before_start` until it passes, for `seconds` at most; return whether it passed. `notify` is
     called
     with the problems whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
@@ -67,7 +67,7 @@ def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) 
             return True
         if (failing := [one.check for one in found]) != said:
             said = failing
-            tell(failures(found))
+            notify(failures(found))
         left = end - time.monotonic()
         if left <= 0:
             return False

@@ -18,7 +18,7 @@ from megalith.kernels.quantise import Scaling
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, Mlp
-from megalith.models.router import EvenRouting, OneProcess, Router, Routing, Sets
+from megalith.models.router import BalanceSets, EvenRouting, LocalBalanceSets, Router, Routing
 from megalith.spec.model import MlpSpec, MoeSpec
 
 
@@ -83,8 +83,8 @@ class TokenDispatcher(Protocol):
         """The inverse of `enter`."""
         ...
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
-        """Plan the exchange from `counts` [experts] of the rows to send; `kept` is their number, if known; `dealing`: tokens are
+    def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> Traffic:
+        """Plan the exchange from `counts` [experts] of the rows to send; `kept` is their number, if known; `even`: tokens are
         distributed evenly."""
         ...
 
@@ -122,10 +122,10 @@ class LocalDispatcher:
     def leave(self, x: Tensor) -> Tensor:
         return x
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> Traffic:
-        if dealing is not None:
-            dealt = dealing.counts((range(dealing.seq),))
-            return Traffic(sum(dealt), Sizes(dealt))
+    def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> Traffic:
+        if even is not None:
+            balanced = even.counts((range(even.seq),))
+            return Traffic(sum(balanced), Sizes(balanced))
         sizes = Sizes(counts)
         return Traffic(sum(sizes.host) if kept is None else kept, sizes)
 
@@ -149,7 +149,7 @@ class LocalDispatcher:
 
 
 @dataclass(frozen=True)
-class Unpacking:
+class PendingUnpack:
     """Rows in flight in 8 bits, which are unpacked when they arrive."""
 
     pending: Pending
@@ -161,8 +161,8 @@ class Unpacking:
         return unpack(self.pending.wait(), self.columns, self.scaling, self.dtype)
 
 
-def _packed(rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> Unpacking:
-    return Unpacking(exchange.start_dispatch(pack(rows, scaling), traffic), rows.shape[1], scaling, rows.dtype)
+def _packed(rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> PendingUnpack:
+    return PendingUnpack(exchange.start_dispatch(pack(rows, scaling), traffic), rows.shape[1], scaling, rows.dtype)
 
 
 class _Packed(torch.autograd.Function):
@@ -205,8 +205,8 @@ class Moe(nn.Module):
     """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full skips it.
 
     The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows are in flight:
-    `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
-    `common` whenever there is time; in backward, `start_return`. The backward of a dispatch is a combine of gradients, and vice versa.
+    `route`, `enter` and `plan_dispatch` (attention's side), `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, `leave`;
+    `shared_expert` whenever there is time; in backward, `start_combine_backward`. A dispatch is the backward of a combine, and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:
@@ -217,35 +217,35 @@ class Moe(nn.Module):
         self.shared = None if shared is None else Mlp(dim, shared)
         self.shared_gate = Linear(dim, 1) if spec.shared_gate and spec.shared else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()
-        self.sets: Sets = OneProcess()
+        self.sets: BalanceSets = LocalBalanceSets()
         self.permute, self.unpermute = permute, unpermute  # seams: a trace swaps them for fused kernels
 
     @torch.compiler.disable  # how many rows an expert gets differs in every batch: compiled code would be compiled again for each
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Tensor, "batch seq dim"], batch: Batch
     ) -> Float[Tensor, "batch seq dim"]:
-        rows, deal = self.spread(x, self.route(x, batch))
-        arrived = self.dispatch(rows, deal.traffic)
-        returned = self.dispatcher.combine(self.run(arrived, deal), deal.traffic)
-        out = self.collect(returned, deal)
-        common = self.common(x)
-        return out if common is None else out + common
+        rows, destinations = self.prepare_dispatch(x, self.route(x, batch))
+        arrived = self.dispatch(rows, destinations.traffic)
+        returned = self.dispatcher.combine(self.run(arrived, destinations), destinations.traffic)
+        out = self.finish_combine(returned, destinations)
+        shared_expert = self.shared_expert(x)
+        return out if shared_expert is None else out + shared_expert
 
     def route(self, x: Tensor, batch: Batch) -> Routing:
         """Route the tokens of x [batch, seq, dim]."""
         return self.router(x, batch, self.sets)
 
-    def spread(self, x: Tensor, routing: Routing) -> tuple[Tensor, Destinations]:
+    def prepare_dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Destinations]:
         """The rows [sent, dim] to dispatch, sorted by expert."""
         own, weights = self.enter(x, routing)
-        deal = self.deal(routing, weights)
-        return self.permute(own, deal.order), deal
+        destinations = self.plan_dispatch(routing, weights)
+        return self.permute(own, destinations.order), destinations
 
     def enter(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """The tokens [tokens, dim] that this rank sends, and their weights [tokens, active]."""
         return self.dispatcher.enter(x).flatten(0, 1), self.dispatcher.enter(routing.weights).flatten(0, 1)
 
-    def deal(self, routing: Routing, weights: Tensor) -> Destinations:
+    def plan_dispatch(self, routing: Routing, weights: Tensor) -> Destinations:
         """Assign the routed tokens to rows of experts."""
         choices = self.sets.own(routing.choices)
         batch, seq, active = choices.shape
@@ -255,8 +255,8 @@ class Moe(nn.Module):
         if routing.kept is not None:  # dropped copies come last, as if of one more expert
             choices = choices.where(self.sets.own(routing.kept).flatten(0, 1), experts)
         counts.scatter_add_(0, choices.flatten(), torch.ones_like(choices.flatten()))
-        dealing = EvenRouting(batch, seq, active, experts) if routing.dealt else None
-        traffic = self.dispatcher.plan(counts[:-1], choices.numel() if routing.kept is None else None, dealing)
+        even = EvenRouting(batch, seq, active, experts) if routing.balanced else None
+        traffic = self.dispatcher.plan(counts[:-1], choices.numel() if routing.kept is None else None, even)
         order = Order.sorted_by(choices, traffic.rows)
         work = tokens_at_work()
         if work is not None and self.experts.multiply.draws:
@@ -272,44 +272,47 @@ class Moe(nn.Module):
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
         """Send rows [sent, dim] to the ranks of their experts, in the format in which the experts round them. Differentiable:
         gradients are those of the received rows, and are sent in the wide format."""
-        scaling = self.experts.multiply.travels_as
+        scaling = self.experts.multiply.dispatched_as
         if scaling is None:
             return self.dispatcher.dispatch(rows, traffic)
         return _Packed.apply(rows, scaling, self.dispatcher, traffic)  # pyright: ignore[reportReturnType]
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
         """`dispatch`, started, without autograd."""
-        scaling = self.experts.multiply.travels_as
+        scaling = self.experts.multiply.dispatched_as
         return (
             self.dispatcher.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.dispatcher, traffic)
         )
 
-    def run(self, rows: Tensor, deal: Destinations) -> Tensor:
+    def run(self, rows: Tensor, destinations: Destinations) -> Tensor:
         """Apply the experts to the received rows."""
-        return self.dispatcher.run(self.experts, rows, deal.traffic)
+        return self.dispatcher.run(self.experts, rows, destinations.traffic)
 
-    def start_return(self, grads: Tensor, traffic: Traffic) -> Pending:
+    def start_combine_backward(self, grads: Tensor, traffic: Traffic) -> Pending:
         """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format. Without
         autograd."""
-        scaling = self.experts.multiply.gradients_travel_as
+        scaling = self.experts.multiply.gradients_dispatched_as
         return (
             self.dispatcher.start_dispatch(grads, traffic)
             if scaling is None
             else _packed(grads, scaling, self.dispatcher, traffic)
         )
 
-    def collect(self, rows: Tensor, deal: Destinations) -> Tensor:
-        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as `start_return` sends them:
-        all copies of a token have the same."""
-        tokens, scaling = self.unpermute(rows, deal.weights, deal.order), self.experts.multiply.gradients_travel_as
+    def finish_combine(self, rows: Tensor, destinations: Destinations) -> Tensor:
+        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as
+        `start_combine_backward` sends them: all copies of a token have the same."""
+        tokens, scaling = (
+            self.unpermute(rows, destinations.weights, destinations.order),
+            self.experts.multiply.gradients_dispatched_as,
+        )
         tokens = tokens if scaling is None else _RoundedGradient.apply(tokens, scaling)
-        return self.leave(tokens, deal)  # pyright: ignore[reportArgumentType]
+        return self.leave(tokens, destinations)  # pyright: ignore[reportArgumentType]
 
-    def leave(self, tokens: Tensor, deal: Destinations) -> Tensor:
+    def leave(self, tokens: Tensor, destinations: Destinations) -> Tensor:
         """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""
-        return self.dispatcher.leave(tokens.unflatten(0, (deal.batch, -1)))
+        return self.dispatcher.leave(tokens.unflatten(0, (destinations.batch, -1)))
 
-    def common(self, x: Tensor) -> Tensor | None:
+    def shared_expert(self, x: Tensor) -> Tensor | None:
         """The shared expert's part [batch, seq, dim], if there is one."""
         if self.shared is None:
             return None

@@ -22,10 +22,10 @@ class Routing:
     choices: Tensor  # [batch, seq, active], numbers of experts
     weights: Tensor  # [batch, seq, active], fp32, differentiable; carries the balance losses
     kept: Tensor | None  # [batch, seq, active], False where the expert was full; None: no expert is ever full
-    dealt: bool  # evenly, without asking the scores, so that all counts are known in advance
+    balanced: bool  # evenly, without asking the scores, so that all counts are known in advance
 
 
-class Sets(Protocol):
+class BalanceSets(Protocol):
     """The sets of tokens over which loads are measured. Ranks that share a set add up their counts; in one process there is
     nothing to add."""
 
@@ -52,7 +52,7 @@ class Sets(Protocol):
         ...
 
 
-class OneProcess:
+class LocalBalanceSets:
     """The sets of a process that has every token."""
 
     sequence_ranks = 1
@@ -74,7 +74,7 @@ class OneProcess:
 
 
 @dataclass(frozen=True)
-class Record:
+class RoutingRecord:
     """One routing of one microbatch, for comparing two runs: choices that differ although `margins` are wide are an error."""
 
     batch: Batch
@@ -112,7 +112,7 @@ class Router(nn.Module):
             "counts", torch.zeros(experts + 1, dtype=torch.int64), persistent=False
         )  # this step's; last: dropped
         self.register_buffer("dropped", torch.zeros(()), persistent=False)  # choices dropped in the last step's global batch
-        self.records: list[Record] | None = None
+        self.records: list[RoutingRecord] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -121,17 +121,17 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def forward(self, x: Tensor, batch: Batch, sets: Sets) -> Routing:
+    def forward(self, x: Tensor, batch: Batch, sets: BalanceSets) -> Routing:
         """x [batch, seq, dim]. Without data (meta and fake tensors) there are no scores, and tokens are distributed evenly."""
         logits = _Logits.apply(x, self.weight)
         assert isinstance(logits, Tensor)
         scores = logits.softmax(-1) if self.spec.scores == "softmax" else logits.sigmoid()
-        dealt = self.spec.balanced or x.is_meta or isinstance(x, FakeTensor)
-        choices = self._dealt(scores, sets) if dealt else self._chosen(scores.detach(), batch)
-        if dealt and self.records is not None:
+        balanced = self.spec.balanced or x.is_meta or isinstance(x, FakeTensor)
+        choices = self._balanced_choices(scores, sets) if balanced else self._chosen(scores.detach(), batch)
+        if balanced and self.records is not None:
             self._record(batch, choices, [torch.full_like(scores[..., 0], float("inf"))])
         kept = None
-        if self.spec.capacity is not None and not dealt:
+        if self.spec.capacity is not None and not balanced:
             kept = sets.earlier(choices) < self._room(x.shape[1] * sets.sequence_ranks)
         weights = scores.gather(-1, choices)
         if self.spec.normalise:
@@ -142,7 +142,7 @@ class Router(nn.Module):
             own = None if kept is None else sets.own(kept)
             weights = _Attach.apply(weights, objective, self._counted(sets.own(choices), own), self, batch.gradient_scale)
             assert isinstance(weights, Tensor)
-        return Routing(choices, weights, kept, dealt)
+        return Routing(choices, weights, kept, balanced)
 
     def end_of_step(self, counts: Tensor) -> None:
         """Update the biases from `counts`, summed over all ranks, after the step: experts with less than the mean load get a
@@ -184,7 +184,7 @@ class Router(nn.Module):
         allowed.scatter_(-1, _best(worth, self.spec.active_groups, margins), True)
         return grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _dealt(self, scores: Tensor, sets: Sets) -> Tensor:
+    def _balanced_choices(self, scores: Tensor, sets: BalanceSets) -> Tensor:
         """Choice j of the token at position p of its sequence is expert (p * active + j) mod experts, on any plan."""
         rows, seq, experts = scores.shape
         positions = torch.cat([torch.arange(s.start, s.stop, device=scores.device) for s in sets.spans(seq)])
@@ -198,7 +198,7 @@ class Router(nn.Module):
 
     # --- what keeps loads even ---
 
-    def _objective(self, logits: Tensor, scores: Tensor, choices: Tensor, batch: Batch, sets: Sets) -> Tensor | None:
+    def _objective(self, logits: Tensor, scores: Tensor, choices: Tensor, batch: Batch, sets: BalanceSets) -> Tensor | None:
         """This rank's part of the auxiliary losses; parts of microbatches and ranks add up to the mean over the sets of the global batch.
 
         Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * choices of e in the set, P_e the mean over its tokens
@@ -216,7 +216,7 @@ class Router(nn.Module):
             terms.append(logits.logsumexp(-1).square().sum() * (self.spec.z_weight / tokens))
         return torch.stack(terms).sum() if terms else None
 
-    def _loads(self, choices: Tensor, sets: Sets) -> Tensor:
+    def _loads(self, choices: Tensor, sets: BalanceSets) -> Tensor:
         """f: how often the set of each token chose each expert, as a multiple of an even share. [batch or 1, 1, experts], fp32."""
         if self.spec.balance_set == "global":
             total = self.load.sum()
@@ -240,15 +240,15 @@ class Router(nn.Module):
         assert self.records is not None
         if not any(record.batch is batch for record in self.records):  # a forward that recomputation repeats
             closest = torch.stack(tuple(margins)).amin(0)
-            self.records.append(Record(batch, choices.sort(-1).values, closest))
+            self.records.append(RoutingRecord(batch, choices.sort(-1).values, closest))
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[dict[str, list[Record]]]:
+def recording(model: nn.Module) -> Iterator[dict[str, list[RoutingRecord]]]:
     """Yield a record of all routings of `model` inside the block, by the name of the router and in order of the microbatches'
     first forwards."""
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
-    found: dict[str, list[Record]] = {name: [] for name in routers}
+    found: dict[str, list[RoutingRecord]] = {name: [] for name in routers}
     try:
         for name, router in routers.items():
             router.records = found[name]

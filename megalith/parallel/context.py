@@ -92,17 +92,17 @@ class Line:
         group = group_of(world, ranks)
         return cls(group, group.rank(), group.size())
 
-    def pass_on(self, block: Tensor) -> "Arriving":
+    def pass_on(self, block: Tensor) -> "PendingBlock":
         """Begin to send a block to the next rank, and to receive the previous one's of the same shape."""
         arriving = torch.empty_like(block)
         following, previous = ((self.rank + step) % self.size for step in (1, -1))
         send = dist.P2POp(dist.isend, block, group=self.group, group_peer=following)
         receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=previous)
-        return Arriving(arriving, block, dist.batch_isend_irecv([send, receive]))
+        return PendingBlock(arriving, block, dist.batch_isend_irecv([send, receive]))
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingBlock:
     """A block in flight; the sent tensor must not change until the block has arrived."""
 
     block: Tensor

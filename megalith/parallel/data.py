@@ -28,7 +28,7 @@ from megalith.kernels.multiply import Multiply
 from megalith.kernels.numbers import Dtypes
 from megalith.kernels.quantise import Scaling
 from megalith.parallel.groups import wait_for
-from megalith.parallel.parcel import Item, Parcel, collect, deal
+from megalith.parallel.parcel import Item, Parcel, chunks_to_rows, rows_to_chunks
 from megalith.parallel.reduction import Reduction
 from megalith.parallel.source import Put, Source
 from megalith.spec.numbers import whole_tiles
@@ -242,7 +242,7 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 
 
 @dataclass
-class Arrival:
+class PendingGather:
     """Weights on their way. `mine`: this rank's message until it is sent, None if there is one shard; `everyone`: those of all ranks."""
 
     mine: Tensor | None
@@ -265,7 +265,7 @@ class Bucket:
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numbers = ends[-1]
         self.whole = True
-        self._arriving: Arrival | None = None
+        self._arriving: PendingGather | None = None
         self._packed: tuple[Parcel, Tensor] | None = None  # this rank's message, kept for the next gather
         self.probe: Probe | None = None
         self.observe: Observe | None = None
@@ -286,16 +286,16 @@ class Bucket:
             return
         if self._packed is not None:
             parcel, message = self._packed
-            self._arriving = Arrival(message, parcel)
+            self._arriving = PendingGather(message, parcel)
         else:
             self._arriving = self._read()
         if not self.late:
             self._send(self._arriving)
 
-    def _read(self) -> Arrival:
+    def _read(self) -> PendingGather:
         """Begin to bring this rank's shares into the form in which they are gathered. One shard has the whole weights at once."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
-        arrival = Arrival(None)
+        arrival = PendingGather(None)
         if self.size == 1:
             self._make_room()
             fill = self._fill_whole
@@ -340,7 +340,7 @@ class Bucket:
     def _pack(self, parcel: Parcel, message: Tensor) -> None:
         parcel.pack(message, (weight.share() for weight in self.weights))
 
-    def _send(self, arrival: Arrival) -> None:
+    def _send(self, arrival: PendingGather) -> None:
         """Begin to gather from all shards."""
         mine, arrival.mine = arrival.mine, None  # from now on the collective's alone
         if mine is not None:
@@ -375,7 +375,7 @@ class Bucket:
             return
         for weight, where in zip(self.weights, self.slices, strict=True):
             if not weight.resident:
-                collect(
+                chunks_to_rows(
                     weight.compute.data.movedim(weight.dim, 0), table[:, where], weight.chunk
                 )  # .data: saved views stay valid
 
@@ -428,7 +428,7 @@ class Bucket:
             if grad is None:
                 flat[:, where].zero_()
             else:
-                deal(flat[:, where], grad, weight.chunk)
+                rows_to_chunks(flat[:, where], grad, weight.chunk)
         return flat
 
     def finish(self, mine: Tensor) -> None:

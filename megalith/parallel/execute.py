@@ -15,9 +15,9 @@ from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
 from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of, wait_for
-from megalith.parallel.passes import Kept, Rest, Runner, Steps
+from megalith.parallel.passes import ForwardState, Rest, Runner, Steps
 from megalith.parallel.reduction import Reducer
-from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
+from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, RowEntry, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
 from megalith.schedule.restart import head, unmet
 
@@ -41,7 +41,7 @@ class _Flight:
     """State that one step holds between its actions."""
 
     batches: Sequence[Batch]
-    graphs: dict[Key, list[Kept]] = field(default_factory=dict)  # what a forward left for its backward
+    graphs: dict[Key, list[ForwardState]] = field(default_factory=dict)  # what a forward left for its backward
     rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
     arrived: dict[tuple[str, int, int], Tensor] = field(
         default_factory=dict
@@ -126,7 +126,7 @@ class Executor:
             "OFFLOAD": self._offload,
             "FETCH": self._fetch,
         }
-        kinds = {action.kind for slot in program.rows[self.rank] for action in parts(slot)}
+        kinds = {action.kind for entry in program.rows[self.rank] for action in parts(entry)}
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
@@ -136,8 +136,8 @@ class Executor:
         self._make_lanes()
         self._last = {
             action.stage: action.microbatch
-            for slot in program.rows[self.rank]
-            for action in parts(slot)
+            for entry in program.rows[self.rank]
+            for action in parts(entry)
             if action.kind in WEIGHT_GRADIENTS
         }
         self._unmet = unmet(program, self.rank)
@@ -161,11 +161,11 @@ class Executor:
         return RowResult(nll, flight.marks)
 
     def _play(self, row: Row, flight: _Flight) -> _Flight:
-        for slot in row:
-            if isinstance(slot, Action) and slot.kind not in COMPUTATIONS:
-                self._mark(str(slot), partial(self._handlers[slot.kind], slot, flight), flight)
+        for entry in row:
+            if isinstance(entry, Action) and entry.kind not in COMPUTATIONS:
+                self._mark(str(entry), partial(self._handlers[entry.kind], entry, flight), flight)
             else:
-                self._compute(slot, flight)
+                self._compute(entry, flight)
         return flight
 
     def _let_leave(self, flight: _Flight) -> None:
@@ -194,14 +194,14 @@ class Executor:
 
     # --- computation ---
 
-    def _compute(self, slot: Slot, flight: _Flight) -> None:
+    def _compute(self, entry: RowEntry, flight: _Flight) -> None:
         """Run one computation, or two in turns: while one waits for a message, the other computes."""
-        for action in parts(slot):
+        for action in parts(entry):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
                 self._mark("WAIT", partial(wait_for, work), flight)
         turns = [
             _Turn(str(action), self._computations[action.kind](action, flight), flight.batches[_key(action)[1]].work)
-            for action in parts(slot)
+            for action in parts(entry)
         ]
         while turns:
             for turn in list(turns):
@@ -312,7 +312,7 @@ class Executor:
     def _make_lanes(self) -> None:
         """Make a communicator for each direction of activations and of gradients that the program uses, so that none waits for
         another."""
-        messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
+        messages = (a for row in self.program.rows for entry in row for a in parts(entry) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
         for lane in used:
             if lane not in self._lanes:

@@ -54,7 +54,7 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
     places = {f"experts.{name}": Place(groups.experts, *SPLITS[name]) for name, _ in moe.experts.named_parameters()}
     if plan.expert * plan.expert_tensor * plan.context * plan.tensor > 1:
         moe.dispatcher = AllToAllDispatcher(groups, sequence=plan.sequence)
-    moe.sets = ByRank(groups, sequence=plan.sequence)
+    moe.sets = DistributedBalanceSets(groups, sequence=plan.sequence)
     return places
 
 
@@ -102,7 +102,7 @@ def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: i
     return tuple(found)
 
 
-class ByRank:
+class DistributedBalanceSets:
     """Sets of tokens that are spread over ranks. Without `sequence`, the ranks of a tensor group have the same part."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
@@ -186,16 +186,16 @@ class AllToAllDispatcher:
     def leave(self, x: Tensor) -> Tensor:
         return x if self._same is None else join_shares(x, self._same)
 
-    def plan(self, counts: Tensor, kept: int | None, dealing: EvenRouting | None) -> AllToAllTraffic:
+    def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> AllToAllTraffic:
         ranks, parts = self.expert.size(), self.expert_tensor.size()
         mine = counts.shape[0] // ranks
-        if ranks * parts == 1 and dealing is None:  # nothing is sent, so the host need not know how much there is
+        if ranks * parts == 1 and even is None:  # nothing is sent, so the host need not know how much there is
             sizes = Sizes(counts)
             return AllToAllTraffic(sum(sizes.host) if kept is None else kept, sizes, [], [], [], None)
-        if dealing is None:
+        if even is None:
             sent, arriving = self._ask(counts)
         else:
-            sent, arriving = self._dealt(dealing)
+            sent, arriving = self._even_traffic(even)
         receive = [sum(row) for row in arriving[self.expert_tensor.rank()]]
         order = None
         if mine > 1 and ranks * parts > 1:
@@ -258,15 +258,15 @@ class AllToAllDispatcher:
         sent, rest = known.split((counts.shape[0], table.shape[0]))
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
-    def _dealt(self, dealing: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
+    def _even_traffic(self, even: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
         """Return the same for evenly distributed tokens, without communication."""
         of = {
-            place: dealing.counts(
-                spans_of(dealing.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)
+            place: even.counts(
+                spans_of(even.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)
             )
             for place in {place for row in self._sources for place in row}
         }
-        mine = dealing.experts // self.expert.size()
+        mine = even.experts // self.expert.size()
         first = self.expert.rank() * mine
         arriving = [[list(of[place][first : first + mine]) for place in row] for row in self._sources]
         return list(of[self._sources[self.expert_tensor.rank()][self.expert.rank()]]), arriving

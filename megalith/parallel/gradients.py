@@ -22,20 +22,20 @@ class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedParameters:
     """Parameters that other ranks hold too, which their DTensors do not show."""
 
     partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
     tied: tuple[str, ...]  # on the first and on the last pipeline rank
 
 
-def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> Shared:
+def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> SharedParameters:
     """Find them. `tied`: names that both ends of the pipeline hold."""
     partial = tuple(name for name, weight in weights.items() if weight.partial and groups.mesh.tensor > 1)
-    return Shared(partial, tuple(name for name in tied if name in weights))
+    return SharedParameters(partial, tuple(name for name in tied if name in weights))
 
 
-def add_up(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> None:
+def add_up(parameters: Mapping[str, nn.Parameter], shares: SharedParameters, groups: Groups) -> None:
     """Sum the partial gradients: over the tensor ranks, and over the two ends that hold a tied embedding."""
     _sum_bucket([_grad(parameters[name]) for name in shares.partial], groups.tensor)
     _sum_bucket([_grad(parameters[name]) for name in shares.tied], groups.ends)
@@ -56,7 +56,7 @@ def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         grad.copy_(total.view_as(grad))
 
 
-def counted(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> list[str]:
+def counted(parameters: Mapping[str, nn.Parameter], shares: SharedParameters, groups: Groups) -> list[str]:
     """The parameters whose share this rank counts in a sum over all ranks."""
     first_end = groups.coordinates["pipeline"] == 0
     return [name for name, p in parameters.items() if (first_end or name not in shares.tied) and _first_holder(p)]

@@ -25,7 +25,7 @@ from megalith.models.block import Block
 from megalith.models.moe import Destinations, LocalDispatcher, Moe, Pending
 from megalith.parallel.passes import Graph, Piece, Steps, record
 from megalith.parallel.recompute import is_checkpointed, unwrapped
-from megalith.parallel.retain import STAYS, Saved, Shelf, taken
+from megalith.parallel.retain import STAYS, SavedTensor, Shelf, unpack_saved
 
 
 def dispatches_tokens(part: nn.Module) -> TypeGuard[Block]:
@@ -41,36 +41,36 @@ class BlockComputations:
     def __init__(self, block: Block, batch: Batch) -> None:
         assert isinstance(block.mlp, Moe)
         self.block, self.moe, self.batch = block, block.mlp, batch
-        self._deal: Destinations | None = None
+        self._destinations: Destinations | None = None
 
     @property
-    def deal(self) -> Destinations:
+    def destinations(self) -> Destinations:
         """Destinations of the tokens; their weights are data."""
-        assert self._deal is not None
-        return self._deal
+        assert self._destinations is not None
+        return self._destinations
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return x with attention added, the MLP's input, the tokens of it that this rank sends, and their weights."""
         residual, normal = unwrapped(self.block, "attend")(x, self.batch)
         routing = self.moe.route(normal, self.batch)
         own, weights = self.moe.enter(normal, routing)
-        if self._deal is None:  # other ranks are asked once
-            self._deal = self.moe.deal(routing, weights.detach())
+        if self._destinations is None:  # other ranks are asked once
+            self._destinations = self.moe.plan_dispatch(routing, weights.detach())
         return residual, normal, own, weights
 
-    def common(self, normal: Tensor) -> tuple[Tensor, ...]:
+    def shared_expert(self, normal: Tensor) -> tuple[Tensor, ...]:
         """Return the shared expert's output, if there is a shared expert."""
-        made = unwrapped(self.moe, "common")(normal)
+        made = unwrapped(self.moe, "shared_expert")(normal)
         return () if made is None else (made,)
 
     def experts(self, rows: Tensor) -> tuple[Tensor]:
         """Apply the experts to the received rows."""
-        return (unwrapped(self.moe, "run")(rows, self.deal),)
+        return (unwrapped(self.moe, "run")(rows, self.destinations),)
 
-    def join(self, residual: Tensor, tokens: Tensor, *common: Tensor) -> tuple[Tensor]:
+    def join(self, residual: Tensor, tokens: Tensor, *shared_expert: Tensor) -> tuple[Tensor]:
         """The block's output from the tokens' sums."""
-        out = self.moe.leave(tokens, self.deal)
-        return (self.block.join(residual, out + common[0] if common else out),)
+        out = self.moe.leave(tokens, self.destinations)
+        return (self.block.join(residual, out + shared_expert[0] if shared_expert else out),)
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class RecomputeChoice:
     """Computations that run again in backward, from their saved inputs; `rows`: rows are dispatched to their experts again."""
 
     attend: bool
-    common: bool
+    shared_expert: bool
     experts: bool
     rows: bool
 
     @classmethod
-    def of(cls, lines: BlockComputations) -> "RecomputeChoice":
+    def of(cls, computations: BlockComputations) -> "RecomputeChoice":
         """Return the choice that `parallel.recompute` marked on the block."""
-        block, moe = lines.block, lines.moe
+        block, moe = computations.block, computations.moe
         mixture = is_checkpointed(block) or is_checkpointed(moe)
         return cls(
             attend=is_checkpointed(block) or is_checkpointed(block, "attend"),
-            common=mixture or is_checkpointed(moe, "common"),
+            shared_expert=mixture or is_checkpointed(moe, "shared_expert"),
             experts=mixture or is_checkpointed(moe, "run"),
             rows=mixture,
         )
@@ -99,10 +99,10 @@ class Replay:
     """A function whose graph is built in forward, or, with `recompute`, rebuilt from its inputs shortly before
     backward. `shelf` keeps what forward leaves."""
 
-    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, recompute: bool, shelf: Shelf) -> None:
-        self.lines, self.recompute, self.shelf = lines, recompute, shelf
+    def __init__(self, computations: Callable[..., tuple[Tensor, ...]], *, recompute: bool, shelf: Shelf) -> None:
+        self.computations, self.recompute, self.shelf = computations, recompute, shelf
         self._piece: Piece | None = None
-        self._inputs: tuple[Tensor | Saved, ...] = ()
+        self._inputs: tuple[Tensor | SavedTensor, ...] = ()
 
     def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
         """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
@@ -110,15 +110,15 @@ class Replay:
             return self._make(inputs, self.shelf)
         self._inputs = tuple(map(self.shelf.put, inputs)) if keep else ()
         with torch.no_grad():
-            return self.lines(*inputs)
+            return self.computations(*inputs)
 
     def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the forward again, with its graph."""
-        inputs, self._inputs = inputs or tuple(map(taken, self._inputs)), ()
+        inputs, self._inputs = inputs or tuple(map(unpack_saved, self._inputs)), ()
         return self._make(inputs, STAYS)
 
     def _make(self, inputs: tuple[Tensor, ...], shelf: Shelf) -> tuple[Tensor, ...]:
-        outs, self._piece = record(self.lines, *inputs, shelf=shelf)
+        outs, self._piece = record(self.computations, *inputs, shelf=shelf)
         return outs
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
@@ -131,60 +131,62 @@ class Replay:
 class BlockGraphs:
     """The graphs of one block."""
 
-    lines: BlockComputations
+    computations: BlockComputations
     recompute: RecomputeChoice
     attend: Replay
-    common: Replay
+    shared_expert: Replay
     experts: Replay
     join: Piece
-    normal: Tensor | Saved | None  # recomputation starts from it
-    sent: Tensor | Saved | None  # back by the experts
+    normal: Tensor | SavedTensor | None  # recomputation starts from it
+    sent: Tensor | SavedTensor | None  # back by the experts
 
     differentiable = True
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
         """See `Graph`."""
-        deal, dispatcher = self.lines.deal, self.lines.moe.dispatcher
-        of_residual, of_tokens, *of_common = self.join.gradients([grad], queue)
+        destinations, dispatcher = self.computations.destinations, self.computations.moe.dispatcher
+        of_residual, of_tokens, *of_shared = self.join.gradients([grad], queue)
         assert of_tokens is not None
-        factors = dispatcher.start_dispatch(factors_of(deal.weights, deal.order).unsqueeze(-1), deal.traffic)
-        moving = self.lines.moe.start_return(rows_of(of_tokens, deal.order), deal.traffic)
+        factors = dispatcher.start_dispatch(
+            factors_of(destinations.weights, destinations.order).unsqueeze(-1), destinations.traffic
+        )
+        moving = self.computations.moe.start_combine_backward(rows_of(of_tokens, destinations.order), destinations.traffic)
         if self.recompute.attend:
             self.normal = self.attend.rerun()[1]
         coming = self._send_again() if self.recompute.rows else None
-        of_normal = self._common_backward(of_common, queue)
+        of_normal = self._shared_backward(of_shared, queue)
         if self.recompute.experts:
             (self.sent,) = self.experts.rerun() if coming is None else self.experts.rerun((yield coming))
         of_sent = yield moving
-        products = dispatcher.start_combine(self._weigh(of_sent, factors.wait()), deal.traffic)
+        products = dispatcher.start_combine(self._weigh(of_sent, factors.wait()), destinations.traffic)
         (of_arrived,) = self.experts.gradients([of_sent], queue)
         assert of_arrived is not None
-        of_rows = yield dispatcher.start_combine(of_arrived, deal.traffic)
-        of_weights = by_token(products.wait().squeeze(-1), deal.order)
-        return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, deal.order), of_weights], queue)[0]
+        of_rows = yield dispatcher.start_combine(of_arrived, destinations.traffic)
+        of_weights = by_token(products.wait().squeeze(-1), destinations.order)
+        return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, destinations.order), of_weights], queue)[0]
 
     def _send_again(self) -> Pending:
         """Dispatch the experts' input rows again, from the tokens that they were made of."""
-        lines = self.lines
+        computations = self.computations
         assert self.normal is not None
-        own = lines.moe.dispatcher.enter(taken(self.normal)).flatten(0, 1)
-        return lines.moe.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
+        own = computations.moe.dispatcher.enter(unpack_saved(self.normal)).flatten(0, 1)
+        return computations.moe.start_dispatch(rows_of(own, computations.destinations.order), computations.destinations.traffic)
 
-    def _common_backward(self, of_common: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
+    def _shared_backward(self, of_shared: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
         """The gradient of the shared expert's input, if there is one."""
-        if not of_common:
+        if not of_shared:
             return None
-        if self.recompute.common:
+        if self.recompute.shared_expert:
             assert self.normal is not None
-            self.common.rerun(taken(self.normal))
+            self.shared_expert.rerun(unpack_saved(self.normal))
         self.normal = None
-        return self.common.gradients(of_common, queue)[0]
+        return self.shared_expert.gradients(of_shared, queue)[0]
 
     def _weigh(self, of_sent: Tensor, factors: Tensor) -> Tensor:
         """Turn gradients of weighted results [rows, dim] into gradients of the results, in place; return the gradients of the
         weights [rows, 1]."""
         assert self.sent is not None
-        products = (taken(self.sent) * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
+        products = (unpack_saved(self.sent) * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
         self.sent = None
         of_sent.mul_(factors)  # in fp32, rounded once
         return products
@@ -192,26 +194,26 @@ class BlockGraphs:
 
 def forward(block: Block, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor, Graph]]:
     """`block(x, batch)` in steps, and its graphs, whose tensors `shelf` keeps."""
-    lines = BlockComputations(block, batch)
-    recompute, dispatcher = RecomputeChoice.of(lines), lines.moe.dispatcher
-    attend, common, experts = (
-        Replay(lines.attend, recompute=recompute.attend, shelf=shelf),
-        Replay(lines.common, recompute=recompute.common, shelf=shelf),
-        Replay(lines.experts, recompute=recompute.experts, shelf=shelf),
+    computations = BlockComputations(block, batch)
+    recompute, dispatcher = RecomputeChoice.of(computations), computations.moe.dispatcher
+    attend, shared_expert, experts = (
+        Replay(computations.attend, recompute=recompute.attend, shelf=shelf),
+        Replay(computations.shared_expert, recompute=recompute.shared_expert, shelf=shelf),
+        Replay(computations.experts, recompute=recompute.experts, shelf=shelf),
     )
     residual, normal, own, weights = attend.run(x)
-    deal = lines.deal
-    pending = lines.moe.start_dispatch(rows_of(own, deal.order), deal.traffic)
-    made = common.run(normal, keep=False)
+    destinations = computations.destinations
+    pending = computations.moe.start_dispatch(rows_of(own, destinations.order), destinations.traffic)
+    made = shared_expert.run(normal, keep=False)
     (sent,) = experts.run((yield pending), keep=not recompute.rows)
-    returned = yield dispatcher.start_combine(sent, deal.traffic)
-    (out,), join = record(lines.join, residual, sums_of(returned, weights, deal.order), *made, shelf=shelf)
-    made_from = (recompute.common or recompute.rows) and not recompute.attend
+    returned = yield dispatcher.start_combine(sent, destinations.traffic)
+    (out,), join = record(computations.join, residual, sums_of(returned, weights, destinations.order), *made, shelf=shelf)
+    made_from = (recompute.shared_expert or recompute.rows) and not recompute.attend
     return out, BlockGraphs(
-        lines,
+        computations,
         recompute,
         attend,
-        common,
+        shared_expert,
         experts,
         join,
         normal=shelf.put(normal) if made_from else None,

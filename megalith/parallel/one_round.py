@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-MOST = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
+MAXIMUM = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
 """Bytes of the whole tensor up to which the number of steps matters more than the bytes (benchmarks/collectives.py). gloo has no
 reduce-scatter: it sums everything on every rank, so one round was faster at every measured size."""
 
@@ -128,7 +128,7 @@ def _backend(group: ProcessGroup) -> Any:
 
 
 def _small(what: str, backend: Any, whole: Tensor) -> bool:
-    return backend.name() == "gloo" and 0 < whole.nbytes <= MOST[what]
+    return backend.name() == "gloo" and 0 < whole.nbytes <= MAXIMUM[what]
 
 
 def _adds(operator: ReduceOp) -> Callable[[Tensor], Tensor] | None:

@@ -23,7 +23,7 @@ from megalith.models.linear import Linear
 
 
 @dataclass(frozen=True)
-class Moving:
+class PendingPiece:
     """A piece in flight."""
 
     piece: Tensor
@@ -58,20 +58,20 @@ class Pieces:
         """A view [shares, batch, length, ...] of [batch, seq, ...]."""
         return whole.unflatten(1, (self.shares, -1)).movedim(1, 0)
 
-    def gather(self, share: Tensor) -> Moving:
+    def gather(self, share: Tensor) -> PendingPiece:
         """[batch, length, ...] -> [shares, batch, length, ...]."""
         share = share.contiguous()
         out = share.new_empty(self.shares, *share.shape)
         work = dist.all_gather_into_tensor(out.flatten(0, 1), share, group=self.group, async_op=True)
-        return Moving(out, share, work)
+        return PendingPiece(out, share, work)
 
-    def add_up(self, part: Tensor) -> Moving:
+    def add_up(self, part: Tensor) -> PendingPiece:
         """Partial sums [shares, batch, length, ...] -> this rank's share [batch, length, ...] of the total."""
         part = part.contiguous()
         if not self.sequence:
-            return Moving(part[0], part, dist.all_reduce(part, group=self.group, async_op=True))
+            return PendingPiece(part[0], part, dist.all_reduce(part, group=self.group, async_op=True))
         out = part.new_empty(part.shape[1:])
-        return Moving(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
+        return PendingPiece(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
 
     def gathered(self, x: Tensor, use: Callable[[slice, Tensor], None]) -> Tensor:
         """Gather x [batch, length, ...] whole [batch, seq, ...]; call `use` on each piece [shares, batch, length, ...] when it
@@ -191,7 +191,7 @@ class _InPieces(nn.Module):
         return _Leave.apply(x, weight, self.pieces, self.recipe)  # pyright: ignore[reportReturnType]
 
 
-class Overlapped:
+class OverlappedForward:
     """A split module's forward, with the exchanges at its boundary inside its first and last products.
 
     Its own code does not change: the outputs of the first layers are computed before it runs, and the last layer returns the

@@ -102,7 +102,7 @@ class Parcel:
                     unpack_tiles(codes, scales, share, item.scaling)
 
 
-def deal(flat: Tensor, rows: Tensor, chunk: int) -> None:
+def rows_to_chunks(flat: Tensor, rows: Tensor, chunk: int) -> None:
     """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
@@ -113,8 +113,8 @@ def deal(flat: Tensor, rows: Tensor, chunk: int) -> None:
         table[full + 1 :].zero_()
 
 
-def collect(rows: Tensor, flat: Tensor, chunk: int) -> None:
-    """rows <- flat: the inverse of `deal`."""
+def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
+    """rows <- flat: the inverse of `rows_to_chunks`."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])

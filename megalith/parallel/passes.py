@@ -22,7 +22,7 @@ from megalith.models.moe import Pending
 from megalith.models.stage import Stage
 from megalith.parallel.data import Bucket, Weight
 from megalith.parallel.reduction import Reducer
-from megalith.parallel.retain import STAYS, Retention, Saved, Shelf, taken
+from megalith.parallel.retain import STAYS, Retention, SavedTensor, Shelf, unpack_saved
 
 # --- graphs ---
 
@@ -138,11 +138,11 @@ class Segment:
     graphs."""
 
     parts: range
-    x: Tensor | Saved
+    x: Tensor | SavedTensor
     batch: Batch
 
 
-class Kept(NamedTuple):
+class ForwardState(NamedTuple):
     """State that forward left for the backward of a part, or of a segment."""
 
     left: Graph | Segment
@@ -230,10 +230,10 @@ class Runner:
 
     # --- computation ---
 
-    def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Kept]]]:
+    def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[ForwardState]]]:
         """Return the stage's detached output, or its loss, and the saved state of each part for backward."""
         batch = self.stage.prepare(batch)
-        kept: list[Kept] = []
+        kept: list[ForwardState] = []
         out: Tensor | Loss = x
         for number in range(len(self.parts)):
             assert isinstance(out, Tensor)
@@ -241,10 +241,10 @@ class Runner:
             segment, shelf = self.segments.get(number), self._shelf(number, batch)
             if segment is None:
                 out, graph = yield from self._compute(number, out, batch, shelf)
-                kept += [Kept(graph, shelf)] if graph else []
+                kept += [ForwardState(graph, shelf)] if graph else []
             else:
                 if number == segment.start and torch.is_grad_enabled():
-                    kept.append(Kept(Segment(segment, shelf.put(out), batch), shelf))
+                    kept.append(ForwardState(Segment(segment, shelf.put(out), batch), shelf))
                 out = yield from self._pass(number, out, batch)
             shelf.leave()
             self._leave(number, number + 1)
@@ -275,7 +275,7 @@ class Runner:
         """The graphs of a segment's parts, from its input. The weights of its last part stay gathered, because backward begins
         with them."""
         graphs: list[Graph] = []
-        x: Tensor | Loss = taken(segment.x)
+        x: Tensor | Loss = unpack_saved(segment.x)
         for number in segment.parts:
             assert isinstance(x, Tensor)
             then = number + 1 if number + 1 < segment.parts.stop else None
@@ -287,28 +287,28 @@ class Runner:
                 self._leave(number, then)
         return graphs
 
-    def fetch(self, kept: list[Kept]) -> None:
+    def fetch(self, kept: list[ForwardState]) -> None:
         """Begin to bring back the saved tensors that left the device, of the last remaining part of which any did."""
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 
-    def _next_graph(self, kept: list[Kept]) -> Steps[Graph]:
+    def _next_graph(self, kept: list[ForwardState]) -> Steps[Graph]:
         """Remove and return the graph of the last remaining part, whose saved tensors come back now, and those of the part before it
         begin to. A segment's parts run again first."""
         last = kept.pop()
         last.shelf.fetch()
         self.fetch(kept)
         if isinstance(last.left, Segment):
-            kept += map(Kept, (yield from self._rerun(last.left)))
+            kept += map(ForwardState, (yield from self._rerun(last.left)))
             last = kept.pop()
         assert not isinstance(last.left, Segment)
         return last.left
 
-    def _before(self, number: int, kept: list[Kept]) -> int:
+    def _before(self, number: int, kept: list[ForwardState]) -> int:
         """Return the part whose weights are needed after those of part `number`, in a backward with `kept` left."""
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
-    def backward(self, kept: list[Kept], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
+    def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
         """The gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
         for number in reversed(range(len(self.parts))):
             graph = yield from self._next_graph(kept)
@@ -319,7 +319,7 @@ class Runner:
             self._collect(number, reduce)
         return grad
 
-    def input_backward(self, kept: list[Kept], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
+    def input_backward(self, kept: list[ForwardState], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
         """The first half of a backward: return the gradient of the stage's input, and the rest for the second half. `kept` is
         used up."""
         rests: list[Rest] = []

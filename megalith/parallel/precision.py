@@ -32,8 +32,8 @@ RECIPES: dict[str, type[Multiply]] = {
 def apply_precision(
     part: nn.Module, recipe: str, *, name: str = "", blocks: int = 0, choices: PrecisionSpec | None = None
 ) -> dict[nn.Module, Narrow]:
-    """Give every module of a newly built part that multiplies by a weight the recipe of this name; where it narrows, layers that stay wide
-    get the plain one. `name` is the part's in a model of `blocks` blocks. Returns the recipes of the modules that narrow.
+    """Set the recipe for the products with a weight in a newly built part. Under a narrow recipe, layers that stay wide get the plain one.
+    `name`: the part's name in a model of `blocks` blocks. Returns the narrow recipes by module.
 
     Raises ValueError for a name that no recipe has.
     """

@@ -12,7 +12,7 @@ from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
 from megalith.spec.plan import Plan, recomputed
 
-SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common"}
+SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared_expert"}
 """Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
 
 

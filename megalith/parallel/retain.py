@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.models.batch import Batch
 
 
-class Coming(Protocol):
+class PendingFetch(Protocol):
     """Memory on its way back to the device."""
 
     def wait(self) -> Tensor:
@@ -26,10 +26,10 @@ class Coming(Protocol):
         ...
 
 
-class Copy(Protocol):
+class OffloadedCopy(Protocol):
     """The content of some memory, in a tier."""
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> PendingFetch:
         """Begin to move the content back. Called once."""
         ...
 
@@ -37,7 +37,7 @@ class Copy(Protocol):
 class Tier(Protocol):
     """Place outside the device for memory that waits for its backward."""
 
-    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+    def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
         """Begin to move all memory of a block (tensors of one dimension, contiguous) to the tier. The caller drops it."""
         ...
 
@@ -47,10 +47,10 @@ class _Memory:
 
     def __init__(self, whole: Tensor) -> None:
         self._here: Tensor | None = whole
-        self._copy: Copy | None = None
-        self._coming: Coming | None = None
+        self._copy: OffloadedCopy | None = None
+        self._coming: PendingFetch | None = None
 
-    def leave(self, copy: Copy) -> None:
+    def leave(self, copy: OffloadedCopy) -> None:
         """Drop the memory, of which there is a copy."""
         self._copy, self._here = copy, None
 
@@ -69,7 +69,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor as a view of memory that may be elsewhere."""
 
     memory: _Memory
@@ -94,7 +94,7 @@ class Shelf:
         """Return a context in which autograd saves its tensors here. It holds no pause of a computation."""
         return nullcontext()
 
-    def put(self, tensor: Tensor) -> Tensor | Saved:
+    def put(self, tensor: Tensor) -> Tensor | SavedTensor:
         """Keep a tensor that autograd does not save."""
         return tensor
 
@@ -108,7 +108,7 @@ class Shelf:
 STAYS = Shelf()
 
 
-class Away(Shelf):
+class OffloadShelf(Shelf):
     """Saved tensors that leave the device when the block's forward has ended."""
 
     moves = True
@@ -120,9 +120,9 @@ class Away(Shelf):
         self._left: list[weakref.ref[_Memory]] = []
 
     def saving(self) -> AbstractContextManager[object]:
-        return saved_tensors_hooks(self.put, taken)
+        return saved_tensors_hooks(self.put, unpack_saved)
 
-    def put(self, tensor: Tensor) -> Tensor | Saved:
+    def put(self, tensor: Tensor) -> Tensor | SavedTensor:
         storage = tensor.untyped_storage()
         address, size, each = storage._cdata, storage.nbytes(), tensor.element_size()
         if address in self._stays or not size or size % each or tensor.device != self._device:
@@ -130,7 +130,7 @@ class Away(Shelf):
         if (memory := self._memories.get(address)) is None:
             # an as_strided view, not a copy: what is saved may still be written, such as a buffer that is filled piece by piece
             memory = self._memories[address] = _Memory(tensor.detach().as_strided((size // each,), (1,), 0))
-        return Saved(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def leave(self) -> None:
         memories = [*self._memories.values()]
@@ -147,9 +147,9 @@ class Away(Shelf):
         self._left = []
 
 
-def taken(kept: Tensor | Saved) -> Tensor:
+def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
     """Return a tensor that a shelf keeps, on the device."""
-    return kept.tensor() if isinstance(kept, Saved) else kept
+    return kept.tensor() if isinstance(kept, SavedTensor) else kept
 
 
 class Retention:
@@ -164,7 +164,7 @@ class Retention:
         if part is None or not torch.is_grad_enabled():
             return STAYS
         held = (*part.parameters(), *part.buffers(), *_tensors(batch))
-        return Away(self._tier, frozenset(tensor.untyped_storage()._cdata for tensor in held), self._device)
+        return OffloadShelf(self._tier, frozenset(tensor.untyped_storage()._cdata for tensor in held), self._device)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -31,7 +31,7 @@ from megalith.models.norm import LayerNorm, RMSNorm
 from megalith.models.own import OwnModule, declaration
 from megalith.models.router import Router
 from megalith.parallel.conjugate import conjugates
-from megalith.parallel.overlap import Overlapped, Pieces
+from megalith.parallel.overlap import OverlappedForward, Pieces
 
 
 @dataclass
@@ -139,7 +139,7 @@ def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the inputs of a linear layer; its outputs are partial sums, which the boundary around it adds up, and then its bias."""
+    """Split the inputs of a linear layer; its outputs are partial sums. The boundary around it adds them up, and then the bias."""
     assert isinstance(module, Linear)
     share(module, "weight", split, dim=1)
     if module.bias is not None:
@@ -233,7 +233,7 @@ def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
     first = [layer for name in seams.first if isinstance(layer := getattr(module, name, None), Linear)]
     last = getattr(module, seams.last)
     pieces = Pieces(split.group, split.sequence, split.pieces)
-    module.forward = Overlapped(module, pieces, first=first, last=last, after=partial(_with_late, module, split))
+    module.forward = OverlappedForward(module, pieces, first=first, last=last, after=partial(_with_late, module, split))
 
 
 # --- vocabulary ---

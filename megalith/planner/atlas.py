@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith.planner.answer import CONVENTION, assumption, headroom, short
 from megalith.planner.candidates import Space
+from megalith.planner.plan_result import CONVENTION, assumption, headroom, short
 from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.search import Candidate, search
 from megalith.spec.cluster import ClusterSpec
@@ -17,7 +17,7 @@ MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-
 SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
 """A map has many squares, and each is a search; it shows only what the trainer runs."""
 
-MOST = 7
+MAXIMUM = 7
 """Largest number of columns, each a number of nodes."""
 
 
@@ -41,52 +41,52 @@ class Square:
 class Atlas:
     """All squares by model, and their common settings."""
 
-    asked: ResolvedRequest
+    request: ResolvedRequest
     models: tuple[str, ...]
     nodes: tuple[int, ...]
     squares: tuple[Square, ...]
 
     def to_json(self) -> dict[str, Any]:
-        cluster, train = self.asked.cluster, self.asked.run.train
+        cluster, train = self.request.cluster, self.request.run.train
         return {
             "accelerator": cluster.accelerator.name, "title": cluster.accelerator.title, "per_node": cluster.per_node,
             "memory": cluster.accelerator.memory, "peak": cluster.accelerator.wide, "seq_len": train.seq_len,
-            "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION,
-            "assumption": assumption(self.asked.software),
+            "global_batch": train.global_batch, "format": self.request.format, "convention": CONVENTION,
+            "assumption": assumption(self.request.software),
             "spare": headroom(), "models": self.models, "nodes": self.nodes,
-            "notes": list(self.asked.notes), "squares": [square.to_json() for square in self.squares],
+            "notes": list(self.request.notes), "squares": [square.to_json() for square in self.squares],
         }  # fmt: skip
 
 
-def atlas(question: PlanRequest, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
-    """Search for every square; `tick` gets the name of each before its search. The question's cluster is the largest one
+def atlas(plan_request: PlanRequest, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
+    """Search for every square; `tick` gets the name of each before its search. The request's cluster is the largest one
     searched. Raises
-    SpecErrors with all that is wrong with the question."""
-    asked = _all(question, models)
-    cluster = asked[0].cluster
+    SpecErrors with all that is wrong with the request."""
+    request = _all(plan_request, models)
+    cluster = request[0].cluster
     nodes = columns(cluster.nodes)
     squares: list[Square] = []
-    for model, one in zip(models, asked, strict=True):
+    for model, one in zip(models, request, strict=True):
         for count in nodes:
             tick(f"{model} on {count} nodes")
             squares.append(_square(model, replace(one, cluster=_part(cluster, count)), count))
-    return Atlas(asked[0], tuple(models), nodes, tuple(squares))
+    return Atlas(request[0], tuple(models), nodes, tuple(squares))
 
 
 def columns(nodes: int) -> tuple[int, ...]:
-    """At most MOST numbers of nodes from 1 to all nodes. Each is the previous one times the same power of two, except the
+    """At most MAXIMUM numbers of nodes from 1 to all nodes. Each is the previous one times the same power of two, except the
     last."""
     found = [1 << bit for bit in range(nodes.bit_length())]
-    step = -(-len(found) // (MOST - 1))
+    step = -(-len(found) // (MAXIMUM - 1))
     return tuple(dict.fromkeys((*found[::step], nodes)))
 
 
-def _all(question: PlanRequest, models: Sequence[str]) -> list[ResolvedRequest]:
+def _all(plan_request: PlanRequest, models: Sequence[str]) -> list[ResolvedRequest]:
     found: list[ResolvedRequest] = []
     problems: list[Problem] = []
     for model in models:
         try:
-            found.append(resolve(replace(question, model=model)))
+            found.append(resolve(replace(plan_request, model=model)))
         except SpecErrors as errors:
             problems += [one for one in errors.problems if one not in problems]
     if problems:
@@ -98,12 +98,12 @@ def _part(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     return cluster.model_copy(update={"count": min(cluster.count, nodes * cluster.per_node)})
 
 
-def _square(model: str, asked: ResolvedRequest, nodes: int) -> Square:
-    train, cluster = asked.run.train, asked.cluster
-    format, narrow = asked.computes
+def _square(model: str, request: ResolvedRequest, nodes: int) -> Square:
+    train, cluster = request.run.train, request.cluster
+    format, narrow = request.computes
     found = search(
-        asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
-        valid=asked.is_valid,
+        request.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
+        valid=request.is_valid,
     )  # fmt: skip
     if found.best is not None:
         return Square(model, nodes, cluster.count, found.best, "")

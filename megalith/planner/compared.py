@@ -22,7 +22,7 @@ def compare(predicted: PredictedStep, counted: "RankCounts") -> tuple[Comparison
 
 
 def _traffic(predicted: PredictedStep, counted: "RankCounts") -> Iterator[Comparison]:
-    """Compare the traffic. Axes with the same ranks are one group in the dry run ("world / shards"), so predictions for either
+    """Compare the traffic. Axes with the same ranks are one group in the dry run ("world / dp_shard"), so predictions for either
     count there."""
     left = list(predicted.traffic)
     for row in counted.traffic:

@@ -1,4 +1,4 @@
-"""The cluster of a question: the one that it names, with the figures that it sets (`--set cluster.KEY=VALUE`). No torch."""
+"""The cluster of a request: the one that it names, with the figures that it sets (`--set cluster.KEY=VALUE`). No torch."""
 
 from collections.abc import Sequence
 

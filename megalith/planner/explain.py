@@ -39,9 +39,9 @@ class Neighbour:
 
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
     """Every neighbour of a workload's plan that is valid, the cheapest first."""
-    own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
+    own, base = scorer.estimate(workload), replace(workload.software_profile, overlap_expert=False)
     here = Candidate(workload.plan, own)
-    plans = [(change, replace(workload, plan=plan, practice=hiding(plan, base))) for change, plan in neighbours(workload)]
+    plans = [(change, replace(workload, plan=plan, software_profile=hiding(plan, base))) for change, plan in neighbours(workload)]
     found = []
     for change, changed in (*plans, *_offloads(workload)):
         other = scorer.estimate(changed)

@@ -40,18 +40,18 @@ class LinkChoice:
         }
 
 
-def linked(asked: ResolvedRequest, step: float, alone: Callable[[], float | None]) -> LinkChoice | None:
+def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | None]) -> LinkChoice | None:
     """Predict the sites of a run, the slowest of which takes `step` seconds for a step; None without a link between several. `alone`:
     seconds of a step of one site that trains the whole batch, or None if none can."""
-    sites = asked.sites
-    shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
-    steps = asked.run.train.steps
+    sites = request.sites
+    shapes = {name: each.shape for name, each in model_parameters(request.model).items()}
+    steps = request.run.train.steps
     said = None if sites is None else across(shapes, sites, step, steps=steps)
     if sites is None or said is None:
         return None
-    rounds_well, free = asked.run.optimizer.kind == "muon", _free(sites)
+    rounds_well, free = request.run.optimizer.kind == "muon", _free(sites)
     chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well, longest=steps) if free else None
-    exact = _together(asked, sites)
+    exact = _together(request, sites)
     if exact is not None and chosen is not None and sites.model_fields_set <= {*KEPT} and _is_every_step(chosen):
         chosen = exact  # the same bytes, and no outer optimizer
     proposed = None if chosen is None else across(shapes, chosen, step, steps=steps)
@@ -61,10 +61,10 @@ def linked(asked: ResolvedRequest, step: float, alone: Callable[[], float | None
     return LinkChoice(said, chosen, proposed, gain, together)
 
 
-def _together(asked: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
+def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
     """The table of sites that exchange gradients; None if they do so already, or the run could not."""
-    run = asked.run.model_copy(update={"sites": sites})
-    experts = any(isinstance(block.mlp, MoeSpec) for block in asked.model.blocks)
+    run = request.run.model_copy(update={"sites": sites})
+    experts = any(isinstance(block.mlp, MoeSpec) for block in request.model.blocks)
     if sites.exchanges_gradients or any(made_apart(run, experts=experts)):
         return None
     kept = {key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}
@@ -76,12 +76,12 @@ def _is_every_step(sites: SitesSpec) -> bool:
     return (sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k) == (1, 1, 0, FULL, None)
 
 
-def whole_batch(asked: ResolvedRequest) -> RunSpec:
+def whole_batch(request: ResolvedRequest) -> RunSpec:
     """The run that was asked for with the batch of all its sites."""
-    train, sites = asked.run.train, asked.sites
+    train, sites = request.run.train, request.sites
     mine = sites.shares[sites.site or 0] if sites is not None and sites.shares else 1
     batch = train.global_batch * (1 if sites is None else sites.parts) // mine
-    return asked.run.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
+    return request.run.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
 
 
 def outer(sites: SitesSpec | None) -> tuple[Slot, ...]:

@@ -83,7 +83,7 @@ def _table(path: Path, software: str) -> list[Own]:
 def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
     """Return the row as a workload of this software. If the row leaves something open, take the workload nearest to the
     measurement."""
-    known = [replace(one, practice=assumed(one.plan, software)) for one in choices]
+    known = [replace(one, software_profile=assumed(one.plan, software)) for one in choices]
     seconds = measured_seconds(row, known[0])
     return min(known, key=lambda one: abs(log(seconds / estimate(one).time.step))) if seconds else known[0]
 
@@ -130,7 +130,7 @@ def steps_of(folder: Path) -> "list[Step]":
 
 def _over(name: str, software: str, workload: Workload, seconds: float | None, peak: float | None) -> Own:
     predicted: Estimate = estimate(workload)
-    ours = workload.practice == assumed(workload.plan, OURS)
+    ours = workload.software_profile == assumed(workload.plan, OURS)
     memory = (held(workload) if ours else predicted.memory).allocated
     experts = any(isinstance(block.mlp, MoeSpec) for block in set(workload.model.blocks))
     return Own(

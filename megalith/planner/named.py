@@ -41,7 +41,7 @@ class NamedRun:
     unit: Unit
     source: str
     format: str = "bf16"
-    practice: SoftwareProfile = field(default_factory=SoftwareProfile)
+    software_profile: SoftwareProfile = field(default_factory=SoftwareProfile)
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys of `[model]` that differ from the preset's."""
     forward_only: bool = False
@@ -52,12 +52,13 @@ class NamedRun:
         model = replace(known, values=known.values | self.sizes).build().build()
         cluster = clusters.load(self.cluster)
         return [
-            Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, self.practice) for plan in self.plans
+            Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, self.software_profile)
+            for plan in self.plans
         ]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class PredictedRun:
     """The fastest of the choices that fit, and its figure in the source's unit."""
 
     named: NamedRun
@@ -90,13 +91,13 @@ UNITS: dict[Unit, Callable[[Workload, Estimate], float]] = {
 }
 
 
-def replay(named: NamedRun) -> Replayed:
+def replay(named: NamedRun) -> PredictedRun:
     """Predict it."""
     choices = named.workloads()
     if named.forward_only:
         (workload,) = choices
-        return Replayed(named, workload, prefill(workload))
-    return Replayed(named, *choose([(workload, parts(workload)) for workload in choices], calibration()))
+        return PredictedRun(named, workload, prefill(workload))
+    return PredictedRun(named, *choose([(workload, parts(workload)) for workload in choices], calibration()))
 
 
 def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
@@ -139,7 +140,16 @@ def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int
     layout = f"TP8 CP{context} PP16 DP{data}"
     name = f"Llama 3.1 405B, {devices:,} H100, {layout}, sequences of {seq_len:,}"
     return NamedRun(
-        name, "llama3.1-405b", f"h100:{devices}", (plan,), seq_len, batch, published, "TFLOP/s", LLAMA3, practice=PYTORCH_2024
+        name,
+        "llama3.1-405b",
+        f"h100:{devices}",
+        (plan,),
+        seq_len,
+        batch,
+        published,
+        "TFLOP/s",
+        LLAMA3,
+        software_profile=PYTORCH_2024,
     )
 
 
@@ -166,7 +176,7 @@ NAMED: tuple[NamedRun, ...] = (
     NamedRun(
         "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
         tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
-        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", practice=CHECKPOINTED_2023,
+        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", software_profile=CHECKPOINTED_2023,
     ),
     NamedRun(
         "Llama 2 70B, 2,048 A100 (layout unpublished: TP8, PP2 to 8)", "llama2-70b", "a100-80gb:2048",
@@ -174,7 +184,7 @@ NAMED: tuple[NamedRun, ...] = (
             plan for pipeline in (4, 2, 8) for m in (1, 2)
             for plan in _chunked(1, 2, 5, data=256 // pipeline, tensor=8, pipeline=pipeline, microbatch=m)
         ),
-        4096, 1024, 860e3, "GPU-hours a trillion tokens", "arXiv:2307.09288, section 2.2.1 and table 2", practice=EAGER_2023,
+        4096, 1024, 860e3, "GPU-hours a trillion tokens", "arXiv:2307.09288, section 2.2.1 and table 2", software_profile=EAGER_2023,
     ),
     NamedRun(
         "DeepSeek 67B, 512 H800 (number and layout unpublished: TP1 to 8, PP2 to 8)", "deepseek-llm-67b", "h800:512",
@@ -182,7 +192,7 @@ NAMED: tuple[NamedRun, ...] = (
             _plan(data=512 // (tensor * pipeline), tensor=tensor, pipeline=pipeline, recompute=recompute)
             for tensor in (1, 2, 4, 8) for pipeline in (8, 4, 2) if tensor * pipeline >= 8 for recompute in ("none", "full")
         ),
-        4096, 4608, 300.6e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, section 3.2.3", practice=EAGER_2023,
+        4096, 4608, 300.6e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, section 3.2.3", software_profile=EAGER_2023,
     ),
     NamedRun(
         "PaLM 540B, 6,144 TPU v4, TP12, ZeRO 3 over 256, two copies, everything recomputed", "palm-540b", "tpu-v4:6144",

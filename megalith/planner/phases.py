@@ -32,53 +32,53 @@ class InPhase:
         }  # fmt: skip
 
 
-def workload_in(asked: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
+def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
     """Return a step of a phase under a plan."""
-    optimizer, (format, narrow) = asked.run.optimizer, asked.computes
+    optimizer, (format, narrow) = request.run.optimizer, request.computes
     return Workload(
-        asked.model,
+        request.model,
         plan,
-        asked.cluster,
+        request.cluster,
         phase.seq_len,
         phase.global_batch,
         format,
-        assumed(plan, asked.software),
+        assumed(plan, request.software),
         optimizer.kind,
         optimizer.small,
         optimizer.master,
-        asked.run.train.gradients,
+        request.run.train.gradients,
         narrow=narrow,
-        outer=outer(asked.sites),
+        outer=outer(request.sites),
     )
 
 
-def fits_all(asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
+def fits_all(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
     """Return True if the plan fits in every other phase. The search itself only finds plans that fit in its own phase."""
-    if asked.whole is None:
+    if request.whole is None:
         return True
-    workloads = (workload_in(asked, plan, phase) for phase in Phases.of(asked.whole).shapes)
+    workloads = (workload_in(request, plan, phase) for phase in Phases.of(request.whole).shapes)
     return all(scorer.fits(each, scorer.memory(each)) for each in workloads)
 
 
-def in_phases(asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
+def in_phases(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
     """Return the plan in each phase that the run enters; none for a run of one phase."""
-    if asked.whole is None:
+    if request.whole is None:
         return ()
-    spans = Phases.of(asked.whole).spans(asked.whole.train.steps)
-    return tuple(InPhase(phase, steps, scorer.estimate(workload_in(asked, plan, phase))) for phase, steps in spans)
+    spans = Phases.of(request.whole).spans(request.whole.train.steps)
+    return tuple(InPhase(phase, steps, scorer.estimate(workload_in(request, plan, phase))) for phase, steps in spans)
 
 
-def whole_training(choice: Candidate, asked: ResolvedRequest, scorer: Scorer) -> Training:
+def whole_training(choice: Candidate, request: ResolvedRequest, scorer: Scorer) -> Training:
     """Return what the whole training takes: the sum over its phases. Raises AssertionError if no length is known."""
-    assert asked.tokens is not None
-    found = list(_trainings(choice, asked, scorer))
+    assert request.tokens is not None
+    found = list(_trainings(choice, request, scorer))
     if not found:
-        return training(choice, asked.cluster, tokens=asked.tokens)
+        return training(choice, request.cluster, tokens=request.tokens)
     sums = {name: [getattr(one, name) for one in found] for name in vars(found[0])}
     return replace(found[0], **{name: None if None in each else sum(each) for name, each in sums.items()})
 
 
-def _trainings(choice: Candidate, asked: ResolvedRequest, scorer: Scorer) -> Iterator[Training]:
-    for one in in_phases(asked, choice.plan, scorer):
+def _trainings(choice: Candidate, request: ResolvedRequest, scorer: Scorer) -> Iterator[Training]:
+    for one in in_phases(request, choice.plan, scorer):
         tokens = one.steps * one.phase.global_batch * one.phase.seq_len
-        yield training(Candidate(choice.plan, one.estimate), asked.cluster, tokens=tokens)
+        yield training(Candidate(choice.plan, one.estimate), request.cluster, tokens=tokens)

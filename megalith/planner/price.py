@@ -7,8 +7,8 @@ from typing import Any
 
 from megalith.check import check
 from megalith.cost.constants import calibration
-from megalith.planner.answer import PlanResult, short, workload_of
 from megalith.planner.candidates import even_layers
+from megalith.planner.plan_result import PlanResult, short, workload_of
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Scorer
 from megalith.schedule.table import kind
@@ -58,44 +58,44 @@ Followed = Iterator[tuple[str, Plan]]
 """Changes in words, each with the resulting plan."""
 
 
-def _fewer_tensor_ranks(plan: Plan, asked: ResolvedRequest) -> Followed:
+def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
     """Give the tensor ranks to data, or to the pipeline."""
-    fast = asked.cluster.accelerator.scale_up_domain
+    fast = request.cluster.accelerator.scale_up_domain
     times = -(-plan.tensor // fast)
     if plan.tensor % times == 0:
         inside = {"tensor": plan.tensor // times}
-        yield f"tensor {inside['tensor']}, data {plan.data * times}", _with(plan, asked, data=plan.data * times, **inside)
+        yield f"tensor {inside['tensor']}, data {plan.data * times}", _with(plan, request, data=plan.data * times, **inside)
         yield (
             f"tensor {inside['tensor']}, pipeline {plan.pipeline * times}",
-            _with(plan, asked, pipeline=plan.pipeline * times, **inside),
+            _with(plan, request, pipeline=plan.pipeline * times, **inside),
         )
 
 
-def _more_microbatches(plan: Plan, asked: ResolvedRequest) -> Followed:
+def _more_microbatches(plan: Plan, request: ResolvedRequest) -> Followed:
     """Give each stage more microbatches: smaller ones, fewer stages, or several stages a rank."""
     if plan.microbatch > 1:
-        yield "microbatch 1", _with(plan, asked, microbatch=1)
+        yield "microbatch 1", _with(plan, request, microbatch=1)
     if plan.pipeline % 2 == 0:
         half = plan.pipeline // 2
-        yield f"pipeline {half}, data {plan.data * 2}", _with(plan, asked, pipeline=half, data=plan.data * 2)
-        yield f"pipeline {half}, tensor {plan.tensor * 2}", _with(plan, asked, pipeline=half, tensor=plan.tensor * 2)
+        yield f"pipeline {half}, data {plan.data * 2}", _with(plan, request, pipeline=half, data=plan.data * 2)
+        yield f"pipeline {half}, tensor {plan.tensor * 2}", _with(plan, request, pipeline=half, tensor=plan.tensor * 2)
     chunks = plan.chunks * 2
     if kind(plan.schedule).fills_and_drains:
-        yield f"{chunks} chunks a rank", _with(plan, asked, chunks=chunks, schedule="interleaved")
+        yield f"{chunks} chunks a rank", _with(plan, request, chunks=chunks, schedule="interleaved")
 
 
-def _sharded(plan: Plan, asked: ResolvedRequest) -> Followed:
+def _sharded(plan: Plan, request: ResolvedRequest) -> Followed:
     yield "zero 1", plan.model_copy(update={"zero": 1})
 
 
-def _recomputed(plan: Plan, asked: ResolvedRequest) -> Followed:
+def _recomputed(plan: Plan, request: ResolvedRequest) -> Followed:
     yield "the mlp recomputed", plan.model_copy(update={"recompute": "selective", "recompute_parts": ("mlp",)})
     yield "all recomputed", plan.model_copy(update={"recompute": "full"})
 
 
-def _experts_near(plan: Plan, asked: ResolvedRequest) -> Followed:
+def _experts_near(plan: Plan, request: ResolvedRequest) -> Followed:
     expert = plan.expert
-    while expert * plan.expert_tensor > asked.cluster.accelerator.scale_up_domain and expert % 2 == 0:
+    while expert * plan.expert_tensor > request.cluster.accelerator.scale_up_domain and expert % 2 == 0:
         expert //= 2
     yield f"expert {expert}", plan.model_copy(update={"expert": expert})
 
@@ -110,41 +110,41 @@ REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
 """Key of a piece of advice -> plans that follow it. Advice about other things has no price in time."""
 
 
-def prices(asked: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
+def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
     """Each broken rule that has a price, the most expensive first; if a rule can be followed in several ways, the fastest that
     fits."""
-    found = check(asked.run.model_copy(update={"plan": plan}), files=False)
+    found = check(request.run.model_copy(update={"plan": plan}), files=False)
     advice = [problem for problem in found if problem.severity == "advice" and problem.key in REMEDIES]
     scorer = Scorer(calibration())
-    return tuple(sorted((_price(problem, asked, plan, scorer) for problem in advice), key=lambda price: -price.seconds))
+    return tuple(sorted((_price(problem, request, plan, scorer) for problem in advice), key=lambda price: -price.seconds))
 
 
-def of_answer(answered: PlanResult) -> tuple[Price, ...]:
+def prices_of(result: PlanResult) -> tuple[Price, ...]:
     """Return the prices of the run file's own plan, or, without one, of the best plan found."""
-    subject = answered.own or answered.found.best
-    if subject is None or answered.asked.forward_only:
+    subject = result.own or result.found.best
+    if subject is None or result.request.forward_only:
         return ()
-    return prices(answered.asked, subject.plan)
+    return prices(result.request, subject.plan)
 
 
-def _price(problem: Problem, asked: ResolvedRequest, plan: Plan, scorer: Scorer) -> Price:
-    own = scorer.estimate(workload_of(asked, plan))
-    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.is_valid(other)]
-    estimates = [(words, other, scorer.estimate(workload_of(asked, other))) for words, other in ways]
+def _price(problem: Problem, request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Price:
+    own = scorer.estimate(workload_of(request, plan))
+    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, request) if other != plan and request.is_valid(other)]
+    estimates = [(words, other, scorer.estimate(workload_of(request, other))) for words, other in ways]
     if not estimates:
         return Price(problem, "", None, 0.0, 0.0, 0.0, False, None)
     words, other, best = min(estimates, key=lambda one: (not one[2].fits, one[2].time.step))
     seconds = own.time.step - best.time.step
-    price, cluster = asked.cluster.price_per_hour, asked.cluster
-    hours = seconds * asked.run.train.steps / 3600 * cluster.count
+    price, cluster = request.cluster.price_per_hour, request.cluster
+    hours = seconds * request.run.train.steps / 3600 * cluster.count
     return Price(
         problem, words, other, seconds, seconds / own.time.step, own.memory.total - best.memory.total, best.fits,
-        None if price is None or asked.tokens is None else hours * price,
+        None if price is None or request.tokens is None else hours * price,
     )  # fmt: skip
 
 
-def _with(plan: Plan, asked: ResolvedRequest, **change: Any) -> Plan:
+def _with(plan: Plan, request: ResolvedRequest, **change: Any) -> Plan:
     changed = plan.model_copy(update=change)
     if changed.pipeline == 1:
         changed = changed.model_copy(update={"schedule": "1f1b", "chunks": 1})
-    return changed.model_copy(update={"layers": even_layers(len(asked.model.blocks), changed.stages)})
+    return changed.model_copy(update={"layers": even_layers(len(request.model.blocks), changed.stages)})

@@ -74,7 +74,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A question that can be answered. `run` has everything except the plan to search for."""
+    """A request that can be answered. `run` has everything except the plan to search for."""
 
     run: RunSpec
     model: ModelSpec
@@ -124,7 +124,7 @@ class ResolvedRequest:
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
     def changed(self, *, small: bool = False, offload: bool = False) -> "ResolvedRequest":
-        """Return the question with moments in 8 bits, or with state or activations in host memory or on disk, as well."""
+        """Return the request with moments in 8 bits, or with state or activations in host memory or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
 
@@ -135,7 +135,7 @@ class ResolvedRequest:
         return formats.gains(run, self.cluster) if codes else None
 
     def widened(self, plan: Plan) -> "ResolvedRequest | None":
-        """Return the question with the layers wide that the chosen recipe makes slower under a plan; None if there are no more."""
+        """Return the request with the layers wide that the chosen recipe makes slower under a plan; None if there are no more."""
         more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
         if not more:
             return None
@@ -157,48 +157,48 @@ class ResolvedRequest:
         return [problem for problem in denied if problem.key not in passed]
 
 
-def resolve(question: PlanRequest) -> ResolvedRequest:
-    """Turn a question into a request. Raises SpecErrors with everything that is wrong with it."""
+def resolve(plan_request: PlanRequest) -> ResolvedRequest:
+    """Turn a request into a request. Raises SpecErrors with everything that is wrong with it."""
     problems: list[Problem] = []
-    resolved = _loaded(question, problems)
+    resolved = _loaded(plan_request, problems)
     spec = resolved.spec if resolved else None
     whole = spec if spec is not None and len(Phases.of(spec).all) > 1 else None
     if whole is not None:
         spec = during(whole, max(Phases.of(whole).spans(whole.train.steps), key=_tokens_of)[0])
-        if question.seq_len or question.global_batch or question.global_batch_tokens:
-            whole = None  # the question is another one than the file's
+        if plan_request.seq_len or plan_request.global_batch or plan_request.global_batch_tokens:
+            whole = None  # the request is another one than the file's
     if (sites := spec.sites if spec is not None else None) is not None and spec is not None:
-        batch_ = question.global_batch or question.global_batch_tokens
-        problems += across_sites(whole or spec, out=question.out, cluster=question.cluster, batch=batch_)
+        batch_ = plan_request.global_batch or plan_request.global_batch_tokens
+        problems += across_sites(whole or spec, out=plan_request.out, cluster=plan_request.cluster, batch=batch_)
         spec, whole = within(spec), None
-    model, taken = _model(question, spec, problems)
-    cluster_name, cluster = _cluster(question, spec, problems)
-    ours = question.software == OURS and not question.forward_only
-    format_ = formats.format_of(question.format, spec and spec.train.precision, cluster, problems, ours=ours)
-    if question.out and question.software != OURS:
+    model, taken = _model(plan_request, spec, problems)
+    cluster_name, cluster = _cluster(plan_request, spec, problems)
+    ours = plan_request.software == OURS and not plan_request.forward_only
+    format_ = formats.format_of(plan_request.format, spec and spec.train.precision, cluster, problems, ours=ours)
+    if plan_request.out and plan_request.software != OURS:
         reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
-        problems.append(problem("--software", question.software, reason, "Leave out --out or --software."))
-    if question.software not in SOFTWARE:
-        problems.append(problem("--software", question.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
-    seq_len, noted = _length(question, spec, model)
-    batch, notes = _batch(question, spec, seq_len, problems)
+        problems.append(problem("--software", plan_request.software, reason, "Leave out --out or --software."))
+    if plan_request.software not in SOFTWARE:
+        problems.append(problem("--software", plan_request.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
+    seq_len, noted = _length(plan_request, spec, model)
+    batch, notes = _batch(plan_request, spec, seq_len, problems)
     notes = (*taken, *noted, *notes)
-    if question.out and (own := of_cluster(question.overrides)):
+    if plan_request.out and (own := of_cluster(plan_request.overrides)):
         notes = (*notes, f"the run file names the cluster without {', '.join(own)}: a cluster file can have it")
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
-    tokens = None if question.forward_only else _tokens(question, spec, whole, problems)
-    if question.forward_only:
-        problems += _not_of_prefill(question)
+    tokens = None if plan_request.forward_only else _tokens(plan_request, spec, whole, problems)
+    if plan_request.forward_only:
+        problems += _not_of_prefill(plan_request)
     if model is not None and seq_len is not None:
         problems += _sizes_wrong(model, seq_len)
         if cluster is not None and batch is not None and not any(problem.key == "train.seq_len" for problem in problems):
-            problems += _not_dealt(model.build(), cluster, seq_len, batch, said=_batch_key(question))
+            problems += _not_dealt(model.build(), cluster, seq_len, batch, said=_batch_key(plan_request))
     if problems:
         raise SpecErrors(problems)
     assert model and cluster and seq_len and batch and format_
     built = model.build()
-    if question.compute_optimal:
+    if plan_request.compute_optimal:
         tokens, note = compute_optimal(built)
         notes = (*notes, note)
     trained = format_ if ours or not is_narrow(format_) else "bf16"
@@ -218,10 +218,10 @@ def resolve(question: PlanRequest) -> ResolvedRequest:
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train, "precision": run.precision})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
     found = ResolvedRequest(
-        run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload, question.software,
+        run, built, cluster, format_, tokens, notes, resolved, plan_request.forward_only, plan_request.offload, plan_request.software,
         whole=whole, sites=sites, chosen=chosen,
     )  # fmt: skip
-    return found.changed(small=True) if question.small else found
+    return found.changed(small=True) if plan_request.small else found
 
 
 def _small(run: RunSpec) -> RunSpec:
@@ -246,24 +246,24 @@ def compute_optimal(model: ModelSpec) -> tuple[float, str]:
     )
 
 
-def _not_of_prefill(question: PlanRequest) -> list[Problem]:
+def _not_of_prefill(plan_request: PlanRequest) -> list[Problem]:
     """Options that only trainings have."""
     given = {
-        "--tokens": question.tokens, "--compute-optimal": question.compute_optimal or None, "--out": question.out or None,
+        "--tokens": plan_request.tokens, "--compute-optimal": plan_request.compute_optimal or None, "--out": plan_request.out or None,
     }  # fmt: skip
     reason = "is about a training, and --forward-only predicts none"
     return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 
-def _loaded(question: PlanRequest, problems: list[Problem]) -> ResolvedRun | None:
-    overrides = [text for text in question.overrides if text not in of_cluster(question.overrides)]
-    if question.path is None:
+def _loaded(plan_request: PlanRequest, problems: list[Problem]) -> ResolvedRun | None:
+    overrides = [text for text in plan_request.overrides if text not in of_cluster(plan_request.overrides)]
+    if plan_request.path is None:
         if overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
             problems.append(problem("--set", overrides[0], "needs a run file, but none was given", way_out))
         return None
     try:
-        found = files.load(question.path, overrides=overrides)
+        found = files.load(plan_request.path, overrides=overrides)
         unfit, _ = admit(found.spec, found.provenance)
         problems += unfit
         return None if unfit else found
@@ -272,23 +272,23 @@ def _loaded(question: PlanRequest, problems: list[Problem]) -> ResolvedRun | Non
         return None
 
 
-def _model(question: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
+def _model(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
     """Return the model's flat spec, or None, and a note where a size was taken for one of several models."""
-    if question.model is None:
-        if spec is None and question.path is None:
+    if plan_request.model is None:
+        if spec is None and plan_request.path is None:
             problems.append(
                 problem("--model", None, "is missing", "Name a preset, such as --model llama3.1-8b, or give a RUN.toml.")
             )
         return spec.model if spec else None, ()
     try:
-        found = named_model(question.model)
+        found = named_model(plan_request.model)
     except SpecErrors as errors:
         problems += errors.problems
         return None, ()
-    others = [name for name in meant(question.model) if name != found.name]
-    if question.model in presets() or not others:
+    others = [name for name in meant(plan_request.model) if name != found.name]
+    if plan_request.model in presets() or not others:
         return found, ()
-    return found, (f"--model {question.model}: taken as {found.name}; also {', '.join(others)}",)
+    return found, (f"--model {plan_request.model}: taken as {found.name}; also {', '.join(others)}",)
 
 
 def named_model(name: str) -> Any:
@@ -310,44 +310,44 @@ def named_model(name: str) -> Any:
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
 
 
-def _cluster(question: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
-    name = question.cluster
+def _cluster(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
+    name = plan_request.cluster
     if name is None and spec is not None and spec.cluster != "local":
         name = spec.cluster if clusters.counted(spec.cluster) else f"{spec.cluster}:{spec.plan.ranks}"
     if name is None:
-        if spec is not None or question.path is None:
+        if spec is not None or plan_request.path is None:
             problems.append(problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
         return "", None
-    return name, described(name, question.overrides, problems)
+    return name, described(name, plan_request.overrides, problems)
 
 
-def _length(question: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
+def _length(plan_request: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
     """Return the tokens of a sequence, and a note if it was not given: the model's context, but at most LENGTH."""
-    length = question.seq_len or (spec.train.seq_len if spec else None)
-    if length is not None or model is None or question.path is not None:
+    length = plan_request.seq_len or (spec.train.seq_len if spec else None)
+    if length is not None or model is None or plan_request.path is not None:
         return length, ()
     length = min(model.context, LENGTH)
     return length, (f"--seq-len was not given: {length:,}, of the model's context of {model.context:,}",)
 
 
-def _batch_key(question: PlanRequest) -> str:
-    return "--global-batch-tokens" if question.global_batch_tokens else "--global-batch"
+def _batch_key(plan_request: PlanRequest) -> str:
+    return "--global-batch-tokens" if plan_request.global_batch_tokens else "--global-batch"
 
 
 def _batch(
-    question: PlanRequest, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
+    plan_request: PlanRequest, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the sequences of a step, and notes on rounding."""
-    text = question.global_batch_tokens
-    if text and question.global_batch:
+    text = plan_request.global_batch_tokens
+    if text and plan_request.global_batch:
         way_out = "Leave one of them out."
         problems.append(
-            problem("--global-batch-tokens", text, f"means the same as --global-batch {question.global_batch}", way_out)
+            problem("--global-batch-tokens", text, f"means the same as --global-batch {plan_request.global_batch}", way_out)
         )
         return None, ()
     if not text:
-        batch = question.global_batch or (1 if question.forward_only else spec.train.global_batch if spec else None)
-        if batch is not None or seq_len is None or question.path is not None:
+        batch = plan_request.global_batch or (1 if plan_request.forward_only else spec.train.global_batch if spec else None)
+        if batch is not None or seq_len is None or plan_request.path is not None:
             return batch, ()
         batch = max(1, BATCH_TOKENS // seq_len)
         return batch, (f"--global-batch was not given: {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",)
@@ -365,22 +365,26 @@ def _batch(
     )
 
 
-def _tokens(question: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
-    if question.tokens is not None and question.compute_optimal:
+def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
+    if plan_request.tokens is not None and plan_request.compute_optimal:
         way_out = "Leave one of them out."
-        problems.append(problem("--tokens", question.tokens, "and --compute-optimal both set the length of training", way_out))
-    if question.tokens is None:
+        problems.append(
+            problem("--tokens", plan_request.tokens, "and --compute-optimal both set the length of training", way_out)
+        )
+    if plan_request.tokens is None:
         if spec is None:
             return None
         if whole is not None:
             phases = Phases.of(whole)
             return float(phases.tokens(phases.after(0, whole.train.steps)))
         return float(
-            spec.train.steps * (question.global_batch or spec.train.global_batch) * (question.seq_len or spec.train.seq_len)
+            spec.train.steps
+            * (plan_request.global_batch or spec.train.global_batch)
+            * (plan_request.seq_len or spec.train.seq_len)
         )
-    tokens = quantity(question.tokens)
+    tokens = quantity(plan_request.tokens)
     if tokens is None:
-        problems.append(problem("--tokens", question.tokens, "is not a number of tokens", "Write 15T, 300B or 2e9."))
+        problems.append(problem("--tokens", plan_request.tokens, "is not a number of tokens", "Write 15T, 300B or 2e9."))
     return tokens
 
 

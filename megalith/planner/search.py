@@ -13,7 +13,7 @@ from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, 
 from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
-from megalith.cost.software import OURS, practice
+from megalith.cost.software import OURS, software_profile_of
 from megalith.cost.time import Setting
 from megalith.cost.workload import Narrow, SoftwareProfile, Workload
 from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, retained, segmented
@@ -148,8 +148,8 @@ def search(
     ]
     scorer.prepare(workloads, tick)
     fitting: list[Candidate] = []
-    waiting: list[Waiting] = []
-    offloaded: list[Waiting] = []
+    waiting: list[BoundedCandidate] = []
+    offloaded: list[BoundedCandidate] = []
     least: tuple[Memory, Workload] | None = None
     too_large = recomputed = away = 0
     smallest: dict[tuple[Any, ...], int] = {}  # the least microbatch that does not fit: no larger one does, all else being equal
@@ -163,21 +163,21 @@ def search(
             if kind(workload.plan.schedule).fills_and_drains:
                 fitting.append(_choice(workload, held, scorer))
             else:
-                waiting.append(Waiting(scorer.busy(workload), workload, held))
+                waiting.append(BoundedCandidate(scorer.busy(workload), workload, held))
             if not scorer.fits(
                 workload, replace(held, reserve=held.reserve + CLOSE * held.total)
             ):  # `valid` may count more than here
                 more = [one for one in _again(workload, held, scorer, space.again) if one[0] is not workload]
-                waiting += [Waiting(scorer.busy(one), one, needed) for one, needed in more]
+                waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
             continue
         again = _again(workload, held, scorer, space.again)
         near = next((one for one in again if scorer.fits(*one)), None)
         if near is not None:
             recomputed += 1
-            waiting.append(Waiting(scorer.busy(near[0]), *near))
+            waiting.append(BoundedCandidate(scorer.busy(near[0]), *near))
         found = _elsewhere(again, near, _retained(workload, held, scorer, space.offload), scorer, space.offload)
         away += bool(found) and near is None
-        offloaded += [Waiting(scorer.busy(one), one, needed) for one, needed in found]
+        offloaded += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in found]
         if near is None and not found:
             too_large += 1
             smallest[others] = size
@@ -198,7 +198,7 @@ def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
     return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
 
-class Waiting(NamedTuple):
+class BoundedCandidate(NamedTuple):
     """A plan that is estimated only if it could be among the best: `bound` is a lower bound of its step's seconds, and `close`
     says that the bound is tight."""
 
@@ -276,7 +276,11 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
     """Return the workload with activations elsewhere, if it then fits: with the smallest share of its blocks in host memory, or with all of
     them on disk. If it does not fit, return the forms with all of them elsewhere, unless these hold no less."""
-    if not shares or not workload.practice.ours or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
+    if (
+        not shares
+        or not workload.software_profile.ours
+        or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0))
+    ):
         return []
     alone = scorer.fits(workload, replace(held, activations=0.0))
     plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
@@ -297,16 +301,16 @@ def _gathered(workload: Workload) -> Workload:
 
 def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
     """Return how software of a name runs a plan."""
-    return hiding(plan, practice(software, plan))
+    return hiding(plan, software_profile_of(software, plan))
 
 
 def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
-    """Return the practice under a plan's schedule: with two microbatches at work, the token exchange of one overlaps the other's
+    """Return the software profile under a plan's schedule: with two microbatches at work, the token exchange of one overlaps the other's
     computation."""
     return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
-def _simulated(waiting: list[Waiting], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
+def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
     """Return the known choices and the simulated waiting ones, in order of time. Plans that would not be among the first `most`
     even if they never idled are left out, and are not simulated."""
     ranked = sorted(known, key=_step)
@@ -388,17 +392,17 @@ class Scorer:
         """See `cost.memory.memory`."""
         if self.forward_only:
             return prefill_memory(workload, self.parts(workload), self.figures)
-        return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
+        return memory(workload, self.parts(workload), self.figures.overheads[workload.software_profile.overheads])
 
     def held(self, workload: Workload) -> Memory:
         """Return memory by `cost.predicted.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
-        if self.forward_only or not workload.practice.ours or workload.plan.state.away:
+        if self.forward_only or not workload.software_profile.ours or workload.plan.state.away:
             return self.memory(workload)
         return predicted.held(workload, self.figures)
 
     def fits(self, workload: Workload, held: Memory) -> bool:
         """See `cost.memory.fits`."""
-        return fits(workload, held, self.figures.generations[workload.practice.generation])
+        return fits(workload, held, self.figures.overheads[workload.software_profile.overheads])
 
     def estimate(self, workload: Workload, held: Memory | None = None) -> Estimate:
         """See `cost.estimate.estimate`. `held`, if it is known already, saves work."""
@@ -424,7 +428,7 @@ class Scorer:
 
     def _part_times(self, workload: Workload, traced: Parts) -> PartTimes:
         how = workload.format, workload.plan.context_method, workload.frozen
-        timed = (*self._key(workload), *how, workload.practice, workload.cluster.count)
+        timed = (*self._key(workload), *how, workload.software_profile, workload.cluster.count)
         if timed not in self._times:
             self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
         return self._times[timed]

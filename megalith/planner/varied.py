@@ -1,4 +1,4 @@
-"""A question with one thing changed, for what-ifs. No torch."""
+"""A request with one thing changed, for what-ifs. No torch."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": ".
 """Bandwidths of the fabric that a what-if may assume, in GB/s one way."""
 
 
-def vary(question: PlanRequest, change: str) -> ResolvedRequest:
-    """The question with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
+def vary(plan_request: PlanRequest, change: str) -> ResolvedRequest:
+    """The request with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
     "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s one way a device). Raises SpecErrors."""
     key, equals, value = change.partition("=")
     key = key.strip().replace("-", "_")
@@ -29,18 +29,18 @@ def vary(question: PlanRequest, change: str) -> ResolvedRequest:
         way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
         raise SpecErrors([problem("--what-if", change, "is not a change that is known", way_out)])
     if key in LINKS:
-        asked = resolve(question)
+        request = resolve(plan_request)
         rate = (number or 0.0) * 1e9
-        cluster = asked.cluster
+        cluster = request.cluster
         changed = cluster.model_copy(update={"scale_out": rate}) if key == "scale_out" else _with_fast(cluster, rate)
-        return replace(asked, cluster=changed)
+        return replace(request, cluster=changed)
     if key == "accelerator":
-        key, value = "cluster", f"{value.strip()}:{resolve(question).cluster.count}"
+        key, value = "cluster", f"{value.strip()}:{resolve(plan_request).cluster.count}"
     if key in ("seq_len", "global_batch"):
         others = {"global_batch_tokens": None} if key == "global_batch" else {}
-        return resolve(replace(question, **{key: int(number or 0)}, **others))
+        return resolve(replace(plan_request, **{key: int(number or 0)}, **others))
     others = {"global_batch": None} if key == "global_batch_tokens" else {}
-    return resolve(replace(question, **{key: value.strip()}, **others))
+    return resolve(replace(plan_request, **{key: value.strip()}, **others))
 
 
 def _with_fast(cluster: ClusterSpec, rate: float) -> ClusterSpec:

@@ -7,9 +7,9 @@ from typing import Any
 from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
 from megalith.cost.workload import Workload
-from megalith.planner.answer import PlanResult, answer, choice_of, headroom, scorer_of, short, space_of, workload_of
 from megalith.planner.candidates import MICROBATCHES, candidates, offloaded
 from megalith.planner.measured import Own
+from megalith.planner.plan_result import PlanResult, best_plans, choice_of, headroom, scorer_of, short, space_of, workload_of
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer
 from megalith.spec.numbers import PRECISIONS
@@ -80,9 +80,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The three stages of a walk. `answered` is None if nothing fits; `problems` then say which change would make a plan fit."""
+    """The three stages of a walk. `result` is None if nothing fits; `problems` then say which change would make a plan fit."""
 
-    asked: ResolvedRequest
+    request: ResolvedRequest
     parameters: int
     state: float
     """Bytes of weights, gradients and the optimizer's state of the whole model."""
@@ -92,7 +92,7 @@ class Walk:
     """The layout that fits, with each size of a microbatch that it can have."""
     throughput: tuple[Row, ...]
     """The fastest layout with each technique more."""
-    answered: PlanResult | None
+    result: PlanResult | None
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -102,95 +102,95 @@ class Walk:
         return last if last is not None and last.estimate.fits else None
 
     def to_json(self) -> dict[str, Any]:
-        train = self.asked.run.train
+        train = self.request.run.train
         return {
-            "model": self.asked.run.model.name, "parameters": self.parameters, "state": self.state, "cluster": self.asked.run.cluster,
-            "devices": self.asked.cluster.count, "seq_len": train.seq_len, "global_batch": train.global_batch,
-            "tokens_per_step": train.seq_len * train.global_batch, "notes": list(self.asked.notes),
+            "model": self.request.run.model.name, "parameters": self.parameters, "state": self.state, "cluster": self.request.run.cluster,
+            "devices": self.request.cluster.count, "seq_len": train.seq_len, "global_batch": train.global_batch,
+            "tokens_per_step": train.seq_len * train.global_batch, "notes": list(self.request.notes),
             "fit": [row.to_json() for row in self.fit],
-            "batch": [{"layout": short(one.plan), "microbatches": rounds(one.plan, self.asked)} | one.to_json() for one in self.batch],
+            "batch": [{"layout": short(one.plan), "microbatches": rounds(one.plan, self.request)} | one.to_json() for one in self.batch],
             "throughput": [row.to_json() for row in self.throughput],
-            "answer": None if self.answered is None else self.answered.to_json(),
+            "answer": None if self.result is None else self.result.to_json(),
         }  # fmt: skip
 
 
 def walk(
-    asked: ResolvedRequest, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None
+    request: ResolvedRequest, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None
 ) -> Walk:
-    """Walk through fit, batch and throughput for a question. `measured` and `tick` as `planner.answer.answer` takes them."""
-    parameters = count_model(asked.model).total
-    state = parameters * _state(asked)
-    asked = replace(asked, offload=False)
-    found, problems, spread = None, (), _Spread.of(asked, scorer_of(asked), tick)
+    """Walk through fit, batch and throughput for a request. `measured` and `tick` as `planner.plan_result.best_plans` takes them."""
+    parameters = count_model(request.model).total
+    state = parameters * _state(request)
+    request = replace(request, offload=False)
+    found, problems, spread = None, (), _Spread.of(request, scorer_of(request), tick)
     fit = tuple(_fit(spread))
     if fit[-1].technique is ELSEWHERE:
-        asked = replace(asked, offload=True)
+        request = replace(request, offload=True)
     try:
-        found = answer(asked, top=3, measured=measured, tick=tick)
+        found = best_plans(request, top=3, measured=measured, tick=tick)
     except SpecErrors as errors:
         problems = tuple(errors.problems)
     first = fit[-1].choice
     if found is None or first is None or not first.estimate.fits:
-        return Walk(asked, parameters, state, fit, (), (), found, problems)
-    spread = replace(spread, scorer=scorer_of(found.asked), asked=found.asked)
-    return Walk(found.asked, parameters, state, fit, spread.sizes(first), tuple(_throughput(spread, fit, found)), found)
+        return Walk(request, parameters, state, fit, (), (), found, problems)
+    spread = replace(spread, scorer=scorer_of(found.request), request=found.request)
+    return Walk(found.request, parameters, state, fit, spread.sizes(first), tuple(_throughput(spread, fit, found)), found)
 
 
-def rounds(plan: Plan, asked: ResolvedRequest) -> int:
+def rounds(plan: Plan, request: ResolvedRequest) -> int:
     """Return the microbatches that a data rank computes in a step."""
-    return asked.run.train.global_batch // (plan.data * plan.microbatch)
+    return request.run.train.global_batch // (plan.data * plan.microbatch)
 
 
-def a_parameter(asked: ResolvedRequest) -> str:
+def a_parameter(request: ResolvedRequest) -> str:
     """Return the bytes that a parameter takes in all, as a sum: weights, gradient, moments."""
-    return kept_of(asked.run.optimizer, _compute(asked), gradients=asked.run.train.gradients)
+    return kept_of(request.run.optimizer, _compute(request), gradients=request.run.train.gradients)
 
 
-def _state(asked: ResolvedRequest) -> float:
+def _state(request: ResolvedRequest) -> float:
     """Return these bytes for the whole model. Weights that compute in the format in which they are kept count once."""
-    compute = _compute(asked)
-    optimizer, gradients = asked.run.optimizer, asked.run.train.gradients
+    compute = _compute(request)
+    optimizer, gradients = request.run.optimizer, request.run.train.gradients
     slots = kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients)
     return bytes_each(slot for slot in slots if slot.name != "compute" or compute != MASTER.number)
 
 
-def _compute(asked: ResolvedRequest) -> str:
-    return PRECISIONS[asked.run.train.precision].compute.name
+def _compute(request: ResolvedRequest) -> str:
+    return PRECISIONS[request.run.train.precision].compute.name
 
 
 @dataclass(frozen=True)
 class _Spread:
     """All layouts whose schedule has a closed form, with the quick count of their memory."""
 
-    asked: ResolvedRequest
+    request: ResolvedRequest
     scorer: Scorer
     workloads: tuple[tuple[Workload, Memory], ...]
 
     @classmethod
-    def of(cls, asked: ResolvedRequest, scorer: Scorer, tick: Callable[[int, int], None]) -> "_Spread":
-        train, space = asked.run.train, replace(space_of(asked), schedules=(), zero=(0, 1, 2, 3))
-        plans = candidates(asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
-        workloads = [workload_of(asked, plan) for plan in plans]
+    def of(cls, request: ResolvedRequest, scorer: Scorer, tick: Callable[[int, int], None]) -> "_Spread":
+        train, space = request.run.train, replace(space_of(request), schedules=(), zero=(0, 1, 2, 3))
+        plans = candidates(request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
+        workloads = [workload_of(request, plan) for plan in plans]
         scorer.prepare(workloads, tick)
-        return cls(asked, scorer, tuple((one, scorer.memory(one)) for one in workloads))
+        return cls(request, scorer, tuple((one, scorer.memory(one)) for one in workloads))
 
     def smallest(self, allowed: Sequence[Technique]) -> Candidate | None:
         """Return the layout that holds least, of those that use only allowed techniques."""
         mine = sorted(self._with(allowed), key=lambda one: one[1].total)
-        few = [choice_of(self.asked, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
+        few = [choice_of(self.request, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
         return min(few, key=lambda one: (not one.estimate.fits, one.estimate.memory.total), default=None)
 
     def elsewhere(self) -> Candidate | None:
         """Return the layout that holds least with the optimizer's state in host memory."""
         mine = min(self.workloads, key=lambda one: one[1].total - one[1].optimizer, default=None)
-        return None if mine is None else choice_of(self.asked, offloaded(mine[0].plan, 1.0), self.scorer)
+        return None if mine is None else choice_of(self.request, offloaded(mine[0].plan, 1.0), self.scorer)
 
     def fastest(self, allowed: Sequence[Technique]) -> Candidate | None:
         """Return the fastest layout that fits and is valid, of those that use only allowed techniques."""
         mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
         for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
-            if self.asked.is_valid(one.plan):
-                choice = choice_of(self.asked, one.plan, self.scorer)
+            if self.request.is_valid(one.plan):
+                choice = choice_of(self.request, one.plan, self.scorer)
                 if choice.estimate.fits:
                     return choice
         return None
@@ -198,8 +198,8 @@ class _Spread:
     def sizes(self, choice: Candidate) -> tuple[Candidate, ...]:
         """Return a layout with each size of a microbatch that a search tries and that divides the batch evenly."""
         plans = [choice.plan.model_copy(update={"microbatch": size}) for size in MICROBATCHES]
-        dealt = [plan for plan in plans if self.asked.run.train.global_batch % (plan.data * plan.microbatch) == 0]
-        return tuple(choice_of(self.asked, plan, self.scorer) for plan in dealt if self.asked.is_valid(plan))
+        dealt = [plan for plan in plans if self.request.run.train.global_batch % (plan.data * plan.microbatch) == 0]
+        return tuple(choice_of(self.request, plan, self.scorer) for plan in dealt if self.request.is_valid(plan))
 
     def _with(self, allowed: Sequence[Technique]) -> list[tuple[Workload, Memory]]:
         denied = [one for one in TECHNIQUES if one not in allowed]

@@ -18,7 +18,7 @@ from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.spec.state import LOWER
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
 """Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
@@ -36,10 +36,10 @@ AXES: Axes = {
     "model": {
         "dense": {"preset": "tiny"},
         "experts": {"preset": "mixtral-8x7b"},
-        "latent attention, experts, tokens ahead": {"preset": "deepseek-tiny"},
+        "latent attention, experts, MTP": {"preset": "deepseek-tiny"},
     },
-    "shards": {"1": {}, "2": {"data": 2}},
-    "copies": {"1": {}, "2": {"replicate": 2}},  # each of this many shards: `run_of` multiplies
+    "dp_shard": {"1": {}, "2": {"data": 2}},
+    "dp_replicate": {"1": {}, "2": {"replicate": 2}},  # each of this many shards: `run_of` multiplies
     "zero": {str(stage): {"zero": stage} for stage in range(4)},
     "tensor": {
         "1": {},
@@ -108,12 +108,12 @@ AXES: Axes = {
 }
 
 
-def only(*precisions: str) -> Axes:
+def axes_with_precisions(*precisions: str) -> Axes:
     """Return the axes with some precisions only."""
     return {**AXES, "precision": {name: AXES["precision"][name] for name in precisions}}
 
 
-PLAIN = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
+DEFAULTS = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Values that ask for nothing, which names leave out."""
 
 STEP_COST = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
@@ -134,7 +134,7 @@ class ParityCase:
     @property
     def name(self) -> str:
         """The choices in words, without the default ones."""
-        return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in PLAIN)
+        return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in DEFAULTS)
 
     @property
     def pairs(self) -> frozenset[Pair]:
@@ -162,22 +162,22 @@ def _pair(one: Choice, other: Choice) -> Pair:
     return frozenset((one, other))
 
 
-def effort_of(choices: Choices) -> float:
+def cost_of(choices: Choices) -> float:
     """Return the processor time of a combination, softened, so that enough pairs make up for it."""
-    asked = _asked(choices)
+    asked = _plan_keys(choices)
     return _ranks(asked) ** 0.5 * STEP_COST[asked["preset"]]
 
 
 def valid_run(choices: Choices) -> RunSpec | None:
-    """Return the run of a combination; None if there are objections."""
-    return None if any(True for _ in objections(choices)) else run_of(choices)
+    """Return the run of a combination; None if there are conflicts."""
+    return None if any(True for _ in conflicts(choices)) else run_of(choices)
 
 
-def objections(choices: Choices) -> Iterator[Problem]:
+def conflicts(choices: Choices) -> Iterator[Problem]:
     """Yield the reasons why a combination is not drawn: it has too many ranks, its optimizer would amplify the rounding of a narrow
     format, or `check` refuses it."""
-    if (ranks := _ranks(_asked(choices))) > MOST_RANKS:
-        yield Problem("error", "ranks", ranks, f"are more than the {MOST_RANKS} of a drawn run", "Split fewer axes.")
+    if (ranks := _ranks(_plan_keys(choices))) > MAX_RANKS:
+        yield Problem("error", "ranks", ranks, f"are more than the {MAX_RANKS} of a drawn run", "Split fewer axes.")
     spec = run_of(choices)
     kind, precision = spec.optimizer.kind, spec.train.precision
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
@@ -186,7 +186,7 @@ def objections(choices: Choices) -> Iterator[Problem]:
     yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
 
 
-def _asked(choices: Choices) -> dict[str, Any]:
+def _plan_keys(choices: Choices) -> dict[str, Any]:
     return {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
 
 
@@ -196,7 +196,7 @@ def _ranks(asked: Mapping[str, Any]) -> int:
 
 def run_of(choices: Choices) -> RunSpec:
     """Return the small run of a combination, valid or not."""
-    asked = _asked(choices)
+    asked = _plan_keys(choices)
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )

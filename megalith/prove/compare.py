@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalith.kernels.narrow import HISTORY, Noted
-from megalith.models.router import Record
+from megalith.kernels.narrow import HISTORY, TrackedMaxima
+from megalith.models.router import RoutingRecord
 from megalith.spec.numbers import Reordered
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
@@ -22,14 +22,14 @@ Gap = tuple[float, str]
 
 
 @dataclass(frozen=True)
-class Routed:
+class StepRouting:
     """Destination of every token of a global batch by one router, and how clear the choice was."""
 
     choices: Tensor  # [samples, seq, active], ascending
     margins: Tensor  # [samples, seq]
 
     @classmethod
-    def of(cls, records: list[Record]) -> "Routed":
+    def of(cls, records: list[RoutingRecord]) -> "StepRouting":
         return cls(torch.cat([r.choices for r in records]), torch.cat([r.margins for r in records]))
 
 
@@ -40,11 +40,11 @@ class Recording:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    routing: list[dict[str, Routed]] = field(default_factory=list)
+    routing: list[dict[str, StepRouting]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
     """Gradient of each microbatch in the first step. Only one process records it."""
-    maxima: dict[str, Noted] = field(default_factory=dict)
+    maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
     """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and those of the
     first step that delayed scales follow in the second."""
 

@@ -113,9 +113,9 @@ def check(
     parametrization: Parametrization,
     steps: int,
     seeds: Sequence[int],
-    told: Callable[[int, int], None] = lambda size, seed: None,
+    on_start: Callable[[int, int], None] = lambda size, seed: None,
 ) -> CoordinateCheck:
-    """Train every size with every seed and return the slopes. `told` is called before each size. The smallest size is the base,
+    """Train every size with every seed and return the slopes. `on_start` is called before each size. The smallest size is the base,
     unless the run names one. Raises ValueError for an impossible size."""
     model = spec.model
     named = model.base_dim if axis == "width" else model.base_layers
@@ -126,7 +126,7 @@ def check(
     for size, one in models.items():
         runs = []
         for seed in seeds:
-            told(size, seed)
+            on_start(size, seed)
             runs.append(measure(spec, one, steps=steps, seed=seed))
         for key, values in found.items():
             values.append(fmean(run[key] for run in runs))

@@ -20,15 +20,15 @@ from megalith.prove.axes import (
     Choices,
     Pair,
     ParityCase,
-    effort_of,
-    objections,
+    conflicts,
+    cost_of,
     pairs_of,
     run_of,
     valid_run,
 )
 
 FIRST = dict.fromkeys(
-    ("shards", "copies", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
+    ("dp_shard", "dp_replicate", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
 ) | {"precision": 0.9}
 """Probability that an axis keeps its first value without a draw. Without it, hardly any combination would have few enough ranks; and
 faults show best in the first precision."""
@@ -84,7 +84,7 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
 
 def _worth(choices: Choices, left: frozenset[Pair]) -> float:
     """Return the pairs of `left` that a combination shows, for its effort."""
-    return len(pairs_of(choices) & left) / effort_of(choices)
+    return len(pairs_of(choices) & left) / cost_of(choices)
 
 
 def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair]) -> ParityCase:
@@ -106,7 +106,7 @@ def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
     """Leave out the draws whose pairs all occur in others, the costliest first."""
     times = Counter(pair for one in chosen for pair in one.pairs)
     needless = set[Choices]()
-    for one in sorted(chosen, key=lambda one: effort_of(one.choices), reverse=True):
+    for one in sorted(chosen, key=lambda one: cost_of(one.choices), reverse=True):
         if all(times[pair] > 1 for pair in one.pairs):
             needless.add(one.choices)
             times.subtract(one.pairs)
@@ -119,7 +119,7 @@ def uncovered(draws: Sequence[ParityCase], axes: Axes = AXES) -> list[Pair]:
     return [pair for pair in _every(axes) if pair not in shown]
 
 
-def refusal(pair: Pair) -> list[Problem]:
+def conflict_of(pair: Pair) -> list[Problem]:
     """Return the objections to a pair of choices that stay whatever the other choices are; none if a combination proves the pair."""
     return min((_search(Random(seed), pair, AXES)[1] for seed in range(SEARCHES)), key=len)
 
@@ -156,13 +156,13 @@ def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, 
             return None, []
         axes = {**axes, "precision": exact}
     choices = _any(random, pair, axes)
-    left = list(objections(choices))
+    left = list(conflicts(choices))
     changes, idle = [(axis, value) for axis in axes if axis not in dict(pair) for value in axes[axis]], 0
     while left and idle < SWEEPS:
         idle += 1
         for axis, value in random.sample(changes, len(changes)):
             other = _changed(choices, axis, value)
-            problems = list(objections(other))
+            problems = list(conflicts(other))
             if len(problems) > len(left):
                 continue
             idle = idle if len(problems) == len(left) else 0

@@ -63,11 +63,11 @@ def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
         stack.enter_context(fake.groups_of(spec.plan.ranks, rank=rank))
         if spec.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        found = count(spec, [single_documents(spec)] * spec.microbatches, unreal=True)
+        found = count(spec, [single_documents(spec)] * spec.microbatches, fake_tensors=True)
     return DryRun(spec.plan.ranks, rank, found, time.perf_counter() - began, most_resident_bytes())
 
 
-def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> RankCounts:
+def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool) -> RankCounts:
     """This rank's first step on `microbatches`, counted; on CPU tensors, or fake ones. All ranks call it together.
 
     Routers deal tokens out evenly: fake scores decide nothing, and real ones would differ from step to step.
@@ -77,7 +77,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Ra
     groups = mesh_groups(spec, CPU)
     meter = Meter()
     with ExitStack() as stack:
-        if unreal:
+        if fake_tensors:
             stack.enter_context(fake.Fakes())
         stack.enter_context(meter)
         trainer = assemble(spec, groups=groups, device=CPU, target=_target(spec))

@@ -43,7 +43,7 @@ KINDS = {
     "broadcast_": "broadcast",
     "barrier": "barrier",
 }
-STATE_AXES = frozenset({"shards", "copies", "expert shards", "expert copies"})
+STATE_AXES = frozenset({"dp_shard", "dp_replicate", "expert dp_shard", "expert dp_replicate"})
 REDUCTIONS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 """Collectives of weights and gradients, and their axes; their tensors count as buffers."""
 
@@ -319,7 +319,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 class Axes:
     """Axis of a process group: by name if the mesh has one, else by its ranks. Axes that are the same group, as happens if one of them has
-    all ranks, are named together: "world / shards"."""
+    all ranks, are named together: "world / dp_shard"."""
 
     def __init__(self, groups: Groups) -> None:
         self._world, self._line = groups.world, list(groups.line)
@@ -331,11 +331,11 @@ class Axes:
             "data x context x tensor": groups.tokens,
             "place": groups.place,
             "ends": groups.ends,
-            "copies": groups.state.get_group("copies"),
-            "shards": groups.state.get_group("shards"),
+            "dp_replicate": groups.state.get_group("dp_replicate"),
+            "dp_shard": groups.state.get_group("dp_shard"),
             "tensor": groups.tensor,
-            "expert copies": groups.experts.get_group("copies"),
-            "expert shards": groups.experts.get_group("shards"),
+            "expert dp_replicate": groups.experts.get_group("dp_replicate"),
+            "expert dp_shard": groups.experts.get_group("dp_shard"),
             "expert": groups.expert,
             "expert_tensor": groups.expert_tensor,
         }

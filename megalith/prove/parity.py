@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.checkpoint.shares import Laid, shares, whole_of
+from megalith.checkpoint.shares import OffDeviceShare, as_tensor, shares
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.kernels.draws import working_on
-from megalith.kernels.narrow import Narrow, Noted, maxima
+from megalith.kernels.narrow import Narrow, TrackedMaxima, maxima
 from megalith.kernels.numbers import Dtypes
 from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
-from megalith.models.router import Record, recording
+from megalith.models.router import RoutingRecord, recording
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
 from megalith.prove.clipping import Clipping
-from megalith.prove.compare import Recording, Routed
+from megalith.prove.compare import Recording, StepRouting
 from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
@@ -246,7 +246,7 @@ def _reference_step(
                 parameter.grad = grads[name] if parameter.grad is None else parameter.grad + grads[name]
             if first == 0:
                 kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
-    kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
+    kept.routing.append({name: StepRouting.of(records) for name, records in routings.items()})
     kept.maxima = kept.maxima if first else seen
     return total
 
@@ -310,13 +310,13 @@ def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals
     return StepTotals(squares=done.grad_norm**2, loss=done.loss, stop=False, resident=0)
 
 
-def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
+def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, TrackedMaxima]:
     """Collect on the first rank the maxima that the scales of all ranks followed."""
-    everyone: list[dict[str, Noted]] | None = (
+    everyone: list[dict[str, TrackedMaxima]] | None = (
         [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
     )
     dist.gather_object(seen, everyone, group=trainer.groups.world, group_dst=0)
-    found: dict[str, Noted] = {}
+    found: dict[str, TrackedMaxima] = {}
     for name, one in ((name, one) for each in everyone or () for name, one in each.items()):
         found[name] = one.joined(found.get(name))
     return found
@@ -330,7 +330,9 @@ def _settled(late: Unchecked | None) -> list[StepTotals]:
     return [late.totals]
 
 
-def _all_routed(trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:
+def _all_routed(
+    trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[RoutingRecord]]]
+) -> dict[str, StepRouting]:
     """Collect the destination of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
@@ -344,21 +346,21 @@ def _all_routed(trainer: Trainer, accumulated: StepGradients, routings: list[dic
         ]
     everyone: list[dict[str, Any]] | None = [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
-    whole: dict[str, Routed] = {}
+    whole: dict[str, StepRouting] = {}
     for name, parts in ((name, parts) for found in everyone or () for name, parts in found.items()):
         for numbers, positions, choices, margins in parts:
             if name not in whole:
                 shape = (spec.train.global_batch, spec.train.seq_len)
-                whole[name] = Routed(torch.full((*shape, choices.shape[-1]), -1), torch.full(shape, torch.inf))
+                whole[name] = StepRouting(torch.full((*shape, choices.shape[-1]), -1), torch.full(shape, torch.inf))
             for row, number in enumerate(numbers):
                 whole[name].choices[number, positions] = choices[row]
                 whole[name].margins[number, positions] = margins[row]
     return whole
 
 
-def _together(tensors: Mapping[str, Tensor | Laid], trainer: Trainer) -> dict[str, Tensor]:
+def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) -> dict[str, Tensor]:
     """Return whole tensors of the whole model on the first rank. Elements on which ranks disagree become NaN."""
-    mine = [(name, share.held.shape, share.held.offset, whole_of(share).cpu()) for name, share in shares(tensors).items()]
+    mine = [(name, share.held.shape, share.held.offset, as_tensor(share).cpu()) for name, share in shares(tensors).items()]
     everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
     whole: dict[str, Tensor] = {}

@@ -54,7 +54,7 @@ class Fault:
         return range(self.step, self.step + self.lasts)
 
 
-class Poisoned:
+class PoisonedStream:
     """A stream with samples of which a share of the tokens is random; `read` has the numbers of all samples that were read."""
 
     def __init__(self, stream: Stream, faults: Sequence[Fault], *, batch: int) -> None:
@@ -79,8 +79,8 @@ class Poisoned:
         return replace(found, tokens=tokens, targets=np.where(found.targets < 0, found.targets, after))
 
 
-class Flips(StepHook):
-    """A watcher that flips bits. It knows the step that the run is in."""
+class BitFlips(StepHook):
+    """A step hook that flips bits. It knows the step that the run is in."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.step = 0
@@ -100,7 +100,7 @@ class Flips(StepHook):
             computed = [parameter for parameter in stage.parameters() if parameter.requires_grad and parameter.numel()]
             self._hooks.append(_Once(computed[int(fault.place * len(computed))], fault))
 
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         """Flip a bit of a weight or a moment."""
         for fault in self._due(step, "weight", "moment"):
             shares = trainer.state.shares("weights" if fault.kind == "weight" else "optimizer")
@@ -130,7 +130,7 @@ def flip(tensor: Tensor, fault: Fault) -> None:
     number.bitwise_xor_(mask)
 
 
-def hasty(trainer: Trainer, faults: Sequence[Fault], flips: Flips) -> Trainer:
+def hasty(trainer: Trainer, faults: Sequence[Fault], flips: BitFlips) -> Trainer:
     """Return the trainer with a learning rate that is wrong in some steps."""
 
     class Hasty(Trainer):
@@ -160,21 +160,25 @@ def train(
     *,
     key: Key,
     source: Source | None = None,
-    watchers: Sequence[StepHook] = (),
+    step_hooks: Sequence[StepHook] = (),
     after: Callable[[Loop, int], object] = lambda loop, step: None,
 ) -> RunEnd:
     """Train on one of the plan's ranks, which are all on one node whose memory lies in `folder`; on the CPU. `after` is called after
     each step. `source`: the copy to restore; None: a checkpoint if there is one."""
-    flips = Flips(faults)
+    flips = BitFlips(faults)
     trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
     poison = [one for one in faults if one.kind == "poison"]
-    stream: Any = Poisoned(open_stream(spec, "train"), poison, batch=spec.train.global_batch)
-    seat = RankInfo(rank, spec.plan.ranks, ("n0",), folder / "memory", key=key)
+    stream: Any = PoisonedStream(open_stream(spec, "train"), poison, batch=spec.train.global_batch)
+    rank_info = RankInfo(rank, spec.plan.ranks, ("n0",), folder / "memory", key=key)
     good = GOOD_COPIES if "rewind" in spec.stability.answers else 0
-    memory = Memory(trainer.state.shares(), seat=seat, keep=spec.fleet.memory_keep, good=good, told=room(spec.stability))
+    memory = Memory(
+        trainer.state.shares(), rank_info=rank_info, keep=spec.fleet.memory_keep, good=good, text_bytes=room(spec.stability)
+    )
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep)
     position = restore(trainer, checkpointer, stream, group=None, warn=print, source=source, memory=memory)
-    guard = StateGuard(trainer, seat=seat, read=lambda step, data: read_step(stream, spec, position, step, data), memory=memory)
+    guard = StateGuard(
+        trainer, rank_info=rank_info, read=lambda step, data: read_step(stream, spec, position, step, data), memory=memory
+    )
     guard.begin(position.step, position.samples)
     validator = Validator(trainer, open_stream(spec, "validation")) if spec.validation.samples and spec.validation.every else None
     loop = Loop(
@@ -187,7 +191,7 @@ def train(
         log=EventLog(folder) if rank == 0 else None,
         heartbeat=Heartbeat.find(),
         guard=guard,
-        watchers=[flips, *watchers],
+        step_hooks=[flips, *step_hooks],
     )
     loop.run(stop=False, after_step=lambda step: after(loop, step))
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trainer.state.tensors().items()}

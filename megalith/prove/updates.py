@@ -10,15 +10,17 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import Treatment, treatments
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.orthogonal import steps_of
 from megalith.train.optimizers.rule import Optimizer
-from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
 Update: TypeAlias = Callable[[int, float], None]
 """Update all parameters from their gradients: (updates before this one, learning rate)."""
 
-Made: TypeAlias = Callable[[Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update]
+UpdateFactory: TypeAlias = Callable[
+    [Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update
+]
 """Makes the update of some parameters, from their treatments by name, the optimizer, and the model's description of each
 parameter."""
 
@@ -49,7 +51,7 @@ def _by_rule(
     described: Mapping[str, Parameter],
 ) -> Update:
     state = State(parameters, {}, {name: each.slots for name, each in treated.items()})
-    rule = Optimizer(spec, treated, Whole.alone(parameters, described))
+    rule = Optimizer(spec, treated, GlobalTensors.alone(parameters, described))
 
     @torch.no_grad()
     def update(number: int, lr: float) -> None:
@@ -58,7 +60,7 @@ def _by_rule(
     return update
 
 
-def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.optim.Optimizer]) -> Made:
+def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.optim.Optimizer]) -> UpdateFactory:
     """The update by one of torch's optimizers. `make`: from its groups of parameters and the run's optimizer."""
 
     def made(
@@ -95,7 +97,7 @@ def _sgd(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.O
 # --- from the papers' formulas, in fp64 and one matrix at a time ---
 
 
-def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -> Made:
+def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -> UpdateFactory:
     """The update by a formula that is given matrix by matrix; it returns the new matrix."""
 
     def made(
@@ -191,7 +193,7 @@ def _orthogonal(matrix: Tensor, spec: OptimizerSpec) -> Tensor:
     return 0.2 * max(matrix.shape) ** 0.5 * x
 
 
-INDEPENDENT: dict[str, Made] = {
+INDEPENDENT: dict[str, UpdateFactory] = {
     "adamw": _torchs(_adamw),
     "sgd": _torchs(_sgd),
     "lion": _from_paper(_lion),

@@ -12,6 +12,6 @@ another file.
 
 from megalith.pyramid.format import FAN, Kind, record_bytes
 from megalith.pyramid.reader import Reader, View
-from megalith.pyramid.writer import KEEP, LEAST, LEVELS, SEGMENTS, Writer
+from megalith.pyramid.writer import KEEP, LEVELS, MINIMUM, SEGMENTS, Writer
 
-__all__ = ["FAN", "KEEP", "LEAST", "LEVELS", "SEGMENTS", "Kind", "Reader", "View", "Writer", "record_bytes"]
+__all__ = ["FAN", "KEEP", "LEVELS", "MINIMUM", "SEGMENTS", "Kind", "Reader", "View", "Writer", "record_bytes"]

@@ -15,7 +15,7 @@ from megalith.pyramid.format import FAN, FILE, HEAD, MAGIC, SUM, TYPES, Kind, na
 
 LEVELS = 13  # FAN ** 12 is 16 million steps: the coarsest record covers so many
 KEEP = 64 << 20  # bytes of a level, all pieces together
-LEAST = 512  # records of a level that are kept in any case
+MINIMUM = 512  # records of a level that are kept in any case
 SEGMENTS = 8  # files into which the kept bytes of a level are cut: the oldest one goes
 
 
@@ -123,12 +123,12 @@ class Writer:
 
     def _most(self, level: int) -> int:
         """Return the maximum number of records of a file."""
-        return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), LEAST // SEGMENTS)
+        return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), MINIMUM // SEGMENTS)
 
     def _begin(self, level: int, first: int) -> int:
         """Begin a file, and remove the oldest ones of its level beyond the number that is kept."""
         older = [segment for segment in segments(self._folder) if segment.level == level]
-        room = max(self._keep, LEAST * record_bytes(self._kind, self._width, level))
+        room = max(self._keep, MINIMUM * record_bytes(self._kind, self._width, level))
         for segment in reversed(older):
             room -= segment.size
             if room < 0:

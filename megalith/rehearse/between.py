@@ -9,7 +9,7 @@ from megalith.spec.sizes import model_parameters
 
 BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides", "staleness")
 """Keys of a simulation that have a meaning only with several sites."""
-MERGE_SECONDS, RETURN_SECONDS, PATIENCE, LEAST_GRACE = 300.0, 60.0, 4200.0, 5.0
+MERGE_SECONDS, RETURN_SECONDS, PATIENCE, MIN_GRACE = 300.0, 60.0, 4200.0, 5.0
 """Assumed if not given; the last is the minimum of a run's own pace."""
 
 
@@ -37,7 +37,7 @@ def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dic
         "merge_every": every,
         "merge_seconds": held,
         "return_seconds": back,
-        "grace": (sites.grace if sites is not None else None) or max(LEAST_GRACE, said.get("merge_every", round_seconds)),
+        "grace": (sites.grace if sites is not None else None) or max(MIN_GRACE, said.get("merge_every", round_seconds)),
         "patience": run.launch.timeout + run.fleet.wait_limit if run is not None else PATIENCE,
         "decides": sites.decides if sites is not None else None,
         "staleness": sites.staleness if sites is not None else 0,

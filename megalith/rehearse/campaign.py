@@ -30,8 +30,8 @@ from megalith.spec.run import DataSpec
 POLL_SECONDS = 0.1
 REPAIR_SECONDS = 3.0  # until a lost node is back
 WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
-MOST_COPIED = 1 << 30  # bytes of data
-MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
+MAX_COPIED = 1 << 30  # bytes of data
+MAX_BY_HAND = 3  # unexpected ends after which the campaign gives up
 WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 
 
@@ -62,7 +62,7 @@ def possible(
         elif name == "full" and not own_disk:
             out[name] = "no checkpoints, or no right to mount a small disk for them"
         elif name == "shard" and not own_data:
-            out[name] = f"the data is larger than the {MOST_COPIED >> 30} GiB that a campaign copies in order to damage the copy"
+            out[name] = f"the data is larger than the {MAX_COPIED >> 30} GiB that a campaign copies in order to damage the copy"
         elif name == "interface" and no_network:
             out[name] = f"a network of the run's own {no_network}"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
@@ -130,7 +130,7 @@ def _unmount(folder: Path) -> None:
 
 def may_copy(data: Path) -> bool:
     """True if prepared data is small enough to be copied."""
-    return sum(path.stat().st_size for path in data.iterdir()) <= MOST_COPIED
+    return sum(path.stat().st_size for path in data.iterdir()) <= MAX_COPIED
 
 
 def data_of(spec: DataSpec, folder: Path) -> DataSpec:
@@ -186,11 +186,11 @@ def run(
     injections: Path | None = None,
     nodes: Sequence[Path] = (),
     network: Network | None = None,
-    crew: SupervisedAgents | None = None,
+    agents: SupervisedAgents | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> CampaignRun:
     """Run a command to its end, starting it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) come
-    back, and so do interfaces of their `network`. `crew`: the command starts one agent, and the run is that of all agents."""
+    back, and so do interfaces of their `network`. `agents`: the command starts one of them, and the run is that of all."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None
@@ -203,13 +203,13 @@ def run(
     def turn() -> None:
         mend()
         tick()
-        if crew is not None:
-            crew.tend(begin)
+        if agents is not None:
+            agents.tend(begin)
 
     begun, restarts, by_hand = time.monotonic(), list[float](), 0
-    with (folder.parent / f"{folder.name}.log").open("ab") as log, crew or contextlib.nullcontext():
-        while by_hand <= MOST_BY_HAND:
-            process = begin(*crew.place(crew.names[0])) if crew is not None else begin()
+    with (folder.parent / f"{folder.name}.log").open("ab") as log, agents or contextlib.nullcontext():
+        while by_hand <= MAX_BY_HAND:
+            process = begin(*agents.place(agents.names[0])) if agents is not None else begin()
             if restarts and restarts[-1] < 0:
                 restarts[-1] += _first_step(folder, process, turn)
             code = _stay(process, nodes, turn)
@@ -220,7 +220,7 @@ def run(
                 continue
             by_hand += 1
         seconds = time.monotonic() - begun
-    return CampaignRun(folder, seconds, by_hand + (crew.unexplained if crew is not None else 0), tuple(restarts))
+    return CampaignRun(folder, seconds, by_hand + (agents.unexplained if agents is not None else 0), tuple(restarts))
 
 
 def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:

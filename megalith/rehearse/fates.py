@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "agent": ("nodes_lost",),
     "supervisor": (),
 }
-"""The sign or signs that each kind of fault should be reported as."""
+"""The observations as which each kind of fault should be reported as."""
 
 _OfRank = (
     observations.RankFailed
@@ -59,7 +59,7 @@ class Fate:
     """Fate of one fault. Seconds; None: not known. `blamed` None: no node is at fault.
 
     `interrupted`: the supervisor was killed before the run went on, so the time until the next supervisor's start counts instead.
-    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: its cause is not the sign of this
+    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: its cause is not the observation of this
     kind, or it covers several faults and names another. The run resumed after both, but nothing else is known about this fault.
     """
 
@@ -188,21 +188,21 @@ def _rank(incident: Incident) -> int | None:
     """The rank that an incident names; None: a node at most."""
     if incident.rank is not None:
         return incident.rank
-    sign = observations.load(incident.evidence)
-    return sign.rank if isinstance(sign, _OfRank) else None
+    observation = observations.load(incident.evidence)
+    return observation.rank if isinstance(observation, _OfRank) else None
 
 
 def _named(incident: Incident) -> set[str]:
     """The nodes that an incident names, where it names no rank."""
     if _rank(incident) is not None:
         return set()
-    sign, blamed = observations.load(incident.evidence), {incident.node}
-    if isinstance(sign, observations.NodesLost):
-        blamed |= {*sign.nodes}
-    elif isinstance(sign, observations.GradientWrong):
-        blamed |= {*sign.suspects}
-    elif isinstance(sign, _OfRank | observations.NodeJoined | observations.HealthChecked):
-        blamed |= {sign.node}
+    observation, blamed = observations.load(incident.evidence), {incident.node}
+    if isinstance(observation, observations.NodesLost):
+        blamed |= {*observation.nodes}
+    elif isinstance(observation, observations.GradientWrong):
+        blamed |= {*observation.suspects}
+    elif isinstance(observation, _OfRank | observations.NodeJoined | observations.HealthChecked):
+        blamed |= {observation.node}
     return {node for node in blamed if node is not None}
 
 
@@ -229,7 +229,7 @@ def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[Fal
 
 
 def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
-    """True if an incident is the expected sign of a fault, or follows from one: a damaged copy is found later, a slow rank is reported
+    """True if an incident is the expected observation of a fault, or follows from one: a damaged copy is found later, a slow rank reported
     twice."""
     if any(fate.incident == incident.incident for fate in fates):
         return True

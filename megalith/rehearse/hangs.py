@@ -2,8 +2,8 @@
 
 The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two
 turns, which ALLOWED_SECONDS covers. It can be longer for two reasons, which the log does not distinguish: ranks that waited for a
-processor half of the time get another half of a limit, up to MOST_LIMITS limits; and a watch that gets no processor checks late.
-Both are due to the machine, so late hangs are counted and reported. A delay above MOST_LIMITS limits and two turns (each
+processor half of the time get another half of a limit, up to MAX_LIMITS limits; and a watch that gets no processor checks late.
+Both are due to the machine, so late hangs are counted and reported. A delay above MAX_LIMITS limits and two turns (each
 counted as a second at most) is impossible on any machine, so it counts against the run.
 
 The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.control.pace import KEPT
-from megalith.control.watch import MOST_LIMITS
+from megalith.control.watch import MAX_LIMITS
 from megalith.events import Event, Incident, RunStarted, Step
 from megalith.fleet import observations
 from megalith.spec.fleet import FleetSpec
@@ -78,13 +78,13 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
                     took.append(max(event.seconds, event.time - before))
                 before = event.time
             case Incident(cause=observations.Hang.kind):
-                sign = observations.load(event.evidence)
-                assert isinstance(sign, observations.Hang), sign
-                running = sign.phase == "step" and sign.step > resumed + 1  # all ranks are beyond their first
+                observation = observations.load(event.evidence)
+                assert isinstance(observation, observations.Hang), observation
+                running = observation.phase == "step" and observation.step > resumed + 1  # all ranks are beyond their first
                 slowest = max(took[-window:], default=None)
-                paced = running and slowest is not None and sign.limit != timeout
+                paced = running and slowest is not None and observation.limit != timeout
                 pace = max(fleet.hang_floor, fleet.hang_factor * (slowest + seen_late)) if paced and slowest is not None else None
-                found.append(Hang(event.incident, sign.silence, sign.limit, pace))
+                found.append(Hang(event.incident, observation.silence, observation.limit, pace))
     return found
 
 
@@ -109,10 +109,8 @@ def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
     found = []
     for hang in hangs:
         name = f"hang (incident {hang.incident})"
-        if hang.silence > MOST_LIMITS * hang.limit + TURNS_SECONDS:
-            found.append(
-                f"{name}: silent for {hang.silence:.2f} s, more than {MOST_LIMITS} times its limit of {hang.limit:.2f} s"
-            )
+        if hang.silence > MAX_LIMITS * hang.limit + TURNS_SECONDS:
+            found.append(f"{name}: silent for {hang.silence:.2f} s, more than {MAX_LIMITS} times its limit of {hang.limit:.2f} s")
         if hang.limit < fleet.hang_floor:
             found.append(f"{name}: its limit of {hang.limit:.2f} s is below fleet.hang_floor = {fleet.hang_floor:g} s")
         if hang.pace is not None and hang.limit > BETWEEN_RANKS * hang.pace:

@@ -37,7 +37,7 @@ class Aims:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AimResult:
     """A limit that a campaign must keep: the value found (None: there was nothing to measure) and the largest one allowed."""
 
     title: str
@@ -97,7 +97,7 @@ class Judgement:
     supervisor_restarts: tuple[float, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     aimed: Mapping[str, str] = field(default_factory=dict)
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[AimResult, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -158,7 +158,7 @@ def judge(
     return replace(judged, asked=asked, problems=(*judged.problems, *missed))
 
 
-def _asked(aims: Aims, found: Judgement) -> tuple[Asked, ...]:
+def _asked(aims: Aims, found: Judgement) -> tuple[AimResult, ...]:
     """Return the aims that were given, with the results beside them."""
     table = (
         ("recovery in the median", " s", found.recovery_median, aims.median),
@@ -166,7 +166,7 @@ def _asked(aims: Aims, found: Judgement) -> tuple[Asked, ...]:
         ("both runs", " min", (found.seconds + found.seconds_without) / 60, aims.minutes),
         ("silence of a hang", " of its limit", found.hangs.most, aims.silence),
     )
-    return tuple(Asked(title, unit, value, most) for title, unit, value, most in table if most is not None)
+    return tuple(AimResult(title, unit, value, most) for title, unit, value, most in table if most is not None)
 
 
 def _any(fates: Sequence[Fate], kind: str) -> bool:

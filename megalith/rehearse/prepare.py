@@ -29,9 +29,8 @@ from megalith.spec.validate import validate
 STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
 """Assumed if not given."""
 
-MOST_EVENTS, MOST_NODES = 100_000, 1_000_000
-"""Faults, outages or planned stops of one simulated run, and its nodes: as many as can be simulated within minutes, and held in
-memory."""
+MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
+"""Limits of one simulated run: its faults, outages or planned stops, and its nodes. More would take too long, or too much memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
@@ -236,11 +235,11 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
 
 def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
     """Yield the values that would make more nodes, or more events, than can be simulated."""
-    if cluster.nodes > MOST_NODES:
-        way_out = f"Use at most {MOST_NODES * cluster.per_node:,} devices."
+    if cluster.nodes > MAX_NODES:
+        way_out = f"Use at most {MAX_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
-    if spares > MOST_NODES:
-        yield _problem("fleet.spares", spares, "too many to simulate", f"Use at most {MOST_NODES:,}.")
+    if spares > MAX_NODES:
+        yield _problem("fleet.spares", spares, "too many to simulate", f"Use at most {MAX_NODES:,}.")
     own, years = cluster.reliability, spec.days / 365.25
     rates = {
         "interruptions": (cluster.interruptions, 24 * spec.days * cluster.count, "faults"),
@@ -253,12 +252,12 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
         "planned": (spec.planned, spec.days, "stops"),
     }
     for key, (rate, times, what) in rates.items():
-        if rate * times > MOST_EVENTS:
+        if rate * times > MAX_EVENTS:
             seconds = spec.days * DAY / (rate * times)
             reason = (
                 f"that is {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
             )
-            way_out = f"Use at most {MOST_EVENTS / times:.2g}, or fewer days."
+            way_out = f"Use at most {MAX_EVENTS / times:.2g}, or fewer days."
             said = key != "interruptions" or spec.interruptions is not None
             yield Problem("error", key, rate, reason, way_out, "command line" if said else "cluster")
 

@@ -273,8 +273,8 @@ class _Hurt(Site):
         step, read = command.source.step, {command.source.tier, *dict(command.source.elsewhere).values()}
         if Tier.STORE in read and step in self.damaged:
             self.damaged.discard(step)
-            sign = observations.CopyCorrupt(tier=Tier.STORE, copy_step=step, step=self._step())
-            self._at(self.figures.failed, lambda: self._decide(sign), of_group=True)
+            observation = observations.CopyCorrupt(tier=Tier.STORE, copy_step=step, step=self._step())
+            self._at(self.figures.failed, lambda: self._decide(observation), of_group=True)
 
     # What they do
 
@@ -315,8 +315,8 @@ class _Hurt(Site):
         seen = -(-one.step // every) * every
         node, good = self._node(one), max(0, seen - every)
         wait = max(0.0, seen * self.plan.step_seconds + self.figures.partial - self.progress) * (1 + self.overhead)
-        sign = observations.GradientWrong(good_step=good, suspects=(node,), step=seen)
-        self._at(wait, lambda: self._decide(sign), of_group=True)
+        observation = observations.GradientWrong(good_step=good, suspects=(node,), step=seen)
+        self._at(wait, lambda: self._decide(observation), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
         """Slow down until the cost reaches that of a replacement; then the policy decides."""
@@ -325,10 +325,10 @@ class _Hurt(Site):
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)
 
     def _tell_of_slow(self, one: Injection) -> None:
-        sign = observations.Straggler(
+        observation = observations.Straggler(
             slot=self._slot(one), node=self._node(one), rank=one.ranks[0], ratio=2.0, lost=1.0, replacing=1.0, **self._when()
         )
-        if not self._decide(sign).commands:
+        if not self._decide(observation).commands:
             self._ready()  # there is no spare, so the slow node is kept
 
     def _leave_no_room(self, one: Injection) -> None:

@@ -175,14 +175,14 @@ class Site:
             "node lost": (latency.node_lost, lambda: self._lost(names)),
             "corrupt state": (plan.step_seconds, lambda: observations.StateCorrupt(**common, **self._when())),
         }  # fmt: skip
-        seconds, sign = seen[fault.shows]
+        seconds, observation = seen[fault.shows]
         self._stand_still()
         self._spend(TimeUse.DETECTION)
-        self._at(seconds, lambda: self._see(sign(), fault))
+        self._at(seconds, lambda: self._see(observation(), fault))
 
-    def _see(self, sign: Observation, fault: Fault) -> None:
+    def _see(self, observation: Observation, fault: Fault) -> None:
         """Decide about a fault, unless another one has ended the run meanwhile."""
-        self._decide(sign, fault=fault)
+        self._decide(observation, fault=fault)
         self.tally.settle(fault, Effect.TOGETHER, if_open=True)
 
     def _when(self) -> dict[str, Any]:
@@ -259,8 +259,10 @@ class Site:
             del self.broken[node]  # there was no spare for it
 
     def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
-        sign = observations.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when())
-        self._decide(sign, fault=fault)
+        observation = observations.Nonfinite(
+            slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when()
+        )
+        self._decide(observation, fault=fault)
 
     def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
         self._decide(observations.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
@@ -314,21 +316,21 @@ class Site:
 
     def _decide(
         self,
-        sign: Observation,
+        observation: Observation,
         *,
         fault: Fault | None = None,
         copies: tuple[Copy, ...] | None = None,
         spending: TimeUse = TimeUse.RECOVERY,
     ) -> Decision:
-        """Ask the policy for a decision on a sign, which a fault may have caused, and carry it out."""
+        """Ask the policy for a decision on an observation, which a fault may have caused, and carry it out."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         if copies is not None:
             self.state = replace(self.state, copies=copies)
-        decision = policy.decide(self.state, sign, fleet=self.plan.fleet)
+        decision = policy.decide(self.state, observation, fleet=self.plan.fleet)
         self.state = decision.state
         self.least_spares = min(self.least_spares, len(self.state.spares))
-        self.tally.decided(sign, decision.commands, fault)
+        self.tally.decided(observation, decision.commands, fault)
         replaced = any(isinstance(order, Replace) for order in decision.commands)
         for order in decision.commands:
             if isinstance(order, Command):

@@ -42,7 +42,7 @@ _WHY: dict[type[Observation], Why] = {
     observations.Started: Why.STARTED,
     observations.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
-"""Sign that no fault caused -> the reason of the restart after it; after any other sign the restart was planned."""
+"""Sign that no fault caused -> the reason of the restart after it; after any other observation the restart was planned."""
 
 
 class Tally:
@@ -91,7 +91,7 @@ class Tally:
         """Return the fault that caused the save which has just finished; the first if there are several."""
         return self._leaving[0] if self._leaving else None
 
-    def decided(self, sign: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
+    def decided(self, observation: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
         """Count the commands of a decision on `fault`."""
         for order in orders:
             match order:
@@ -99,7 +99,7 @@ class Tally:
                     self.restarts[Why.GROWN] += 1
                     self._over(fault, Effect.TOGETHER)
                 case Restart() | Shrink():
-                    self.restarts[Why.FAULT if fault else _WHY.get(type(sign), Why.PLANNED)] += 1
+                    self.restarts[Why.FAULT if fault else _WHY.get(type(observation), Why.PLANNED)] += 1
                     self._over(fault, Effect.RESTARTED)
                 case Wait():
                     self._over(fault, Effect.SHORT)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from html import escape
 
-from megalith.planner.answer import CONVENTION, assumption, headroom, short
 from megalith.planner.atlas import Atlas, Square
+from megalith.planner.plan_result import CONVENTION, assumption, headroom, short
 from megalith.planner.search import Candidate
 from megalith.report import plans, units
-from megalith.report.style import figure, html_table, whole
+from megalith.report.style import figure, html_page, html_table
 from megalith.report.svg import picture, text
 
 GIB = 2**30
@@ -29,12 +29,12 @@ CELL = (142.0, 74.0)
 
 def page(found: Atlas) -> str:
     """Return the page: MFU and layout, memory, and every figure in a table."""
-    train, cluster = found.asked.run.train, found.asked.cluster
+    train, cluster = found.request.run.train, found.request.cluster
     tokens = train.seq_len * train.global_batch
     title = f"Best layouts on {cluster.accelerator.title}"
     said = (
-        f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step, {found.asked.format}; "
-        f"nodes of {cluster.per_node}. Predicted: {assumption(found.asked.software)}."
+        f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step, {found.request.format}; "
+        f"nodes of {cluster.per_node}. Predicted: {assumption(found.request.software)}."
     )
     peak = units.flops(cluster.accelerator.wide)
     maps = [
@@ -44,29 +44,29 @@ def page(found: Atlas) -> str:
     ]
     drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)
     body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{drawn}{_key()}{_table(found)}"
-    return whole(title, f"{body}<footer>Made by megalith plan --atlas. {escape(' '.join(found.asked.notes))}</footer>", OWN)
+    return html_page(title, f"{body}<footer>Made by megalith plan --atlas. {escape(' '.join(found.request.notes))}</footer>", OWN)
 
 
 def _limit(found: Atlas) -> str:
-    memory = found.asked.cluster.accelerator.memory
+    memory = found.request.cluster.accelerator.memory
     return f", of {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
 
 
-Said = tuple[float, str]
+CellValue = tuple[float, str]
 """Colour value of a square, and its text in large letters."""
 
 
-def _mfu(best: Candidate, found: Atlas) -> Said:
+def _mfu(best: Candidate, found: Atlas) -> CellValue:
     share = best.estimate.mfu
     return share, units.percent(share)
 
 
-def _memory(best: Candidate, found: Atlas) -> Said:
+def _memory(best: Candidate, found: Atlas) -> CellValue:
     size = best.estimate.memory.total
-    return size / (found.asked.cluster.accelerator.memory or size), f"{size / GIB:.1f} GiB"
+    return size / (found.request.cluster.accelerator.memory or size), f"{size / GIB:.1f} GiB"
 
 
-def _rate(best: Candidate, found: Atlas) -> Said:
+def _rate(best: Candidate, found: Atlas) -> CellValue:
     rate = best.estimate.tokens_per_second * best.estimate.devices
     return rate**0.5, units.count(rate)
 
@@ -90,11 +90,11 @@ def _step(best: Candidate) -> tuple[str, str]:
 
 
 def _map(
-    found: Atlas, say: Callable[[Candidate, Atlas], Said], colour: str, lines: Callable[[Candidate], tuple[str, str]]
+    found: Atlas, value_of: Callable[[Candidate, Atlas], CellValue], colour: str, lines: Callable[[Candidate], tuple[str, str]]
 ) -> str:
     """Draw a row for each model and a column for each number of nodes. A larger value has a stronger colour."""
     squares = {(square.model, square.nodes): square for square in found.squares}
-    most = max((say(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
+    most = max((value_of(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
     wide, tall = CELL
     left, top = 132.0, 40.0
     body = ""
@@ -111,14 +111,14 @@ def _map(
             if square.choice is None:
                 body += _empty(square, *place)
             else:
-                body += _cell(square, square.choice, say(square.choice, found), most, colour, lines(square.choice), *place)
+                body += _cell(square, square.choice, value_of(square.choice, found), most, colour, lines(square.choice), *place)
     return picture(left + len(found.nodes) * wide + 4, top + len(found.models) * tall + 6, body, "heat map")
 
 
 def _cell(
     square: Square,
     best: Candidate,
-    said: Said,
+    said: CellValue,
     most: float,
     colour: str,
     lines: Sequence[str],

@@ -13,7 +13,7 @@ from megalith.events import Step
 from megalith.report import units
 from megalith.report.history import History, history
 from megalith.report.page import smoothed
-from megalith.report.style import curves, figure, figures, html_table, whole
+from megalith.report.style import curves, figure, figures, html_page, html_table
 from megalith.report.summary import Summary, summarize
 from megalith.report.svg import Point, Series
 
@@ -84,7 +84,7 @@ def render(runs: Mapping[str, History]) -> str:
     rows = [[key, *map(_worded, values)] for key, values in keys.items()]
     said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same description.</p>'
     body += f"<section><h2>Differences</h2>{said}</section>"
-    return whole(title, body)
+    return html_page(title, body)
 
 
 def _rows(runs: Mapping[str, History]) -> list[list[str]]:

@@ -56,7 +56,7 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
     )
 
 
-def tried(
+def sweep(
     points: "Sequence[SweepPoint]", *, title: str, x_label: str, marks: Sequence[tuple[float, str]] = (), width: float = 620
 ) -> str:
     """Goodput by a setting that was tried out (`rehearse.simulate.SweepPoint`) as a stand-alone picture, with the spread of the seeds.
@@ -81,7 +81,7 @@ def tried(
     return svg.standalone(svg.titled(title, [chart]))
 
 
-def simulated(result: "SimulationResult") -> str:
+def simulation(result: "SimulationResult") -> str:
     """Draw a simulation as one stand-alone picture: where its time went, and goodput over the days."""
     seconds, plan = {what.value: value for what, value in result.seconds.items()}, result.scenario
     bars, curves = shares({"goodput": seconds}), over_time([life.curve for life in result.lives])

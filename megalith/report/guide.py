@@ -69,7 +69,12 @@ def hsdp() -> str:
     mesh = Mesh.of(plan)
     places = [mesh.state_coordinates(rank) for rank in range(mesh.ranks)]
     cells = [
-        _strip(f"data {rank}", [f"copy {at['copies']}, shard {at['shards']}", "of every weight"], [at["shards"]], plan.dp_shard)
+        _strip(
+            f"data {rank}",
+            [f"copy {at['dp_replicate']}, shard {at['dp_shard']}", "of every weight"],
+            [at["dp_shard"]],
+            plan.dp_shard,
+        )
         for rank, at in enumerate(places)
     ]
     return grid([cells], ["state"], [""] * len(cells), cell_width=150)

@@ -11,9 +11,9 @@ from megalith.report.history import History
 from megalith.report.style import HALF, curves, figure, figures
 from megalith.report.svg import Cell, Series, grid, stacked_rows
 
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Curves below this share of the largest one are named, not drawn: they would lie on zero."""
-MOST_COLUMNS = 16
+MAX_COLUMNS = 16
 """Ranks beside each other in the picture; further data ranks hold the same parts and are only counted."""
 
 
@@ -27,7 +27,7 @@ def who_holds_what(run: History) -> str:
     places = sorted(set(columns.values()))
     rows = sorted({h.coordinates.get("pipeline", 0) for h in run.holdings})
     at = {(h.coordinates.get("pipeline", 0), columns[h.rank]): h for h in run.holdings}
-    shown = places[:MOST_COLUMNS]
+    shown = places[:MAX_COLUMNS]
     shards = run.plan.dp_shard if run.plan else 1
     share = 1 / (shards * run.plan.tensor) if run.plan else 1.0
     cells = [[_cell(at.get((row, place)), order, shards, share) for place in shown] for row in rows]
@@ -101,11 +101,11 @@ def memory_section(run: History) -> str:
             dashes=name == "peak",
         )
         for i, name in enumerate(names)
-        if largest[name] > LEAST_SHARE * most
+        if largest[name] > MIN_SHARE * most
     ]
     if series:
-        small = [name.replace("_", " ") for name in names if 0 < largest[name] <= LEAST_SHARE * most]
-        caption = "Memory over the run" + (f"; below {LEAST_SHARE:.0%} of the largest: {', '.join(small)}" if small else "")
+        small = [name.replace("_", " ") for name in names if 0 < largest[name] <= MIN_SHARE * most]
+        caption = "Memory over the run" + (f"; below {MIN_SHARE:.0%} of the largest: {', '.join(small)}" if small else "")
         chart = curves(series, lambda size: f"{size:.4g} {unit}", unit=f" {unit}", from_zero=True)
         drawn.append(figure(caption, chart))
     return figures(*drawn)

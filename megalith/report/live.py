@@ -32,7 +32,7 @@ from megalith.events import (
 from megalith.report import pace, units
 
 
-class Follow:
+class LiveLine:
     """Shows how far a run is, from the events written after this was made.
 
     On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
@@ -82,7 +82,7 @@ class Follow:
             if self._console.is_terminal:
                 self._redraw()
             elif self._said is None or (self._new_to_say() and time.monotonic() - self._said[1] >= self._seconds):
-                self._say()
+                self._print_if_new()
 
     def close(self) -> None:
         """Show the last state and leave the line standing."""
@@ -92,7 +92,7 @@ class Follow:
                 self._live.stop()
                 self._live = None
             elif self._new_to_say():
-                self._say()
+                self._print_if_new()
 
     def _pass_on(self, event: Event) -> None:
         """Call `on_event` with an event."""
@@ -110,7 +110,7 @@ class Follow:
         except (Exception, SystemExit) as error:  # rich raises the latter where a pipe is closed
             self.failed = self.failed or f"{type(error).__name__}: {error}"
 
-    def __enter__(self) -> "Follow":
+    def __enter__(self) -> "LiveLine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,7 +188,7 @@ class Follow:
         self._reason = reason
         return reason
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line at once."""
         with self._whatever_happens():
             self._print(Text(text))
@@ -240,7 +240,7 @@ class Follow:
     def _new_to_say(self) -> bool:
         return self._step is not None and (self._said is None or self._said[0] != self._step.step)
 
-    def _say(self) -> None:
+    def _print_if_new(self) -> None:
         assert self._step is not None, "no step yet"
         self._said = (self._step.step, time.monotonic())
         self._print(Text(self.line()))

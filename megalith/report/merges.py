@@ -10,7 +10,7 @@ from megalith.report.style import curves, figure, figures
 from megalith.report.summary import merges_of
 from megalith.report.svg import Series
 
-MOST_POINTS = 1000  # of a curve: of more merges, those at even distances
+MAX_POINTS = 1000  # of a curve: of more merges, those at even distances
 
 
 def merge_section(run: History) -> str:
@@ -27,7 +27,7 @@ def merge_section(run: History) -> str:
     ]
     if run.validations:
         words.append(f"The merged weights' validation loss is {run.validations[-1].loss:.4f}.")
-    shown = made[:: -(-len(made) // MOST_POINTS)]
+    shown = made[:: -(-len(made) // MAX_POINTS)]
     apart = [
         Series("norm of the mean difference", [(one.step, one.norm) for one in shown], 0, dots=True),
         Series("distance of the sites to it", [(one.step, one.spread) for one in shown], 1, dots=True),

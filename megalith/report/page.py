@@ -20,12 +20,12 @@ from megalith.report.merges import merge_section
 from megalith.report.phases import phase_table
 from megalith.report.predicted import predict, term_section
 from megalith.report.signs import signs
-from megalith.report.style import HALF, WIDE, curves, figure, figures, html_table, whole
+from megalith.report.style import HALF, WIDE, curves, figure, figures, html_page, html_table
 from megalith.report.svg import Point, Series, stacked_columns
 from megalith.spec.files import PROVENANCE_FILE, SPEC_FILE
 
 if TYPE_CHECKING:
-    from megalith.planner.slower import Slower
+    from megalith.planner.slowdown import SlowdownReport
 
 FILE = "report.html"
 
@@ -35,7 +35,7 @@ BREAKDOWN: Mapping[str, int] = {
 """Parts of a step -> colour, in the order they are stacked."""
 
 
-def write(run_dir: Path, path: Path | None = None, compared: "Slower | str" = "") -> Path:
+def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | str" = "") -> Path:
     """Write the run's report to `path` (default: into its folder) and return the path. The report of a run without events says
     so. `compared`: as for `render`."""
     path = path or run_dir / FILE
@@ -43,7 +43,7 @@ def write(run_dir: Path, path: Path | None = None, compared: "Slower | str" = ""
     return path
 
 
-def render(run: History, *, folder: Path, compared: "Slower | str" = "") -> str:
+def render(run: History, *, folder: Path, compared: "SlowdownReport | str" = "") -> str:
     """The page as text. `folder` names the run and may hold spec.json, provenance.json and run.toml, shown if they are there. `compared`:
     the run's step beside its prediction, or why there is none."""
     name = run.spec.get("name") or folder.resolve().name
@@ -69,7 +69,7 @@ def render(run: History, *, folder: Path, compared: "Slower | str" = "") -> str:
             body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
     skipped = f" Skipped {units.skipped(run.skipped)}." if run.skipped else ""
     body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.{skipped}</footer>"
-    return whole(heading(name, folder), body)
+    return html_page(heading(name, folder), body)
 
 
 def _when(run: History) -> str:

@@ -12,13 +12,13 @@ from megalith.cost import host
 from megalith.cost.across import GOOD, INTERVALS, Across
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
-from megalith.planner.answer import PlanResult, Point, headroom, short
-from megalith.planner.apart import Apart
+from megalith.planner.confidence import Confidence
 from megalith.planner.formats import Gains
+from megalith.planner.plan_result import PlanResult, Point, headroom, short
 from megalith.planner.price import Price
 from megalith.planner.search import Candidate
-from megalith.planner.slower import Slower
-from megalith.planner.sure import Sure
+from megalith.planner.site_plans import SitesResult
+from megalith.planner.slowdown import SlowdownReport
 from megalith.report import units
 from megalith.spec.plan import Plan
 
@@ -27,18 +27,18 @@ GIB = 2**30
 
 def heading(found: PlanResult) -> str:
     """Summarize the request in a line."""
-    asked, cluster, train = found.asked, found.asked.cluster, found.asked.run.train
+    request, cluster, train = found.request, found.request.cluster, found.request.run.train
     tokens = train.seq_len * train.global_batch
-    step = "of prompts" if asked.forward_only else "a step"
+    step = "of prompts" if request.forward_only else "a step"
     sequences = f"{train.global_batch:,} sequence{'s' * (train.global_batch > 1)}"
     nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)} of {min(cluster.per_node, cluster.count)}"
     where = f"{cluster.count:,} {cluster.accelerator.name} ({nodes})"
-    return f"{asked.run.model.name} on {where}, {sequences} of {train.seq_len:,} = {tokens:,} tokens {step}, {asked.format}"
+    return f"{request.run.model.name} on {where}, {sequences} of {train.seq_len:,} = {tokens:,} tokens {step}, {request.format}"
 
 
 def best(found: PlanResult) -> str:
     """The answer in sentences: the time, the layout, the cost, and the uncertainty."""
-    choice, sure = found.found.best, found.sure
+    choice, sure = found.found.best, found.confidence
     if choice is None:
         return ""
     estimate, plan = choice.estimate, choice.plan
@@ -80,11 +80,11 @@ def table(found: PlanResult) -> Table:
         drawn.add_row(
             short(choice.plan),
             recomputed(choice.plan),
-            *_figures(choice.estimate, found.sure),
+            *_figures(choice.estimate, found.confidence),
             _beside(choice, choices[0], found),
         )
     if own is not None:
-        figures = *_figures(own.estimate, found.sure), _beside(own, choices[0], found)
+        figures = *_figures(own.estimate, found.confidence), _beside(own, choices[0], found)
         drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", recomputed(own.plan), *figures)
     return drawn
 
@@ -98,7 +98,7 @@ def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
     fewer = _splits(first.plan) - _splits(choice.plan)
     reasons = [f"{freed:.0f} GiB more free"] if freed >= 1 else []
     reasons += ["fewer splits"] if fewer > 0 else []
-    speed = "as fast" if ratio < found.sure.apart else f"{ratio - 1:.0%} slower"
+    speed = "as fast" if ratio < found.confidence.apart else f"{ratio - 1:.0%} slower"
     return ", ".join([speed, *reasons])
 
 
@@ -183,7 +183,7 @@ def recomputed(plan: Plan) -> str:
     return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
 
-def _figures(estimate: Estimate, sure: Sure) -> tuple[str, ...]:
+def _figures(estimate: Estimate, sure: Confidence) -> tuple[str, ...]:
     time, fits = estimate.time, "" if estimate.fits else "!"
     low, high = time.step * sure.time.low, time.step * sure.time.high
     both = f"{low:.3g}-{high:.3g}" if low >= 1 else f"{low * 1e3:.3g}-{high * 1e3:.3g}"
@@ -200,7 +200,7 @@ def seconds(value: float) -> str:
 
 def legend(found: PlanResult) -> str:
     """Explain the columns."""
-    device, search = found.asked.cluster.accelerator, found.found
+    device, search = found.request.cluster.accelerator, found.found
     limit = f", of {device.memory / GIB:.1f}; plans leave {headroom():.0%} free" if device.memory else ""
     denied = f", {search.refused:,} denied by `megalith check`" if search.refused else ""
     return (
@@ -208,10 +208,10 @@ def legend(found: PlanResult) -> str:
         f"m microbatch.\n"
         f"recompute: computed twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
-        f"GiB: worst rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
+        f"GiB: worst rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.confidence.apart - 1:.0%}, "
         f"too little for predictions to tell apart.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
-        f"{_offloaded(found)}{beaten(found)}"
+        f"{_offloaded(found)}{gain_over_own_plan(found)}"
     )
 
 
@@ -220,7 +220,7 @@ def _offloaded(found: PlanResult) -> str:
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.moves for choice in shown):
         return ""
-    cluster, count = found.asked.cluster, found.found.offloaded
+    cluster, count = found.request.cluster, found.found.offloaded
     said = "" if cluster.host.memory else ", assumed"
     freed = any(choice is not None and choice.plan.state.release for choice in shown)
     made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
@@ -233,7 +233,7 @@ def _offloaded(found: PlanResult) -> str:
     )
 
 
-def beaten(found: PlanResult) -> str:
+def gain_over_own_plan(found: PlanResult) -> str:
     """Describe the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
     faster."""
     if found.own is None:
@@ -257,7 +257,7 @@ def trainings(found: PlanResult) -> str:
     if one.dollars is None:
         parts.append("no price known (price_per_hour of a cluster file)")
     else:
-        parts.append(f"${amount(one.dollars)} at ${found.asked.cluster.price_per_hour:g} an hour")
+        parts.append(f"${amount(one.dollars)} at ${found.request.cluster.price_per_hour:g} an hour")
     if one.megawatt_hours is None:
         parts.append("no power known")
     else:
@@ -287,7 +287,7 @@ def across(found: PlanResult) -> str:
     return "\n".join(lines)
 
 
-def sites(found: Apart) -> Table:
+def sites(found: SitesResult) -> Table:
     """Results of all sites, one a row."""
     drawn = columns("site", "cluster", "share", "samples", "layout", "step", "waits", "GiB")
     for number, (one, row) in enumerate(zip(found.found, found.to_json(), strict=True)):
@@ -324,7 +324,7 @@ def phases(found: PlanResult) -> Table:
     return drawn
 
 
-def slower(found: Slower) -> str:
+def slower(found: SlowdownReport) -> str:
     """Compare the measured step with the predicted one in a sentence, with the term that explains the difference."""
     blamed = found.to_blame
     off = found.measured / found.predicted - 1
@@ -334,7 +334,7 @@ def slower(found: Slower) -> str:
     return f"{said} {blamed.name} exceeds its prediction most: {seconds(blamed.measured)} for {seconds(blamed.predicted)}."
 
 
-def terms(found: Slower) -> Table:
+def terms(found: SlowdownReport) -> Table:
     """The terms of a step, what takes longest over its prediction first."""
     drawn = columns("term", "", "predicted", "measured", "over")
     for one in found.terms:
@@ -343,7 +343,7 @@ def terms(found: Slower) -> Table:
     return drawn
 
 
-def tries(found: Slower) -> Table:
+def tries(found: SlowdownReport) -> Table:
     """Tabulate changes to try, the most gain first."""
     drawn = columns("try", "", "should gain")
     for one in found.tries:
@@ -373,7 +373,7 @@ def gains(found: Gains) -> Table:
     return drawn
 
 
-def gained(found: Gains) -> str:
+def recipe_advice(found: Gains) -> str:
     """Explain the table of gains, and propose a recipe."""
     ways = (
         "predicted ms of a layer on a rank, forward and backward of a microbatch; gain: bf16's time over that in 8 bits\n"

@@ -9,12 +9,12 @@ from megalith.report import timeline, units
 from megalith.report.history import History
 from megalith.report.style import html_table
 from megalith.schedule import Timeline, build, lower, simulate
-from megalith.schedule.action import Action, Slot, parts
+from megalith.schedule.action import Action, RowEntry, parts
 
 if TYPE_CHECKING:
-    from megalith.planner.slower import Slower
+    from megalith.planner.slowdown import SlowdownReport
 
-MOST_BARS = 4000
+MAX_BARS = 4000
 """Bars a drawing holds: beyond it, fewer microbatches are drawn."""
 
 
@@ -27,7 +27,7 @@ def predict(run: History) -> tuple[Timeline, str, int]:
     plan, microbatches = run.plan, run.microbatches
     assert plan is not None, "predict needs a recorded plan"
     assert microbatches, "predict needs a recorded batch"
-    while plan.stages * microbatches * 2 > MOST_BARS and microbatches > plan.pipeline:
+    while plan.stages * microbatches * 2 > MAX_BARS and microbatches > plan.pipeline:
         microbatches = max(microbatches // 2, plan.pipeline)
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
     means = timeline.mean_seconds(recorded.spans for recorded in run.spans)
@@ -46,8 +46,8 @@ def predict(run: History) -> tuple[Timeline, str, int]:
         table = {(kind, stage): seconds for kind, seconds in (("F", 1.0), ("B", 2.0)) for stage in range(plan.stages)}
         basis = "a forward of 1 s and a backward of 2 s (nothing measured)"
 
-    def cost(slot: Slot) -> float:
-        return sum(table.get((action.kind, action.stage), 0.0) for action in parts(slot) if isinstance(action, Action))
+    def cost(entry: RowEntry) -> float:
+        return sum(table.get((action.kind, action.stage), 0.0) for action in parts(entry) if isinstance(action, Action))
 
     return simulate(lower(schedule, plan.zero), cost), basis, microbatches
 
@@ -62,7 +62,7 @@ def trace(run: History) -> dict[str, Any]:
     return timeline.chrome_trace(groups)
 
 
-def term_section(compared: "Slower | str") -> str:
+def term_section(compared: "SlowdownReport | str") -> str:
     """Tabulate the terms of a step, the one to blame first, or give the reason why nothing is predicted; nothing without a reason."""
     if isinstance(compared, str):
         return f'<p class="none">{escape(f"Nothing is predicted: {compared}.")}</p>' if compared else ""

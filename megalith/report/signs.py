@@ -18,7 +18,7 @@ FALLS = 0.05
 ALONE = 1.1
 """N ranks that are busy for at most this many times 1/N of the time work one after another."""
 
-MOST = 0.5
+MAXIMUM = 0.5
 """Share of the time in experts' computations that waiting may take."""
 
 
@@ -77,7 +77,7 @@ def _experts(run: History) -> Iterator[str]:
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
     waiting, computing = dispatch_seconds(run.spans[-1].spans)
-    if waiting and waiting > MOST * (waiting + computing):
+    if waiting and waiting > MAXIMUM * (waiting + computing):
         share = percent(waiting / (waiting + computing))
         yield (
             f"Waiting dominates the layers of experts: ranks spend {share} of those computations waiting for tokens on their way over "

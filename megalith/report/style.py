@@ -74,7 +74,7 @@ _SCRIPT = (Path(__file__).parent / "curves.js").read_text(encoding="utf-8").stri
 _ALLOWED = f"'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"
 
 
-def whole(title: str, body: str, style: str = "") -> str:
+def html_page(title: str, body: str, style: str = "") -> str:
     """Return a page with this content, and more `style`. It refers to no other file, and only its own script may run: no text of a run
     can."""
     policy = f"default-src 'none'; script-src {_ALLOWED}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

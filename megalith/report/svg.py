@@ -118,12 +118,12 @@ def width_of(words: str, size: float = 11) -> float:
     return len(words) * size * 0.58
 
 
-LEAST_SPAN = 1e-300  # numbers that are closer are one: a step between them would have no digits
+MIN_SPAN = 1e-300  # numbers that are closer are one: a step between them would have no digits
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """At most `most` round numbers that lie in [low, high]."""
-    if not high - low > LEAST_SPAN:
+    if not high - low > MIN_SPAN:
         return [low]
     raw = (high - low) / max(most - 1, 1)
     power = 10.0 ** floor(log10(raw))

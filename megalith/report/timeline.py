@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megalith.events import Span
 from megalith.report.svg import picture, text, ticks, width_of
 from megalith.report.units import duration, percent
-from megalith.schedule.action import COMPUTATIONS, Action, Overlap, Slot, parse, parts
+from megalith.schedule.action import COMPUTATIONS, Action, Overlap, RowEntry, parse, parts
 from megalith.schedule.simulate import Timeline
 
 FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -59,23 +59,23 @@ def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
     bars: list[Bar] = []
     for rank, name, start, end in spans:
         try:
-            slot = parse(name)
+            entry = parse(name)
         except ValueError:
             bars.append(Bar(rank, name, name if name in FILLS else "OTHER", name, start, end))
         else:
-            bars += _bars(rank, slot, start, end, ranks)
+            bars += _bars(rank, entry, start, end, ranks)
     return bars
 
 
-def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[Bar]:
-    if isinstance(slot, Overlap):  # one above the other would be too flat to read: each takes its half of the time
+def _bars(rank: int, entry: RowEntry, start: float, end: float, ranks: int) -> list[Bar]:
+    if isinstance(entry, Overlap):  # one above the other would be too flat to read: each takes its half of the time
         middle = (start + end) / 2
-        (first,) = _bars(rank, slot.first, start, middle, ranks)
-        return [first._replace(frame=end - start), *_bars(rank, slot.second, middle, end, ranks)]
-    kind = slot.kind if slot.kind in FILLS else "MESSAGE"
-    word = "" if slot.microbatch is None else str(slot.microbatch)
-    shade = slot.stage // ranks or int(slot.kind in COMPUTATIONS and slot.stage != rank)  # a stage of the other direction
-    return [Bar(rank, str(slot), kind, word, start, end, shade)]
+        (first,) = _bars(rank, entry.first, start, middle, ranks)
+        return [first._replace(frame=end - start), *_bars(rank, entry.second, middle, end, ranks)]
+    kind = entry.kind if entry.kind in FILLS else "MESSAGE"
+    word = "" if entry.microbatch is None else str(entry.microbatch)
+    shade = entry.stage // ranks or int(entry.kind in COMPUTATIONS and entry.stage != rank)  # a stage of the other direction
+    return [Bar(rank, str(entry), kind, word, start, end, shade)]
 
 
 def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float]:
@@ -151,7 +151,7 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
 
 
 def _frame(bar: Bar, left: float, y: float, scale: float) -> str:
-    """The line around two computations that share a slot."""
+    """The line around two computations that share an entry."""
     wide = max(bar.frame * scale - 0.8, 0.6)
     place = f'x="{left + bar.start * scale + 0.4:.2f}" y="{y + 0.6}" width="{wide:.2f}" height="24.8" rx="2"'
     return f'<rect {place} style="fill:none;stroke:var(--ink);stroke-width:1.2"/>'

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.planner.answer import headroom, short
+from megalith.planner.plan_result import headroom, short
 from megalith.planner.search import Candidate
 from megalith.planner.walk import Row, Walk, a_parameter, rounds
 from megalith.report import plans
@@ -16,27 +16,27 @@ GIB = 2**30
 
 def pages(found: Walk) -> Iterator[RenderableType]:
     """Yield the walk: fit, batch, throughput, each a few sentences and a table; the answer last."""
-    yield from map(escape, found.asked.notes)
+    yield from map(escape, found.request.notes)
     yield from ("", "[bold]1. Does it fit?[/]", escape(_fit_words(found)), _fit(found))
     first = found.first
-    if first is None or found.answered is None:
+    if first is None or found.result is None:
         yield "Nothing fits."
         return
     yield from ("", "[bold]2. Which batch?[/]", escape(_batch_words(found, first)), _batch(found))
     yield from ("", "[bold]3. What makes it fast?[/]", _throughput_words(found), _throughput(found))
-    yield from ("", escape(plans.best(found.answered)), escape(plans.trainings(found.answered)))
+    yield from ("", escape(plans.best(found.result)), escape(plans.trainings(found.result)))
 
 
 def _fit_words(found: Walk) -> str:
-    asked = found.asked
-    limit = asked.cluster.accelerator.memory
+    request = found.request
+    limit = request.cluster.accelerator.memory
     room = (
         f"a device has {limit / GIB:.0f} GiB, of which plans leave {headroom():.0%} free"
         if limit
         else "a device's memory is not known"
     )
     return (
-        f"{plans.amount(found.parameters)} parameters x {a_parameter(asked)} = {found.state / GIB:,.0f} GiB of state; {room}. "
+        f"{plans.amount(found.parameters)} parameters x {a_parameter(request)} = {found.state / GIB:,.0f} GiB of state; {room}. "
         "Activations, logits and buffers are added to this. "
         "Each row allows one more technique, and shows the layout that needs the least memory:"
     )
@@ -58,7 +58,7 @@ def _held(row: Row) -> tuple[str]:
 
 
 def _batch_words(found: Walk, first: Candidate) -> str:
-    train, data = found.asked.run.train, first.plan.data
+    train, data = found.request.run.train, first.plan.data
     each = train.global_batch // data
     return (
         f"{train.global_batch:,} sequences of {train.seq_len:,} tokens are {train.global_batch * train.seq_len:,} tokens a step. "
@@ -72,7 +72,7 @@ def _batch(found: Walk) -> Table:
     for one in found.batch:
         estimate = one.estimate
         held = f"{estimate.memory.total / GIB:,.1f}{'' if estimate.fits else '!'}"
-        drawn.add_row(str(one.plan.microbatch), f"{rounds(one.plan, found.asked):,}", plans.seconds(estimate.time.step), held)
+        drawn.add_row(str(one.plan.microbatch), f"{rounds(one.plan, found.request):,}", plans.seconds(estimate.time.step), held)
     return drawn
 
 

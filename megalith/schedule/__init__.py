@@ -1,6 +1,6 @@
 """Pipeline schedules as data: pure functions make them; one `Program` is checked, executed, timed and drawn. No torch."""
 
-from megalith.schedule.action import Action, Overlap, Row, Schedule, Slot
+from megalith.schedule.action import Action, Overlap, Row, RowEntry, Schedule
 from megalith.schedule.file import dump
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.simulate import Span, Timeline, activations, in_flight, simulate
@@ -13,8 +13,8 @@ __all__ = [
     "Overlap",
     "Program",
     "Row",
+    "RowEntry",
     "Schedule",
-    "Slot",
     "Span",
     "Timeline",
     "activations",

@@ -1,7 +1,7 @@
 """Actions of a rank, in order: actions, rows of them, and the schedule they make. Data only, with a text form.
 
 Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. As text an action is stage, kind, microbatch:
-`0F3`, `7W0`, `1RECV_F0`, `0FETCH1`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share a slot are
+`0F3`, `7W0`, `1RECV_F0`, `0FETCH1`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share an entry are
 `(0F7;7B3)`.
 """
 
@@ -48,7 +48,7 @@ class Action(NamedTuple):  # a tuple, since large programs make and look up a mi
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A slot in which two computations run together, so that one computes while the other communicates."""
+    """An entry in which two computations run together, so that one computes while the other communicates."""
 
     first: Action
     second: Action
@@ -57,11 +57,11 @@ class Overlap:
         return f"({self.first};{self.second})"
 
 
-Slot: TypeAlias = Action | Overlap
-Row: TypeAlias = tuple[Slot, ...]
+RowEntry: TypeAlias = Action | Overlap
+Row: TypeAlias = tuple[RowEntry, ...]
 
 
-def parse(text: str) -> Slot:
+def parse(text: str) -> RowEntry:
     """Parse a text as an action or overlap; the inverse of `str`. Raises ValueError on anything else."""
     if text.startswith("(") and text.endswith(")"):
         halves = [parse(half) for half in text[1:-1].split(";")]
@@ -85,9 +85,9 @@ def parse_row(text: str) -> Row:
     return tuple(parse(word) for word in text.split())
 
 
-def parts(slot: Slot) -> tuple[Action, ...]:
-    """The actions in a slot: one, or the two that overlap."""
-    return (slot.first, slot.second) if isinstance(slot, Overlap) else (slot,)
+def parts(entry: RowEntry) -> tuple[Action, ...]:
+    """The actions in an entry: one, or the two that overlap."""
+    return (entry.first, entry.second) if isinstance(entry, Overlap) else (entry,)
 
 
 def number(action: Action) -> int:
@@ -98,7 +98,7 @@ def number(action: Action) -> int:
 
 def computations(row: Row) -> Iterator[Action]:
     """The computations of a row in order."""
-    return (action for slot in row for action in parts(slot) if action.kind in COMPUTATIONS)
+    return (action for entry in row for action in parts(entry) if action.kind in COMPUTATIONS)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Schedule:
         assert len(self.placement) == self.stages, (self.placement, self.stages)
         holders = {rank for stage in range(self.stages) for rank in self.holders(stage)}
         assert holders == set(range(self.ranks)), (self.placement, self.ranks)
-        kinds = {action.kind for row in self.rows for slot in row for action in parts(slot)}
+        kinds = {action.kind for row in self.rows for entry in row for action in parts(entry)}
         assert kinds <= COMPUTATIONS, f"a schedule holds computation only, not {kinds - COMPUTATIONS}"
 
     @property
@@ -185,9 +185,9 @@ def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
     """Rename every action of a row, or remove it where `name` returns None; the other half of an overlap then stays by itself. A
     schedule without some whole microbatches is still possible, because no microbatch waits for the result of another one.
     """
-    found: list[Slot] = []
-    for slot in row:
-        match [action for action in map(name, parts(slot)) if action is not None]:
+    found: list[RowEntry] = []
+    for entry in row:
+        match [action for action in map(name, parts(entry)) if action is not None]:
             case [first, second]:
                 found.append(Overlap(first, second))
             case [action]:

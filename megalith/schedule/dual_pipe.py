@@ -1,9 +1,9 @@
 """DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) and DualPipeV, its half: forwards and backwards that overlap.
 
-In a slot `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other
+In an entry `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other
 exchanges its experts' tokens. Written from the published order of steps (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's
 "cut in half"). For p stages in the pipeline, and p microbatches each way at least (DualPipe) or p in all (DualPipeV), both idle
-(p/2 - 1) * (F&B + B - 3 W) at most until the last rank has ended, where F&B is the time of an overlapped slot, and hold p + 1 stages'
+(p/2 - 1) * (F&B + B - 3 W) at most until the last rank has ended, where F&B is the time of an overlapped entry, and hold p + 1 stages'
 worth of activations at most. That is exact if F = I >= W and B <= F&B <= F + B; inside a rank's own span it is
 (p/2 - 2) * (F + B - F&B) less (nothing less if p = 2). Fewer microbatches also run: in the order of a full pipeline, without the
 missing ones.
@@ -11,11 +11,11 @@ missing ones.
 
 from collections import Counter, deque
 
-from megalith.schedule.action import Action, Computation, Overlap, Row, Schedule, Slot, loop, number, renamed, v_shape
+from megalith.schedule.action import Action, Computation, Overlap, Row, RowEntry, Schedule, loop, number, renamed, v_shape
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped slots. The p in its bubble and memory is the number
+    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. The p in its bubble and memory is the number
     of stages, 2 * ranks: it is DualPipe on half the ranks, and no weights are held twice.
     """
     full = max(microbatches, 2 * ranks)
@@ -80,28 +80,28 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
         row.add("I", down)
     while row.owed:
         row.weights()
-    return tuple(row.slots)
+    return tuple(row.entries)
 
 
 class _Row:
     """A row being written, with a count of the microbatches of each stage and a list of the W that must still follow."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.entries: list[RowEntry] = []
         self.owed: deque[Action] = deque()
         self._done: Counter[tuple[bool, int]] = Counter()
 
     def add(self, kind: Computation, stage: int) -> None:
         """Add the next microbatch of F, B or I. After an I, its W must follow."""
-        self.slots.append(self._next(kind, stage))
+        self.entries.append(self._next(kind, stage))
 
     def overlap(self, forward: int, backward: int) -> None:
         """The next forward of one stage together with the next backward of the other."""
-        self.slots.append(Overlap(self._next("F", forward), self._next("B", backward)))
+        self.entries.append(Overlap(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:
         """Add the oldest W that must still follow."""
-        self.slots.append(self.owed.popleft())
+        self.entries.append(self.owed.popleft())
 
     def _next(self, kind: Computation, stage: int) -> Action:
         action = Action(kind, stage, self._done[kind == "F", stage])

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megalith.schedule.action import COMPUTATIONS, Row, Schedule, Slot, format_row, parse, parts
+from megalith.schedule.action import COMPUTATIONS, Row, RowEntry, Schedule, format_row, parse, parts
 
 NUMBERS = ("stages", "microbatches", "mirrored")
 """Keys of the header with one number; `placement` has one a stage."""
@@ -86,15 +86,15 @@ class _Draft:
     def _row(self, number: int, rank: int, text: str) -> None:
         if rank in self.rows:
             self.faults.append(f"line {number}: rank {rank} has a row already. Write one line a rank.")
-        row: list[Slot] = []
+        row: list[RowEntry] = []
         for word in text.split():
             try:
-                slot = parse(word)
+                entry = parse(word)
             except ValueError as fault:
                 self.faults.append(f"line {number}: {fault}")
                 continue
-            row.append(slot)
-            if {action.kind for action in parts(slot)} - COMPUTATIONS:
+            row.append(entry)
+            if {action.kind for action in parts(entry)} - COMPUTATIONS:
                 self.faults.append(f"line {number}: {word} is communication, which is added later. Write F, B, I and W only.")
         self.rows[rank] = tuple(row)
 
@@ -119,7 +119,7 @@ def _misfits(draft: _Draft) -> Iterator[str]:
     if draft.mirrored is not None and draft.mirrored > microbatches:
         yield f"mirrored = {draft.mirrored}: there are {microbatches} microbatches. Use mirrored <= {microbatches}."
     for rank, row in sorted(draft.rows.items()):
-        outside = [a for slot in row for a in parts(slot) if a.stage >= stages or (a.microbatch or 0) >= microbatches]
+        outside = [a for entry in row for a in parts(entry) if a.stage >= stages or (a.microbatch or 0) >= microbatches]
         if outside:
             listed = format_row(tuple(outside[:5])) + (" ..." if len(outside) > 5 else "")
             yield f"rank {rank}: {listed} outside {stages} stages and {microbatches} microbatches, both numbered from 0."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megalith.schedule.action import Action, Kind, Row, Schedule, Slot, computations, parts
+from megalith.schedule.action import Action, Kind, Row, RowEntry, Schedule, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
 """Computations that take and return a gradient; W only uses tensors that I kept."""
@@ -31,7 +31,7 @@ class Channel(NamedTuple):
 class Program:
     """Actions of each pipeline rank in one step, communication included.
 
-    `rows[r]` holds the slots of pipeline rank r in order.
+    `rows[r]` holds the entries of pipeline rank r in order.
 
     Sends and receives start at their place in the row and do not block: the computation that uses a receive waits for it (F for
     activations, B or I for gradients), and the end of the step waits for sends. Within a rank, stages pass tensors on without
@@ -143,11 +143,11 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection
         gathers, reduces = ({}, {}) if schedule.mirrored is not None else (_gathers(row, zero), _reduces(row, zero))
         first, last = ((), ()) if schedule.mirrored is None else ends(schedule, rank, zero)
         fetches = _fetches(row, retained, ahead)
-        lowered: list[Slot] = [*first]
-        for i, slot in enumerate(row):
-            sends = (gives(action, schedule) for action in parts(slot))
-            lowered += [*receives.get(i, ()), *fetches.get(i, ()), *gathers.get(i, ()), slot, *reduces.get(i, ())]
-            lowered += [*_offloads(slot, retained), *(send for send in sends if send)]
+        lowered: list[RowEntry] = [*first]
+        for i, entry in enumerate(row):
+            sends = (gives(action, schedule) for action in parts(entry))
+            lowered += [*receives.get(i, ()), *fetches.get(i, ()), *gathers.get(i, ()), entry, *reduces.get(i, ())]
+            lowered += [*_offloads(entry, retained), *(send for send in sends if send)]
         rows.append((*lowered, *last))
     return Program(schedule, zero, tuple(rows), frozenset(retained))
 
@@ -173,12 +173,12 @@ def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
 def _receives(
     row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
-    """Return the receives to start before each slot of a row: the one that is needed `ahead` slots later, and all that its
+    """Return the receives to start before each entry of a row: the one that is needed `ahead` entries later, and all that its
     channel carries before it."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
-    for i, slot in enumerate(row):
-        for receive in filter(None, (needs(action, schedule) for action in parts(slot))):
+    for i, entry in enumerate(row):
+        for receive in filter(None, (needs(action, schedule) for action in parts(entry))):
             if receive not in turns:
                 found[max(i - ahead, 0)].append(receive)  # its sender is missing from the schedule: `problems` says so
                 continue
@@ -188,17 +188,17 @@ def _receives(
     return found
 
 
-def _offloads(slot: Slot, retained: Collection[int]) -> Iterator[Action]:
-    """Yield the offloads that follow a slot."""
-    return (action._replace(kind="OFFLOAD") for action in parts(slot) if action.kind == "F" and action.stage in retained)
+def _offloads(entry: RowEntry, retained: Collection[int]) -> Iterator[Action]:
+    """Yield the offloads that follow an entry."""
+    return (action._replace(kind="OFFLOAD") for action in parts(entry) if action.kind == "F" and action.stage in retained)
 
 
 def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, list[Action]]:
-    """Return the fetches to start before each slot of a row: `ahead` slots before the backward, but after its own forward."""
+    """Return the fetches to start before each entry of a row: `ahead` entries before the backward, but after its own forward."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     made: dict[tuple[int, int | None], int] = {}
-    for i, slot in enumerate(row):
-        for kind, stage, microbatch in parts(slot):
+    for i, entry in enumerate(row):
+        for kind, stage, microbatch in parts(entry):
             if stage in retained and kind == "F":
                 made[stage, microbatch] = i
             elif stage in retained and kind in BACKWARDS:
@@ -207,12 +207,12 @@ def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, li
 
 
 def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """(slot, stage) of every computation of these kinds."""
-    return ((i, action.stage) for i, slot in enumerate(row) for action in parts(slot) if action.kind in kinds)
+    """(entry, stage) of every computation of these kinds."""
+    return ((i, action.stage) for i, entry in enumerate(row) for action in parts(entry) if action.kind in kinds)
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Return collectives by slot: at most one of a kind for each stage in a slot."""
+    """Return collectives by entry: at most one of a kind for each stage in an entry."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))
@@ -220,7 +220,7 @@ def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[
 
 
 def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """The gathers before each slot of a row."""
+    """The gathers before each entry of a row."""
     if zero == 0:
         return _placed("GATHER", ())
     uses = list(_users(row, WEIGHT_USERS))
@@ -231,7 +231,7 @@ def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
 
 
 def _reduces(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """The reductions after each slot of a row."""
+    """The reductions after each entry of a row."""
     made = list(_users(row, WEIGHT_GRADIENTS))
     if zero >= 2:
         return _placed("REDUCE", made)

@@ -12,9 +12,9 @@ from megalith.schedule.lower import Channel, Program
 
 
 def head(row: Row) -> Row:
-    """The slots before the first one with a backward: their actions do not change weights or gradients."""
-    for number, slot in enumerate(row):
-        if any(action.kind in COMPUTATIONS and action.kind != "F" for action in parts(slot)):
+    """The entries before the first one with a backward: their actions do not change weights or gradients."""
+    for number, entry in enumerate(row):
+        if any(action.kind in COMPUTATIONS and action.kind != "F" for action in parts(entry)):
             return row[:number]
     return row
 
@@ -38,4 +38,4 @@ def unmet(program: Program, rank: int) -> tuple[Action, ...]:
 
 
 def _messages(row: Row) -> Iterator[Action]:
-    return (action for slot in row for action in parts(slot) if action.kind in MESSAGES)
+    return (action for entry in row for action in parts(entry) if action.kind in MESSAGES)

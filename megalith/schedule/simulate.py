@@ -7,17 +7,28 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from megalith.schedule.action import COLLECTIVES, COMPUTATIONS, MESSAGES, TRANSFERS, Action, Overlap, Row, Schedule, Slot, parts
+from megalith.schedule.action import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    MESSAGES,
+    TRANSFERS,
+    Action,
+    Overlap,
+    Row,
+    RowEntry,
+    Schedule,
+    parts,
+)
 from megalith.schedule.lower import BACKWARDS, Channel, Program, needs
 
-Seconds: TypeAlias = Mapping[str, float] | Callable[[Slot], float]
+Seconds: TypeAlias = Mapping[str, float] | Callable[[RowEntry], float]
 
 
 class Span(NamedTuple):
     """One action on one rank, from `start` to `end` in seconds."""
 
     rank: int
-    action: Slot
+    action: RowEntry
     start: float
     end: float
 
@@ -84,15 +95,15 @@ class Timeline:
         return self.rows[rank]
 
 
-def _computes(slot: Slot) -> bool:
-    return isinstance(slot, Overlap) or slot.kind in COMPUTATIONS
+def _computes(entry: RowEntry) -> bool:
+    return isinstance(entry, Overlap) or entry.kind in COMPUTATIONS
 
 
 class Wait(NamedTuple):
-    """Rank `rank` cannot start `slot`: it needs `missing` from rank `on`."""
+    """Rank `rank` cannot start `entry`: it needs `missing` from rank `on`."""
 
     rank: int
-    slot: Slot
+    entry: RowEntry
     missing: Action
     on: int
 
@@ -117,7 +128,7 @@ def blocked(program: Program) -> list[Wait]:
 
 def explain(wait: Wait) -> str:
     """Describe a wait."""
-    return f"rank {wait.rank} at {wait.slot} waits for {wait.missing} of rank {wait.on}"
+    return f"rank {wait.rank} at {wait.entry} waits for {wait.missing} of rank {wait.on}"
 
 
 def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
@@ -143,23 +154,25 @@ def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[fl
         return {"F": saved[stage], "B": -saved[stage], "I": waiting[stage] - saved[stage], "W": -waiting[stage]}[action.kind]
 
     changes: list[float] = []
-    for slot in row:
-        changes += sorted(map(change, parts(slot)), reverse=True)
+    for entry in row:
+        changes += sorted(map(change, parts(entry)), reverse=True)
     return changes
 
 
-def _cost(seconds: Seconds) -> Callable[[Slot], float]:
+def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
     """Return `seconds` as a function. A computation without an entry is an error."""
     if callable(seconds):
         return seconds
     table = seconds
 
-    def cost(slot: Slot) -> float:
-        if isinstance(slot, Overlap):
-            return table["OVERLAP"] if "OVERLAP" in table else cost(slot.first) + cost(slot.second)
-        if slot.kind in COMPUTATIONS and slot.kind not in table:
-            raise ValueError(f"no seconds for {slot.kind} ({slot}), only for {', '.join(table)}. Add an entry for {slot.kind}.")
-        return table.get(slot.kind, 0.0)
+    def cost(entry: RowEntry) -> float:
+        if isinstance(entry, Overlap):
+            return table["OVERLAP"] if "OVERLAP" in table else cost(entry.first) + cost(entry.second)
+        if entry.kind in COMPUTATIONS and entry.kind not in table:
+            raise ValueError(
+                f"no seconds for {entry.kind} ({entry}), only for {', '.join(table)}. Add an entry for {entry.kind}."
+            )
+        return table.get(entry.kind, 0.0)
 
     return cost
 
@@ -179,7 +192,7 @@ class _Machine:
     """All ranks of a program while it runs: each continues until an input is missing."""
 
     program: Program
-    cost: Callable[[Slot], float]
+    cost: Callable[[RowEntry], float]
     transfer: Callable[[Action], float]
     spans: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
@@ -217,29 +230,29 @@ class _Machine:
         self.at[rank] = len(row)
         return None
 
-    def _start(self, rank: int, slot: Slot) -> Wait | None:
-        """Run the rank's next slot, or return its wait."""
-        if isinstance(slot, Action) and slot.kind in MESSAGES:
-            self._message(slot, self.clock[rank])
+    def _start(self, rank: int, entry: RowEntry) -> Wait | None:
+        """Run the rank's next entry, or return its wait."""
+        if isinstance(entry, Action) and entry.kind in MESSAGES:
+            self._message(entry, self.clock[rank])
             return None
-        if isinstance(slot, Action) and slot.kind in COLLECTIVES:
-            self._collective(rank, slot)
+        if isinstance(entry, Action) and entry.kind in COLLECTIVES:
+            self._collective(rank, entry)
             return None
-        if isinstance(slot, Action) and slot.kind in TRANSFERS:
-            self._transfer(rank, slot)
+        if isinstance(entry, Action) and entry.kind in TRANSFERS:
+            self._transfer(rank, entry)
             return None
         begin = self.clock[rank]
-        for action in parts(slot):
+        for action in parts(entry):
             begin = max(begin, self.gathered[rank].get(action.stage, 0.0))
             if action.kind in BACKWARDS:
                 begin = max(begin, self.moved.get(action._replace(kind="FETCH"), 0.0))
             for need in self._inputs(action):
                 if need not in self.ready:
-                    return self._wait(rank, slot, need)
+                    return self._wait(rank, entry, need)
                 begin = max(begin, self.ready[need])
-        end = self.clock[rank] = begin + self.cost(slot)
-        self.spans.append(Span(rank, slot, begin, end))
-        for action in parts(slot):
+        end = self.clock[rank] = begin + self.cost(entry)
+        self.spans.append(Span(rank, entry, begin, end))
+        for action in parts(entry):
             self.ready[action] = end
         return None
 
@@ -260,8 +273,8 @@ class _Machine:
             return [own, half if half in self.ready else whole]
         return [own]
 
-    def _wait(self, rank: int, slot: Slot, need: Action) -> Wait:
-        return Wait(rank, slot, need, self.program.channel(need).source if need.kind in MESSAGES else rank)
+    def _wait(self, rank: int, entry: RowEntry, need: Action) -> Wait:
+        return Wait(rank, entry, need, self.program.channel(need).source if need.kind in MESSAGES else rank)
 
     def _message(self, action: Action, now: float) -> None:
         """Start a send or a receive. The transfer begins when both ends have started and the channel is free."""

@@ -11,8 +11,8 @@ from megalith.schedule.action import (
     Action,
     Kind,
     Row,
+    RowEntry,
     Schedule,
-    Slot,
     computations,
     format_row,
     number,
@@ -84,8 +84,8 @@ def _computed(program: Program) -> Iterator[str]:
 def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
     """Forward before backward, I before W, a receive before its use, a send after its making; all within one rank."""
     place: dict[Action, int] = {}
-    for i, slot in enumerate(row):
-        for action in parts(slot):
+    for i, entry in enumerate(row):
+        for action in parts(entry):
             place.setdefault(action, i)
     for action, i in place.items():
         before: list[Action] = []
@@ -104,7 +104,7 @@ def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
 
 def _transfers(rank: int, row: Row, retained: frozenset[int]) -> Iterator[str]:
     """In retained stages, the tensors of each microbatch leave once after its forward, and come back once before its backward."""
-    there = [action for slot in row for action in parts(slot)]
+    there = [action for entry in row for action in parts(entry)]
     steps: dict[tuple[int, int | None], list[Kind]] = {
         (stage, i): [] for kind, stage, i in there if kind == "F" and stage in retained
     }
@@ -128,8 +128,8 @@ def _messages(program: Program) -> Iterator[str]:
             wanted.update({end: rank for end in ends if end})
     there: dict[Action, list[int]] = defaultdict(list)
     for rank, row in enumerate(program.rows):
-        for slot in row:
-            for action in parts(slot):
+        for entry in row:
+            for action in parts(entry):
                 if action.kind in MESSAGES:
                     there[action].append(rank)
     for action, rank in wanted.items():
@@ -150,8 +150,8 @@ def _crossed(program: Program) -> Iterator[str]:
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     for row in program.rows:
-        for slot in row:
-            for action in parts(slot):
+        for entry in row:
+            for action in parts(entry):
                 if action.kind in MESSAGES:
                     ends = sends if action.kind.startswith("SEND") else receives
                     ends[program.channel(action)].append(action)
@@ -168,37 +168,37 @@ def _crossed(program: Program) -> Iterator[str]:
 def _gathers(rank: int, row: Row, zero: int) -> Iterator[str]:
     """Weights are whole when they are used: gathered once (ZeRO 1, 2) or again for each use (ZeRO 3)."""
     whole: set[int] = set()
-    for slot in row:
-        users = [action for action in parts(slot) if action.kind in WEIGHT_USERS]
+    for entry in row:
+        users = [action for action in parts(entry) if action.kind in WEIGHT_USERS]
         for action in users:
             if zero >= 1 and action.stage not in whole:
-                yield f"rank {rank}: {slot} needs a GATHER of stage {action.stage} before it (ZeRO {zero})"
+                yield f"rank {rank}: {entry} needs a GATHER of stage {action.stage} before it (ZeRO {zero})"
         if zero == 3:
             whole -= {action.stage for action in users}
-        if isinstance(slot, Action) and slot.kind == "GATHER":
-            if zero == 0 or slot.stage in whole:
-                yield f"rank {rank}: {slot} gathers weights that are whole already (ZeRO {zero})"
-            whole.add(slot.stage)
+        if isinstance(entry, Action) and entry.kind == "GATHER":
+            if zero == 0 or entry.stage in whole:
+                yield f"rank {rank}: {entry} gathers weights that are whole already (ZeRO {zero})"
+            whole.add(entry.stage)
 
 
 def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
     """Gradients are reduced directly after their backward: each one (ZeRO 2, 3) or the stage's last (ZeRO 0, 1)."""
     left = Counter(action.stage for action in computations(row) if action.kind in WEIGHT_GRADIENTS)
     due: list[Action] = []
-    for slot in (*row, None):
-        if isinstance(slot, Action) and slot.kind == "REDUCE":
-            if slot in due:
-                due.remove(slot)
+    for entry in (*row, None):
+        if isinstance(entry, Action) and entry.kind == "REDUCE":
+            if entry in due:
+                due.remove(entry)
             else:
-                yield f"rank {rank}: {slot} does not directly follow a backward whose gradients are due (ZeRO {zero})"
+                yield f"rank {rank}: {entry} does not directly follow a backward whose gradients are due (ZeRO {zero})"
             continue
         yield from (f"rank {rank}: {action} is missing after the backward of its stage (ZeRO {zero})" for action in due)
-        due = list(_due(slot, left, zero)) if slot else []
+        due = list(_due(entry, left, zero)) if entry else []
 
 
-def _due(slot: Slot, left: Counter[int], zero: int) -> Iterator[Action]:
-    """Yield the reductions that must follow a slot; subtract its backwards from `left`."""
-    stages = [action.stage for action in parts(slot) if action.kind in WEIGHT_GRADIENTS]
+def _due(entry: RowEntry, left: Counter[int], zero: int) -> Iterator[Action]:
+    """Yield the reductions that must follow an entry; subtract its backwards from `left`."""
+    stages = [action.stage for action in parts(entry) if action.kind in WEIGHT_GRADIENTS]
     for stage in stages:
         left[stage] -= 1
     for stage in dict.fromkeys(stages):
@@ -210,7 +210,7 @@ def _at_the_ends(rank: int, row: Row, program: Program) -> Iterator[str]:
     """Both copies of a stage take part in its collectives: every rank gathers first and reduces last, in ascending order."""
     zero = program.zero
     first, last = ends(program.schedule, rank, zero)
-    there = tuple(slot for slot in row if isinstance(slot, Action) and slot.kind in COLLECTIVES)
+    there = tuple(entry for entry in row if isinstance(entry, Action) and entry.kind in COLLECTIVES)
     if there != first + last or row[: len(first)] != first or row[len(row) - len(last) :] != last:
         begin, end, found = (format_row(actions) or "no collectives" for actions in (first, last, there))
         yield (

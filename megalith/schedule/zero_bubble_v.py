@@ -36,7 +36,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
     for _ in range(rank):
         add(up, "F")
         add(down, "F")
-    for _ in range(ranks - rank):  # the way up is still being filled: its backwards have the slots of later forwards
+    for _ in range(ranks - rank):  # the way up is still being filled: its backwards have the entries of later forwards
         add(up, "F", "I", "W")
     while done["F", up] < microbatches:
         if done["F", down] < microbatches:

@@ -30,7 +30,7 @@ class StateSpec(Spec):
     )
     weights: Place = Field(
         default="device",
-        description="device | host | disk: where the weights that compute come from at each gather under ZeRO 3; elsewhere they are made "
+        description="device | host | disk: source of the compute weights at each gather under ZeRO 3; on the host or disk they are cast "
         "from the master weights there",
     )
     share: PositiveFloat = Field(default=1.0, le=1.0, description="how much of them lives there; the rest stays on the device")

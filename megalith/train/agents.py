@@ -25,10 +25,10 @@ import psutil
 import torch.distributed as dist
 
 from megalith.control import supervisor
-from megalith.control.answer import Store
 from megalith.control.controller import Controller
 from megalith.control.outcome import Outcome
 from megalith.control.owner import Owner
+from megalith.control.stop_response import Store
 from megalith.fleet import messages, rendezvous
 from megalith.fleet.agent import Agent
 from megalith.fleet.environment import MEETING, Place
@@ -125,7 +125,7 @@ def _agree(place: Place, meeting: str, *, seconds: float) -> str:
 
 
 def direct(
-    host: Host, place: Place, *, owner: Owner, checkpoints: Store, tick: Callable[[], None], say: Callable[[str], None]
+    host: Host, place: Place, *, owner: Owner, checkpoints: Store, tick: Callable[[], None], notify: Callable[[str], None]
 ) -> Outcome:
     """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
@@ -152,7 +152,7 @@ def direct(
                 tick()
 
             try:
-                return _control(host, store, owner=owner, checkpoints=checkpoints, tick=owner.checked(turn), say=say)
+                return _control(host, store, owner=owner, checkpoints=checkpoints, tick=owner.checked(turn), notify=notify)
             finally:
                 with contextlib.suppress(StoreGone):
                     strangers.report(last=True)
@@ -225,7 +225,7 @@ def _control(
     owner: Owner,
     checkpoints: Store,
     tick: Callable[[], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Outcome:
     fleet, job = host.fleet, host.job
     with supervisor.requests_to_stop() as requests:
@@ -233,7 +233,7 @@ def _control(
         outcome = None
         try:
             nodes.await_nodes(fleet.nodes, fleet.nodes + fleet.spares, seconds=job.start_timeout)
-            how: dict[str, Any] = {"tick": tick, "say": say, "epoch": owner.epoch}
+            how: dict[str, Any] = {"tick": tick, "notify": notify, "epoch": owner.epoch}
             outcome = Controller(job, fleet=fleet, nodes=nodes, store=checkpoints, requests=requests, **how).run()
             return outcome
         finally:
@@ -295,11 +295,11 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
 def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
     """True if this machine may join. An unfit machine reports that here and to the controller, and has `seconds` to become fit."""
 
-    def tell(why: str) -> None:
+    def notify(why: str) -> None:
         print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)
         messages.refuse(store, host.name, why)
 
-    return not host.fleet.looks_before_start or admission.await_fitness(host.job.run_dir, seconds=seconds, tell=tell)
+    return not host.fleet.looks_before_start or admission.await_fitness(host.job.run_dir, seconds=seconds, notify=notify)
 
 
 def _interface_to(meeting: str) -> str | None:

@@ -16,7 +16,7 @@ from megalith.parallel import gradients
 from megalith.parallel.apply import Builder
 from megalith.parallel.data import local
 from megalith.parallel.execute import Executor, Hidden
-from megalith.parallel.gradients import Shared, shared
+from megalith.parallel.gradients import SharedParameters, shared
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Runner
 from megalith.schedule.lower import Program, lower
@@ -34,11 +34,11 @@ from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.aside import aside_of
 from megalith.train.offload.home import home_of, lots_of
-from megalith.train.offload.release import Asked, Release
+from megalith.train.offload.release import Release, UpdateRequest
 from megalith.train.offload.retained import AnyTier, tier_of
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.rule import Optimizer
-from megalith.train.optimizers.whole import Whole
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.own.loss import use_loss
 from megalith.train.stability.adaptive_clip import UNKNOWN, AdaptiveClip
@@ -59,7 +59,7 @@ class Trainer:
     device: torch.device
     runners: dict[int, Runner]  # the stages of this rank
     parameters: dict[str, nn.Parameter]  # what this rank holds, by its name in the whole model
-    shared: Shared
+    shared: SharedParameters
     executor: Executor
     state: State
     rule: Optimizer
@@ -189,9 +189,9 @@ class Trainer:
         self.advance(number=self.state.updates, lr=self.lr)
         self._count_update()
 
-    def asked(self, factor: float | None) -> Asked:
+    def asked(self, factor: float | None) -> UpdateRequest:
         """Return the next update, with this factor of its gradients, for execution inside the backward."""
-        return Asked(factor, self.state.updates, self.lr)
+        return UpdateRequest(factor, self.state.updates, self.lr)
 
     def keep_update(self) -> None:
         """Let the update that was made inside the backward count."""
@@ -287,7 +287,7 @@ def assemble(
     executor = Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device))
     home = home_of(lots, plan.state, folder=folder, rank=groups.rank)
     state = State(parameters, buffers, slots, scale, home, usual, halved, gradient(spec.train.gradients))
-    rule = Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups), target=target)
+    rule = Optimizer(spec.optimizer, treated, GlobalTensors.of(parameters, described, partly, groups), target=target)
     used = [[bucket for part in runner.buckets for bucket in part] for runner in runners.values()]
     within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock}
     return Trainer(

@@ -23,8 +23,8 @@ GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a s
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
     """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and have no copies if one
     of them has no room."""
-    spec, seat = trainer.spec, RankInfo.find()
-    if seat.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
+    spec, rank_info = trainer.spec, RankInfo.find()
+    if rank_info.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None
     memory, failed = None, ""
     may_rise = len(trainer.model.blocks) if spec.precision.auto else 0
@@ -33,12 +33,12 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
         try:
             memory = Memory(
                 trainer.state.shares(),
-                seat=seat,
+                rank_info=rank_info,
                 keep=spec.fleet.memory_keep,
                 pinned=spec.fleet.verify_every > 0,
                 good=good,
-                told=room(spec.stability, blocks=may_rise) + trainer.callbacks.room,
-                disk=seat.disk if spec.fleet.disk_every else None,
+                text_bytes=room(spec.stability, blocks=may_rise) + trainer.callbacks.room,
+                disk=rank_info.disk if spec.fleet.disk_every else None,
                 generation=os.environ.get("MEGALITH_GENERATION", ""),
                 warn=warn,
             )
@@ -49,22 +49,22 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
         if not int(short):
             break
         memory = None
-        if good and seat.rank == 0:
+        if good and rank_info.rank == 0:
             warn(f"memory has no room for {good} copies to rewind to: {failed or 'another rank has none'}")
     if memory is None:
-        return _without(Tier.MEMORY, failed or "another rank has no room", seat, warn)
-    distance = spec.fleet.buddy_distance(len(seat.placement))
+        return _without(Tier.MEMORY, failed or "another rank has no room", rank_info, warn)
+    distance = spec.fleet.buddy_distance(len(rank_info.placement))
     if distance:
         patience = timedelta(seconds=spec.launch.timeout)
         lanes = another(trainer.groups.world, timeout=patience, purpose=MESSAGES_ONLY)
         try:
             memory.join(distance, group=lanes)
         except OSError as error:
-            _without(Tier.BUDDY, str(error), seat, warn)
+            _without(Tier.BUDDY, str(error), rank_info, warn)
     return memory
 
 
-def _without(tier: Tier, error: str, seat: RankInfo, warn: Callable[[str], None]) -> None:
+def _without(tier: Tier, error: str, rank_info: RankInfo, warn: Callable[[str], None]) -> None:
     warn(f"no copies of the state are kept in {tier.value}: {error}")
-    if seat.rank == 0:
+    if rank_info.rank == 0:
         report(SaveFailed(time=time.time(), tier=tier, error=error))

@@ -1,5 +1,5 @@
 """Guards one rank's state: digests it between updates, compares it with its replicas, repeats faulty steps, and copies it. It
-reports a finding as a sign (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response.
+reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response.
 A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
 the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
@@ -39,9 +39,15 @@ class StateGuard:
     """
 
     def __init__(
-        self, trainer: Trainer, *, seat: RankInfo, read: Read, memory: Memory | None = None, report: Report = reports.report
+        self, trainer: Trainer, *, rank_info: RankInfo, read: Read, memory: Memory | None = None, report: Report = reports.report
     ) -> None:
-        self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
+        self.trainer, self.fleet, self.rank_info, self.memory, self.report = (
+            trainer,
+            trainer.spec.fleet,
+            rank_info,
+            memory,
+            report,
+        )
         self.probe = GradientProbe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
         self._in_memory = ChecksumInPlace(trainer.state.shares().values())
@@ -78,7 +84,7 @@ class StateGuard:
         self.probe.next()
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
-    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
+    def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Check that replicas had the same state, and got the same gradients."""
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())
@@ -88,11 +94,11 @@ class StateGuard:
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Check that the state has not changed since the last update."""
         if step + 1 not in self._digests:  # else that update was undone: routers have taken in their loads meanwhile
-            self.look(step)
+            self.check_state(step)
         if self.update_verifier and self._verifies(step):
             self.update_verifier.begin(step)
 
-    def updated(self, trainer: Trainer, step: int) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Verify the update, then record the digest expected before the next one."""
         if self.update_verifier and self._verifies(step) and (rank := self.update_verifier.check(step)) is not None:
             text = f"rank {rank}'s update of step {step + 1} differs from the one repeated from its copy and gradients"
@@ -103,18 +109,18 @@ class StateGuard:
             if self.replicas:
                 self.replicas.start(self._whole(known))
 
-    def skipped(self, trainer: Trainer, step: int) -> None:
+    def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Check that the state is that before the step, and record it under the next step's number."""
         if self.fleet.digest and (known := self._digests.get(step)) is not None:
-            self.look(step)
+            self.check_state(step)
             self._digests = {step: known, step + 1: known}
             if self.replicas:
                 self.replicas.start(self._whole(known))
 
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         """No-op."""
 
-    def look(self, step: int) -> None:
+    def check_state(self, step: int) -> None:
         """Check that the state after `step` steps is the last update's result; else report it and raise Reported.
 
         Also call this before the state is saved: a checkpoint of an altered state would pass its own digests.
@@ -122,7 +128,7 @@ class StateGuard:
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
             text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
-            self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
+            self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
 
     def _digest(self) -> int:
         """Return the digest of the state. Tensors on disk count as they were written, because each read compares them."""
@@ -153,17 +159,17 @@ class StateGuard:
                 self.memory.pin()
         if found is None or not found.suspects:
             return
-        nodes = tuple(dict.fromkeys(self.seat.node_of(rank) for rank in found.suspects))
+        nodes = tuple(dict.fromkeys(self.rank_info.node_of(rank) for rank in found.suspects))
         ranks = ", ".join(map(str, found.suspects))
-        sign = GradientWrong(time=time.time(), step=step, good_step=self._good, suspects=nodes)
-        reporter = min(set(range(self.seat.world)) - set(found.suspects), default=0)
-        self._together(sign, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
+        observation = GradientWrong(time=time.time(), step=step, good_step=self._good, suspects=nodes)
+        reporter = min(set(range(self.rank_info.world)) - set(found.suspects), default=0)
+        self._together(observation, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
 
     def rerun(self, step: int) -> None:
         """Report that a gradient of the step is not finite, and restore the state at the start of the step. After a transient
         error, a repeated step then has the right bits."""
         origin = self._origin()
-        if self.seat.rank == (origin or 0):
+        if self.rank_info.rank == (origin or 0):
             self.report(self._nonfinite(step, origin, "not asked"))
         self.put_back(step)
 
@@ -200,8 +206,8 @@ class StateGuard:
         """Report a gradient that was not finite twice, and whether another replica also gets it. Raises Reported if there is a
         supervisor."""
         origin = self._origin()
-        sign = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
-        self._together(sign, str(error), reporter=origin or 0)
+        observation = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
+        self._together(observation, str(error), reporter=origin or 0)
 
     def _elsewhere(self, step: int, origin: int) -> str:
         """Return the result of a replica that computes `origin`'s samples."""
@@ -220,26 +226,32 @@ class StateGuard:
             text = f"after {step} steps ranks {split.ranks} must hold the same state, and {split.odd} differ"
             if len(split.odd) == 1:
                 self._together(StateCorrupt(**self._here(step, split.odd[0]), where="replica"), text, reporter=split.witness)
-            nodes = tuple(dict.fromkeys(self.seat.node_of(rank) for rank in split.odd))
-            sign = GradientWrong(time=time.time(), step=step, good_step=max(0, step - 1), suspects=nodes)
-            self._together(sign, text, reporter=split.witness)
+            nodes = tuple(dict.fromkeys(self.rank_info.node_of(rank) for rank in split.odd))
+            observation = GradientWrong(time=time.time(), step=step, good_step=max(0, step - 1), suspects=nodes)
+            self._together(observation, text, reporter=split.witness)
 
     # --- reports ---
 
     def _here(self, step: int, rank: int) -> dict[str, Any]:
-        return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
+        return {
+            "time": time.time(),
+            "step": step,
+            "slot": self.rank_info.slot_of(rank),
+            "node": self.rank_info.node_of(rank),
+            "rank": rank,
+        }
 
-    def _accuse(self, sign: Observation, text: str) -> None:
+    def _accuse(self, observation: Observation, text: str) -> None:
         """Report a finding that only this rank knows."""
-        self.report(sign)
+        self.report(observation)
         raise Reported(text)
 
-    def _together(self, sign: Observation, text: str, *, reporter: int) -> None:
+    def _together(self, observation: Observation, text: str, *, reporter: int) -> None:
         """Report a finding that all ranks know: one of them reports, and no rank ends before the report."""
-        if self.seat.rank == reporter:
-            self.report(sign)
+        if self.rank_info.rank == reporter:
+            self.report(observation)
         dist.barrier(group=self.trainer.groups.world)
-        if isinstance(sign, Nonfinite) and REPORTS not in os.environ:
+        if isinstance(observation, Nonfinite) and REPORTS not in os.environ:
             return  # nobody listens, and the caller's own error is clearer
         raise Reported(text)
 
@@ -264,10 +276,10 @@ class StateGuard:
         assert self.memory is not None
         updates = self.trainer.state.updates
         history, callbacks = self.trainer.state.history, self.trainer.callbacks
-        told = callbacks.add_to(history.dump()) if self.memory.room else ""
+        text = callbacks.add_to(history.dump()) if self.memory.room else ""
         digested, to_disk = self._digests.get(step), self._due_on_disk(step)
         known = None if digested is None else self._whole(digested)
-        self.memory.copy(step, samples, updates=updates, known=known, to_disk=to_disk, told=told, good=self._due_as_good(step))
+        self.memory.copy(step, samples, updates=updates, known=known, to_disk=to_disk, text=text, good=self._due_as_good(step))
         failed = self.memory.disk_error
         if bool(failed) != self._disk_failed:
             self._disk_failed = bool(failed)
@@ -300,7 +312,7 @@ class Replicas:
         experts = any(isinstance(block.mlp, MoeSpec) for block in trainer.model.blocks)
         for rank in range(mesh.ranks):
             places = [mesh.state_coordinates(rank), mesh.expert_coordinates(rank) if experts else {}]
-            held = [value for place in places for axis, value in place.items() if axis != "copies"]
+            held = [value for place in places for axis, value in place.items() if axis != "dp_replicate"]
             groups.setdefault(tuple(held), []).append(rank)
         self.groups = [ranks for ranks in groups.values() if len(ranks) > 1]
         self.device, self.world = trainer.device, trainer.groups.world

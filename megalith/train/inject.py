@@ -23,7 +23,7 @@ Reads = Callable[[int], tuple[Path, int, int]]
 SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 
 
-def watcher(*, reads: Reads) -> "Injector | None":
+def step_hook(*, reads: Reads) -> "Injector | None":
     """Return the injector of this rank's faults; None if none are planned."""
     found = hooks.find()
     return Injector(found, reads) if found is not None else None
@@ -53,23 +53,23 @@ class Injector:
             parameter = next(p for p in stage.parameters() if p.requires_grad)
             self._hooks.append(parameter.register_hook(self._spoiler(one)))
 
-    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
+    def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Do nothing when gradients are complete."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Do nothing when gradients are clipped."""
 
-    def updated(self, trainer: Trainer, step: int) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Do nothing after the update."""
 
-    def skipped(self, trainer: Trainer, step: int) -> None:
+    def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Do nothing: the update was skipped."""
 
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         """Cause the faults that are due after the checks, when the state does not change until the next step."""
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
-                happen(one, self._faults.seat)
+                happen(one, self._faults.rank_info)
             else:
                 flip(trainer, one)
 
@@ -82,7 +82,7 @@ class Injector:
                 return grad
             came.append(one.number)
             if one.kind in ACTIONS:
-                happen(one, self._faults.seat)
+                happen(one, self._faults.rank_info)
             if one.kind == "slow":
                 work(max(SLOW_SECONDS, SLOW_STEPS * self._least) if self._least < float("inf") else SLOW_SECONDS)
                 return grad

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalith.checkpoint.checkpointer import Checkpointer, Failed
+from megalith.checkpoint.checkpointer import Checkpointer, SaveFailure
 from megalith.checkpoint.reports import SaveReports
 from megalith.data.stream import Stream
 from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.heartbeat import Heartbeat, Measured
+from megalith.fleet.heartbeat import Heartbeat, StepMeasurement
 from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
@@ -27,7 +27,7 @@ from megalith.train.post_validation import LateStepper
 from megalith.train.reader import Reader
 from megalith.train.restore import Position, meta
 from megalith.train.sites.merge import Sites
-from megalith.train.sites.progress import StopAsked, Turn
+from megalith.train.sites.progress import StepShare, StopAsked
 from megalith.train.stability.healer import Healer
 from megalith.train.step import Stepper, seed_step
 from megalith.train.step_hooks import Referee, StepHook, notify
@@ -55,12 +55,12 @@ def nothing_left(done: int, *, steps: int) -> str:
 
 
 def stepper_of(
-    trainer: Trainer, *, watchers: Sequence[StepHook] = (), referee: Referee | None = None, healer: Healer | None = None
+    trainer: Trainer, *, step_hooks: Sequence[StepHook] = (), referee: Referee | None = None, healer: Healer | None = None
 ) -> Stepper:
-    """The stepper of the trainer's plan. `referee`, one of the `watchers`, repeats a step whose gradients are not finite;
+    """The stepper of the trainer's plan. `referee`, one of the `step_hooks`, repeats a step whose gradients are not finite;
     `healer` responds to spikes."""
     kind = LateStepper if trainer.spec.plan.post_validation else Stepper
-    return kind(trainer, watchers=watchers, referee=referee, healer=healer)
+    return kind(trainer, step_hooks=step_hooks, referee=referee, healer=healer)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Loop:
         log: EventLog | None,
         heartbeat: Heartbeat,
         guard: StateGuard | None = None,
-        watchers: Sequence[StepHook] = (),
+        step_hooks: Sequence[StepHook] = (),
         sites: Sites | None = None,
     ) -> None:
         """`sites`: the merges with other sites, if the run has any."""
@@ -104,23 +104,23 @@ class Loop:
         self.validator = validator
         self.precision = PrecisionWatch.of(trainer, self.reader.read, log=log, beat=heartbeat.beat)
         self.guard, self.sites = guard, sites
-        self._watchers = [*watchers, *(sites.watchers if sites else ()), *([guard] if guard else [])]
+        self._step_hooks = [*step_hooks, *(sites.step_hooks if sites else ()), *([guard] if guard else [])]
         healer = (
             Healer(trainer, self.reader.data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
             if self.spec.stability.watch
             else None
         )
-        self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard, healer=healer)
+        self._stepper = stepper_of(trainer, step_hooks=self._step_hooks, referee=guard, healer=healer)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = self._drew = position.step
         self._collector = Collector()
         self._noise = (0.0, 0.0)  # moving averages of the gradients' signal and noise
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
-        self._measured: Measured | None = None  # the newest step whose seconds are known
+        self._measured: StepMeasurement | None = None  # the newest step whose seconds are known
         self._saves = SaveReports(log)
         self._stop_asked = False  # by a callback of this rank
-        self._turn: Turn | None = None  # with sites: how the step was dealt out
+        self._turn: StepShare | None = None  # with sites: how the step was dealt out
 
     @property
     def step(self) -> int:
@@ -223,10 +223,10 @@ class Loop:
                 return self.sites.agree(stop or self._stop_asked)
         ended = self._enter_phase()
         if self.precision is not None:
-            self.precision.look(self.step)
+            self.precision.measure(self.step)
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
-        notify(self._watchers, "before_step", self.trainer, step)
+        notify(self._step_hooks, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
         microbatches = self.reader.read(step)
         read = time.perf_counter() - began
@@ -242,11 +242,11 @@ class Loop:
             self._measured = self._measure(settled[-1])
         return stopping
 
-    def _measure(self, done: StepResult) -> Measured:
+    def _measure(self, done: StepResult) -> StepMeasurement:
         """Return the measurements for this rank's next beat."""
         assert self._newest is not None
         breakdown = _went_to(done, self._newest)
-        return Measured(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
+        return StepMeasurement(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _enter_phase(self) -> bool:
         """Enter the phase of the next step. A new phase waits for the last step's result; return True if that says that all ranks
@@ -362,7 +362,7 @@ class Loop:
 
     def _noise_of(self, done: StepResult) -> dict[str, float]:
         """Return the gradient noise of a step for its event; empty if the plan does not show it."""
-        if done.noise is None or (self.sites and self.sites.watchers):  # gradients of all sites, besides those of this site
+        if done.noise is None or (self.sites and self.sites.step_hooks):  # gradients of all sites, besides those of this site
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
         self._noise = signal, noise
@@ -390,7 +390,7 @@ class Loop:
         began = time.perf_counter()
         with self.sites.merged() if self.sites else nullcontext():
             loss, domains = validator.run()
-        self._look()
+        self._check_state()
         if self.log:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
@@ -400,11 +400,11 @@ class Loop:
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
             outcomes = self.checkpointer.wait()
-            failed = next((one for one in outcomes if isinstance(one, Failed) and one.step == self.step), None)
+            failed = next((one for one in outcomes if isinstance(one, SaveFailure) and one.step == self.step), None)
             self._saves.report([one for one in outcomes if began is None or one is not failed])
             if failed is None and began is not None:
                 self._warn(f"the last checkpoint is saved, after {time.monotonic() - began:.0f} s")
-            if failed is None or failed.parted:
+            if failed is None or failed.peer_lost:
                 return
             if not more:
                 raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
@@ -423,8 +423,8 @@ class Loop:
         self.heartbeat.beat(phase, self.step, measured=self._measured)
         hooks.at("saving", self.step)
         held = self.trainer.state if self.sites is None else self.sites.state
-        state, told = held.laid(), self._meta()
-        self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
+        state, meta = held.laid(), self._meta()
+        self.checkpointer.save(self.step, state, meta, asynchronous=asynchronous, check=self._check_state)
 
     def _meta(self) -> dict[str, Any]:
         progress = None if self.sites is None else self.sites.progress
@@ -436,7 +436,7 @@ class Loop:
         known = {"history": trainer.state.history, "callbacks": same_on_all(trainer.callbacks, group=trainer.groups.world)}
         return replace(self.position, updates=trainer.state.updates, **known)
 
-    def _look(self) -> None:
+    def _check_state(self) -> None:
         """Check that the state is still the result of the last update."""
         if self.guard:
-            self.guard.look(self.step)
+            self.guard.check_state(self.step)

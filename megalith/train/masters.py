@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.shares import Stored
+from megalith.checkpoint.shares import StreamedShare
 from megalith.kernels.halves import join, split
 from megalith.parallel.data import Weight, local
 
@@ -18,7 +18,7 @@ class JoinedMasters:
 
     dtype = torch.float32
 
-    def __init__(self, weight: Weight, lower: Tensor | Stored, bits: int) -> None:
+    def __init__(self, weight: Weight, lower: Tensor | StreamedShare, bits: int) -> None:
         """`bits`: those of a number's lower half."""
         self.weight, self.lower, self.bits = weight, lower, bits
         self.shape = tuple(local(weight.master).shape)
@@ -38,7 +38,7 @@ class JoinedMasters:
     def extents(self) -> None:
         """None: they are joined as they are read."""
 
-    def frozen(self) -> None:
+    def snapshot(self) -> None:
         """None: the half that computes is in memory, where updates change it."""
 
     def numel(self) -> int:

@@ -60,12 +60,12 @@ class Unchecked:
         *,
         step: int,
         stop: bool = False,
-        watchers: Sequence[StepHook] = (),
+        step_hooks: Sequence[StepHook] = (),
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
         """`referee`, `healer`: see `train_step`."""
-        self.trainer, self.step, self.watchers, self.lr = trainer, step, watchers, trainer.lr
+        self.trainer, self.step, self.step_hooks, self.lr = trainer, step, step_hooks, trainer.lr
         self._referee, self._healer = referee, healer
         self._gathering = AllGatherTotals(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
@@ -73,15 +73,15 @@ class Unchecked:
         self._scale_before = accumulated.scale
         self._usual_before = [norms.clone() for norms in trainer.state.usual.values()]
         trainer.clip(1.0, number=trainer.state.updates)
-        notify(watchers, "before_update", trainer, step)
+        notify(step_hooks, "before_update", trainer, step)
         trainer.update()
         self.updates = trainer.state.updates  # the next step is under way when this one is reported
         trainer.update_router_biases()
         self._tell_of_update()
 
     def _tell_of_update(self) -> None:
-        notify(self.watchers, "updated", self.trainer, self.step)
-        notify(self.watchers, "resting", self.trainer, self.step)
+        notify(self.step_hooks, "after_update", self.trainer, self.step)
+        notify(self.step_hooks, "after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
         """Wait for the totals; return True if the decision is the one of the update. Gradients and copies are then dropped."""
@@ -116,7 +116,7 @@ class Unchecked:
             self._drop_copies()
             self._remember()
             # adaptive clipping never follows a factor: it begins where clipping by the global norm ends
-            clipped_update(self.trainer, self.decision.factor, step=self.step, watchers=self.watchers, clipped=True)
+            clipped_update(self.trainer, self.decision.factor, step=self.step, step_hooks=self.step_hooks, clipped=True)
             self._tell_of_update()  # the step's tokens have been counted, whatever the factor
             return
         for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
@@ -124,7 +124,7 @@ class Unchecked:
         self._drop_copies()
         if isinstance(self.decision, Rerun):
             raise Undone(FirstComputation(self.decision.reason, self.totals))
-        more = {"totals": self.totals, "watchers": self.watchers, "healer": self._healer, "late": True}
+        more = {"totals": self.totals, "step_hooks": self.step_hooks, "healer": self._healer, "late": True}
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
@@ -137,7 +137,7 @@ class Unchecked:
         known = {"totals": self.totals, "lr": self.lr, "healer": self._healer, "findings": Findings()}
         found = remember(self.trainer, self.decision, self._vitals, **known)
         lowered = isinstance(self.decision, Update) and self.decision.lowered
-        events = [spike_event(self._vitals, self.decision, found)] if found.tell else []
+        events = [spike_event(self._vitals, self.decision, found)] if found.to_log else []
         self.lr = self.trainer.lr if lowered else self.lr
         events += [lowered_event(self.trainer.spec.stability, self._vitals)] if lowered else []
         self.outcome = Outcome(events=tuple(events)) if events else NO_OUTCOME
@@ -174,9 +174,9 @@ class LateStepper(Stepper):
         gradients.NotFinite with the number of this step or the one before; weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
-        notify(self.watchers, "reduced", trainer, step, accumulated.executed.nll)
+        notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
         start = trainer.executor.clock.mark()
-        who = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        who = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
@@ -207,7 +207,7 @@ class LateStepper(Stepper):
         """Compute the open step, whose update was undone, again, without post-validation."""
         assert self._open is not None
         done, self._open = self._open, None
-        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        how = {"stop": done.stop, "step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[StepResult]:

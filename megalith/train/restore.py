@@ -16,7 +16,7 @@ from megalith.check.resume import check_branch, check_checkpoint
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import LoadResult, load
-from megalith.checkpoint.memory import Damaged, Memory
+from megalith.checkpoint.memory import CopyError, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
 from megalith.fleet.observations import CopyAway, CopyCorrupt
@@ -131,7 +131,7 @@ def restore(
     Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on,
     and Reported if a piece of `source` cannot be used (reported as CopyCorrupt), or cannot be read at the moment (CopyAway).
     """
-    seat = memory.seat if memory else RankInfo.find()
+    rank_info = memory.rank_info if memory else RankInfo.find()
     position = None
     anew = False
     try:
@@ -142,14 +142,14 @@ def restore(
         if source is not None and memory is not None:
             label = memory.restore(source)
             if label is not None:
-                told = memory.told
-                position = Position(label.step, label.samples, label.updates, history_in(told), callbacks_in(told))
-    except Damaged as error:
+                text = memory.text
+                position = Position(label.step, label.samples, label.updates, history_in(text), callbacks_in(text))
+    except CopyError as error:
         report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
     except (DamagedCheckpointError, FileNotFoundError, AwayError) as error:
         if source is None:
             raise
-        if seat.rank == 0:
+        if rank_info.rank == 0:
             report_copy(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
         raise Reported(str(error)) from error
     if position is None:
@@ -164,7 +164,7 @@ def restore(
                 rows={f"weights.{name}" for name in other_rows(trainer.spec.train.init_from_changes)},
                 warn=warn,
             )
-            if seat.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
+            if rank_info.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
                 warn(text)
         position = _from_branch(trainer, stream, group, warn) if trainer.run.branch else Position()
         if sites is not None:
@@ -197,15 +197,15 @@ def _with_sites(
     return position, False
 
 
-def history_in(told: str) -> History:
-    """Return the history of spikes in a copy with the text `told`."""
-    record = json.loads(told) if told else {}
+def history_in(text: str) -> History:
+    """Return the history of spikes in a copy with this `text`."""
+    record = json.loads(text) if text else {}
     return History.load({name: value for name, value in record.items() if name != CALLBACKS}) if record else History()
 
 
-def callbacks_in(told: str) -> dict[str, Any]:
-    """Return the states of callbacks in a copy with the text `told`."""
-    return json.loads(told).get(CALLBACKS, {}) if told else {}
+def callbacks_in(text: str) -> dict[str, Any]:
+    """Return the states of callbacks in a copy with this `text`."""
+    return json.loads(text).get(CALLBACKS, {}) if text else {}
 
 
 def position_in(meta: Mapping[str, Any]) -> Position:
@@ -267,7 +267,7 @@ def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | No
     return replace(position, samples=position.samples + branch.skip)
 
 
-def report_copy(sign: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
+def report_copy(observation: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
     """Report that a copy cannot be used, and raise Reported."""
-    report(sign(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
+    report(observation(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
     raise Reported(error)

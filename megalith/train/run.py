@@ -182,17 +182,17 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
 
 def _watch_link() -> None:
     """Watch the network interface of the ranks, if it is known. The first rank of each node reports when it goes down."""
-    name, seat = link.named(), RankInfo.find()
+    name, rank_info = link.named(), RankInfo.find()
     if (
         name is None
         or REPORTS not in os.environ
-        or seat.rank != ranks_of(seat.slot, world=seat.world, slots=len(seat.placement))[0]
+        or rank_info.rank != ranks_of(rank_info.slot, world=rank_info.world, slots=len(rank_info.placement))[0]
     ):
         return
 
     def tell() -> None:
         text = f"the interface {name} is down"
-        known = {"slot": seat.slot, "node": seat.node, "rank": seat.rank}
+        known = {"slot": rank_info.slot, "node": rank_info.node, "rank": rank_info.rank}
         report(RankFailed(time=time.time(), **known, signature="interface down", text=text, hardware=True))
 
     link.watch(name, tell)
@@ -228,8 +228,8 @@ class _Stop:
 
     def _ask(self, number: int, frame: object) -> None:
         if not self.asked and REPORTS in os.environ:
-            seat = RankInfo.find()
-            report(Preempted(time=time.time(), node=seat.node, rank=seat.rank))
+            rank_info = RankInfo.find()
+            report(Preempted(time=time.time(), node=rank_info.node, rank=rank_info.rank))
         self.asked = True
 
     def __bool__(self) -> bool:
@@ -286,7 +286,7 @@ def prepare(
         compare_ranks(parts, stream, index=position.samples, group=world)
     guard = None
     if guarded:
-        guard = StateGuard(trainer, seat=RankInfo.find(), read=partial(read_step, stream, spec, position), memory=memory)
+        guard = StateGuard(trainer, rank_info=RankInfo.find(), read=partial(read_step, stream, spec, position), memory=memory)
         guard.begin(position.step, position.samples)
     yardstick = yardstick_of(trainer, folder)
     if log and parts:
@@ -295,7 +295,7 @@ def prepare(
             warn(text)
     _introduce(trainer, yardstick, resumed=position.step, log=log, parts=parts)
     validator = Validator(trainer, held_out) if held_out else None
-    injector = inject.watcher(reads=lambda step: stream.bytes_of(loop.reader.first_sample(step)))
+    injector = inject.step_hook(reads=lambda step: stream.bytes_of(loop.reader.first_sample(step)))
     loop = Loop(
         trainer,
         stream,
@@ -306,7 +306,7 @@ def prepare(
         log=log,
         heartbeat=heartbeat,
         guard=guard,
-        watchers=[injector] if injector else [],
+        step_hooks=[injector] if injector else [],
         sites=sites,
     )
     return loop

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megalith.checkpoint.shares import Laid, Stored
+from megalith.checkpoint.shares import OffDeviceShare, StreamedShare
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import Weight, local
 from megalith.spec.numbers import NUMBERS
@@ -60,7 +60,7 @@ class State:
         self._halved, self._gradient = halved or {}, gradient
         away = home.held if home is not None else {}
         named = dict.fromkeys([MASTER, *(slot for name in self._shares for slot in slots[name])])
-        self._held: dict[Slot, dict[str, Tensor | Stored]] = {slot: {} for slot in named}
+        self._held: dict[Slot, dict[str, Tensor | StreamedShare]] = {slot: {} for slot in named}
         for name in self._shares:
             for slot in (MASTER, *slots[name]):
                 kept = away.get((slot, name))
@@ -173,7 +173,7 @@ class State:
         assert self.home is None, "state that lies elsewhere has no such tensors"
         return found
 
-    def laid(self, *categories: Category) -> dict[str, Tensor | Laid]:
+    def laid(self, *categories: Category) -> dict[str, Tensor | OffDeviceShare]:
         """Return all shares of a checkpoint, wherever they are. Master weights in two halves are one tensor in fp32."""
         found = {
             f"{slot.name}.{name}": self._laid(slot, name, share, whole)
@@ -190,11 +190,11 @@ class State:
         else:
             share.fill((0,) * values.dim(), values.cpu())
 
-    def _laid(self, slot: Slot, name: str, share: Tensor | Stored, whole: Tensor) -> Tensor | Laid:
+    def _laid(self, slot: Slot, name: str, share: Tensor | StreamedShare, whole: Tensor) -> Tensor | OffDeviceShare:
         if isinstance(share, Tensor) and (self.home is None or (slot, name) not in self.home.held):
             return like(slot, share, whole)
         cut = like(slot, torch.empty(tuple(share.shape), dtype=share.dtype, device="meta"), whole)
-        return Laid.of(f"{slot.name}.{name}", cut, share)
+        return OffDeviceShare.of(f"{slot.name}.{name}", cut, share)
 
     def _common(self, categories: Sequence[Category]) -> dict[str, Tensor]:
         """The tensors that all ranks share."""
@@ -234,7 +234,7 @@ class State:
         found["optimizer"] += sum(map(_bytes, self.usual.values()))
         return found | (self.home.bytes if self.home is not None else {})
 
-    def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | Stored, Tensor]]:
+    def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | StreamedShare, Tensor]]:
         """Yield slot, parameter, this rank's share, and the tensor with the same cut. Buffers come after the weights."""
         for slot, kept in self._held.items():
             if categories and slot.category not in categories:
@@ -249,7 +249,7 @@ def _moved(weights: Iterable[Weight]) -> list[Tensor]:
     return [weight.moved for weight in weights if weight.moved is not None]
 
 
-def _bytes(share: Tensor | Stored) -> int:
+def _bytes(share: Tensor | StreamedShare) -> int:
     return share.numel() * share.element_size()
 
 

@@ -58,7 +58,7 @@ def train_step(
     *,
     step: int,
     stop: bool = False,
-    watchers: Sequence[StepHook] = (),
+    step_hooks: Sequence[StepHook] = (),
     referee: Referee | None = None,
     healer: Healer | None = None,
     before: FirstComputation | None = None,
@@ -72,23 +72,23 @@ def train_step(
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
-    accumulated = first_pass(trainer, microbatches, step=step, watchers=watchers)
-    notify(watchers, "reduced", trainer, step, accumulated.executed.nll)
+    accumulated = first_pass(trainer, microbatches, step=step, step_hooks=step_hooks)
+    notify(step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
     computed = gathered(trainer, accumulated, stop=stop)
     if before is not None:
         same = same_numbers(before.totals, computed.totals)
-        heard = before.reason == "not finite" and REPORTS in os.environ
-        findings = replace(findings, repeated=same, first=before.words, heard=heard)
+        reported = before.reason == "not finite" and REPORTS in os.environ
+        findings = replace(findings, repeated=same, first=before.words, reported=reported)
     who = {"before": before, "referee": referee, "healer": healer, "sound": findings.sound}
     known = vitals_of(trainer, computed.totals, accumulated.scale, step=step, **who)
     decision = decision_of(trainer, known)
     if trainer.release is not None and not isinstance(decision, Update):
         trainer.release.take_back()
     if isinstance(decision, Rerun):
-        again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee, "healer": healer}
+        again = {"step": step, "stop": stop, "step_hooks": step_hooks, "referee": referee, "healer": healer}
         return train_step(trainer, microbatches, **again, before=FirstComputation(decision.reason, computed.totals))
     start, lr = trainer.executor.clock.mark(), trainer.lr
-    after = {"totals": computed.totals, "watchers": watchers, "referee": referee, "healer": healer, "findings": findings}
+    after = {"totals": computed.totals, "step_hooks": step_hooks, "referee": referee, "healer": healer, "findings": findings}
     outcome = carry_out(trainer, decision, known, microbatches=microbatches, **after)
     optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
@@ -101,7 +101,7 @@ def train_step(
 def _put_back(before: FirstComputation | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
     """Prepare to recompute a step."""
     if before is not None and before.reason == "spike" and healer is not None:
-        return healer.look(before, step)
+        return healer.examine(before, step)
     if before is not None and referee is not None:
         referee.rerun(step)
     return Findings()
@@ -119,16 +119,16 @@ class Stepper:
         self,
         trainer: Trainer,
         *,
-        watchers: Sequence[StepHook] = (),
+        step_hooks: Sequence[StepHook] = (),
         referee: Referee | None = None,
         healer: Healer | None = None,
     ) -> None:
-        """`referee`, one of the `watchers`, repeats a step whose gradients are not finite; `healer` responds to spikes."""
-        self.trainer, self.watchers, self.referee, self.healer = trainer, watchers, referee, healer
+        """`referee`, one of the `step_hooks`, repeats a step whose gradients are not finite; `healer` responds to spikes."""
+        self.trainer, self.step_hooks, self.referee, self.healer = trainer, step_hooks, referee, healer
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
         """Train on this rank's microbatches of step `step`, see train_step; return the steps that are now verified."""
-        how = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        how = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
     def settle(self) -> list[StepResult]:
@@ -157,23 +157,23 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
 
 
 def first_pass(
-    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, watchers: Sequence[StepHook] = ()
+    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, step_hooks: Sequence[StepHook] = ()
 ) -> StepGradients:
     """Compute the step's gradients: complete on the parameters, or released as they are made."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
-    return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, watchers=watchers)
+    return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, step_hooks=step_hooks)
 
 
 def releasing(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, watchers: Sequence[StepHook]
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, step_hooks: Sequence[StepHook]
 ) -> StepGradients:
     """Run forwards and backwards that free each part's gradients after their reduction, clipping by `factor` and the part's
     update; None: gradients are only measured. The update does not count yet."""
     release = trainer.release
     assert release is not None and len(microbatches) == 1, "gradients of several microbatches are complete with the last one"
     if factor is not None:
-        notify(watchers, "before_update", trainer, step)
+        notify(step_hooks, "before_update", trainer, step)
     with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
         found = accumulate(trainer, microbatches)
     executed = replace(found.executed, marks=[*found.executed.marks, *release.marks])
@@ -321,11 +321,11 @@ def remember(
     found = departures(vitals, stability, history)
     answered = isinstance(decision, Rewind | Stop) or (isinstance(decision, Update) and decision.lowered)
     out = bool(found) or isinstance(decision, Rewind)
-    findings = replace(findings, departures=found, tell=out and (answered or history.began < 0))
+    findings = replace(findings, departures=found, to_log=out and (answered or history.began < 0))
     trainer.state.history = known_after(decision, vitals, stability=stability, history=history)
     if healer is not None:
         healer.note(vitals.step, totals, decision, lr=lr)
-        if findings.tell or findings.accident:
+        if findings.to_log or findings.accident:
             findings = healer.causes(vitals.step, findings)
     return findings
 
@@ -336,7 +336,7 @@ def carry_out(
     vitals: Vitals,
     *,
     totals: StepTotals,
-    watchers: Sequence[StepHook] = (),
+    step_hooks: Sequence[StepHook] = (),
     referee: Referee | None = None,
     healer: Healer | None = None,
     findings: Findings | None = None,
@@ -357,12 +357,12 @@ def carry_out(
     match decision:
         case Update(factor, lowered):
             if trainer.release is None:
-                clipped_update(trainer, factor, step=step, watchers=watchers)
+                clipped_update(trainer, factor, step=step, step_hooks=step_hooks)
             else:
-                passes, paused = released_update(trainer, microbatches, factor, step=step, watchers=watchers)
+                passes, paused = released_update(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
                 events += paused
             trainer.update_router_biases()
-            notify(watchers, "updated", trainer, step)
+            notify(step_hooks, "after_update", trainer, step)
             events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
         case Skip(skipped, spike, after):
             if after is not None:
@@ -372,7 +372,7 @@ def carry_out(
                 skipped += f"; NaN or Inf in {where_not_finite(trainer)}"
             trainer.drop()
             trainer.state.skipped += 1
-            notify(watchers, "skipped", trainer, step)
+            notify(step_hooks, "update_skipped", trainer, step)
         case Rewind(skipped):
             assert healer is not None
             spike = True
@@ -388,32 +388,32 @@ def carry_out(
             raise error
         case Rerun():
             raise AssertionError("a step that is computed again has nothing to carry out")
-    notify(watchers, "resting", trainer, step)
-    if found.tell or found.accident:
+    notify(step_hooks, "after_step", trainer, step)
+    if found.to_log or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
     return Outcome(skipped, spike, tuple(events), overflow, passes)
 
 
-def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, watchers: Sequence[StepHook] = ()) -> None:
+def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_hooks: Sequence[StepHook] = ()) -> None:
     """Clip the gradients, update the weights, drop the gradients."""
     vitals = vitals_of(trainer, computed.totals, computed.accumulated.scale, step=step)
-    carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, watchers=watchers)
+    carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, step_hooks=step_hooks)
 
 
 def clipped_update(
-    trainer: Trainer, factor: float, *, step: int, watchers: Sequence[StepHook] = (), clipped: bool = False
+    trainer: Trainer, factor: float, *, step: int, step_hooks: Sequence[StepHook] = (), clipped: bool = False
 ) -> None:
     """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients went through `Trainer.clip`
     with a factor of 1 already."""
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
-    notify(watchers, "before_update", trainer, step)
+    notify(step_hooks, "before_update", trainer, step)
     trainer.update()
     trainer.state.drop_gradients()
 
 
 def released_update(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, watchers: Sequence[StepHook]
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
     """Count the update that was made inside the backward, if it has this factor and learning rate. Else drop it, and recompute
     the step with them. Return the number of passes, and the events for the log."""
@@ -424,7 +424,7 @@ def released_update(
         release.take_back()
         trainer.forget()
         seed_step(trainer, step)
-        releasing(trainer, microbatches, factor, step=step, watchers=watchers)
+        releasing(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
         trainer.noise.take(trainer.device)  # the first pass's sum is known
     trainer.keep_update()
     release.asked = None

@@ -1,4 +1,4 @@
-"""Interfaces of the objects that a step calls: its watchers, the referee of numbers that are not finite, the healer of spikes."""
+"""Interfaces of the objects that a step calls: its hooks, the referee of numbers that are not finite, the healer of spikes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,36 +13,36 @@ from megalith.train.decide import Decision
 from megalith.train.stability.findings import Findings, Reason
 from megalith.train.tally import StepTotals
 
-HookPoint = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
+HookPoint = Literal["before_step", "after_reduction", "before_update", "after_update", "update_skipped", "after_step"]
 
 
 class StepHook(Protocol):
-    """Observes the moments of each step. Its exceptions end the step. A subclass overrides only the moments that it needs. A step
-    whose update is made again, because its norm was known late, has its last three moments twice."""
+    """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs. A
+    step whose update is repeated, because its norm was known late, calls its last three points twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Called before the step's data is read."""
 
-    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
+    def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Called when this rank's gradients are complete and not yet clipped. `nll`: its part of the step's loss."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Called before the optimizer uses the gradients."""
 
-    def updated(self, trainer: Trainer, step: int) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Called when the state is that after the step."""
 
-    def skipped(self, trainer: Trainer, step: int) -> None:
+    def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Called when the step's update was skipped or undone: the state is that before the step."""
 
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         """Called when the state does not change until the next update."""
 
 
-def notify(watchers: Sequence[StepHook], moment: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
-    """Call the watchers for a moment, in order. `more`: what the moment tells besides."""
-    for watcher in watchers:
-        getattr(watcher, moment)(trainer, step, *more)
+def notify(step_hooks: Sequence[StepHook], point: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
+    """Call the hooks of a point, in order. `more`: further arguments of the point."""
+    for hook in step_hooks:
+        getattr(hook, point)(trainer, step, *more)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Healer(Protocol):
         """Record a step's decision before it is carried out, with this learning rate."""
         ...
 
-    def look(self, before: FirstComputation, step: int) -> Findings:
+    def examine(self, before: FirstComputation, step: int) -> Findings:
         """Drop the step's gradients and counts, examine the spike, and restore the state so that the step can be recomputed."""
         ...
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from megalith import own
 from megalith.data.own import OwnStream
-from megalith.data.stream import Stream, Stretch
-from megalith.data.whole import Damage
+from megalith.data.stream import PhaseChange, Stream
+from megalith.data.verified_files import Damage
 from megalith.fleet.observations import DataDamaged
 from megalith.fleet.report import report
 from megalith.spec.phases import Phases
@@ -18,7 +18,7 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
     """The run's data. Held-out text is cut alike in all phases, so that its loss can be compared."""
     phases = Phases.of(spec).all
     changes = [
-        Stretch(now.first, now.seq_len, now.weights)
+        PhaseChange(now.first, now.seq_len, now.weights)
         for before, now in pairwise(phases)
         if (before.seq_len, before.weights) != (now.seq_len, now.weights)
     ]
@@ -30,13 +30,13 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
         "phases": changes if split == "train" else (),
         "document_mask": spec.data.document_mask,
         "copies": spec.data.copies,
-        "tell": _tell_of_damage,
+        "on_damage": _log_damage,
     }
     if spec.data.source is None or split == "validation":
         return Stream(spec.data.path, **how)
     return OwnStream(spec.data.path, name=spec.data.source, source=own.load(spec.data.source), **how)
 
 
-def _tell_of_damage(found: Damage) -> None:
+def _log_damage(found: Damage) -> None:
     elsewhere = None if found.elsewhere is None else str(found.elsewhere)
     report(DataDamaged(time=time.time(), shard=found.file, error=found.error, other_copy=elsewhere))

@@ -15,14 +15,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megalith.spec.alerts import AlertsSpec, address_of
-from megalith.watch.alive import Alive, alive
-from megalith.watch.signs import Say
+from megalith.watch.health import RunHealth, run_health
+from megalith.watch.signs import HealthMessage
 from megalith.watch.source import Source
 
 GONE = 60.0  # seconds that a sign must have been gone before it counts as a new one
 COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
 TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
-LOST = Say("bad", "The training command is gone and logged no end: was it killed?", "ended", "no event says how the run ended")
+LOST = HealthMessage(
+    "bad", "The training command is gone and logged no end: was it killed?", "ended", "no event says how the run ended"
+)
 
 
 @dataclass(frozen=True)
@@ -55,41 +57,46 @@ class Alerts:
         self._seen: dict[str, float] = {}
         self._begun: float | None = None  # when it was looked at for the first time
 
-    def look(self, now: float) -> list[Alert]:
+    def check(self, now: float) -> list[Alert]:
         """Send new alerts, and return them. `now`: seconds of a clock that never goes back. Silence counts only once it was watched: the
         clock of the machine that wrote the log may be behind."""
         if self._source.behind:
             return []
         try:
             with self._source.lock:
-                found = alive(self._source)
+                found = run_health(self._source)
         except Exception as error:  # whatever is wrong with a run's files, the process that follows the run goes on
-            found = Alive(
-                "unknown", "bad", "", [Say("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")]
+            found = RunHealth(
+                "unknown",
+                "bad",
+                "",
+                [HealthMessage("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")],
             )
         self._begun = now if self._begun is None else self._begun
-        says = [say for say in found.says if say.sign != "silent" or now - self._begun >= (found.limit or 0.0)]
-        return [alert for say in says if (alert := self._judge(say, found.step, now))]
+        says = [message for message in found.says if message.sign != "silent" or now - self._begun >= (found.limit or 0.0)]
+        return [alert for message in says if (alert := self._judge(message, found.step, now))]
 
     def lost(self, now: float) -> list[Alert]:
         """Send an alert that the training command has ended, unless an end was sent, or the log has one."""
         if self._source.finished is not None:
-            return self.look(now)
+            return self.check(now)
         return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
 
-    def _judge(self, say: Say, step: int | None, now: float) -> Alert | None:
-        if say.sign not in self._rules.on:
+    def _judge(self, message: HealthMessage, step: int | None, now: float) -> Alert | None:
+        if message.sign not in self._rules.on:
             return None
-        seen = self._seen.get(say.sign, -1e18)
-        self._seen[say.sign] = now
-        sent = self._sent.get(say.sign)
+        seen = self._seen.get(message.sign, -1e18)
+        self._seen[message.sign] = now
+        sent = self._sent.get(message.sign)
         if sent is not None and (now - seen < GONE or now - sent < self._rules.again):
             return None
-        self._sent[say.sign] = now
+        self._sent[message.sign] = now
         name = self._source.name
-        cause = f" Cause: {say.cause}" if say.cause and say.cause not in say.words else ""
-        text = f"{name}{'' if step is None else f', step {step}'}: {say.words}{cause}"
-        alert = Alert(text, name, str(self._source.run_dir.resolve()), say.sign, say.words, say.cause, step, time.time())
+        cause = f" Cause: {message.cause}" if message.cause and message.cause not in message.words else ""
+        text = f"{name}{'' if step is None else f', step {step}'}: {message.words}{cause}"
+        alert = Alert(
+            text, name, str(self._source.run_dir.resolve()), message.sign, message.words, message.cause, step, time.time()
+        )
         self._deliver(alert)
         return alert
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from megalith.planner.gains import TERMS, tries
 from megalith.report import units
+from megalith.watch.replay import Replay, levelled
 from megalith.watch.source import Source
-from megalith.watch.whatif import Replay, levelled
+from megalith.watch.what_if import WhatIfAnalysis, WhatIfAnswer
 from megalith.watch.window import ENOUGH, WINDOW, Window
-from megalith.watch.without import Steps, Without
 
 GAIN = 0.02  # share of a step below which nothing is named
 UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
@@ -41,23 +41,23 @@ class Cause:
     node: int | None = None
 
 
-class Found(NamedTuple):
+class CauseReport(NamedTuple):
     """Causes of lost time, the most expensive first, and answers to the first what-if questions; empty if there is no clear one."""
 
     causes: tuple[Cause, ...] = ()
-    without: tuple[Without, ...] = ()
+    without: tuple[WhatIfAnswer, ...] = ()
 
 
-def causes(source: Source) -> Found:
+def causes(source: Source) -> CauseReport:
     """Return the causes of lost time. A result is reused for REST times as long as its computation took, so that a server does not
     take a core from the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
-        return known[2] if known else Found()
+        return known[2] if known else CauseReport()
     return refresh(source)
 
 
-def refresh(source: Source) -> Found:
+def refresh(source: Source) -> CauseReport:
     """Return the causes; search for them again if the last result is too old."""
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
@@ -69,15 +69,15 @@ def refresh(source: Source) -> Found:
     return found
 
 
-def _find(source: Source) -> Found:
-    steps = Steps.of(source)
+def _find(source: Source) -> CauseReport:
+    steps = WhatIfAnalysis.of(source)
     found = [] if steps is None else [*_of_ranks(steps)]
     found += [*_of_step(source)]
     found = [one for one in found if one.gain >= GAIN]
     if any(one.kind in PLANNED for one in found) and (tried := plans(source)):
         words = f"The planner expects {units.percent(tried[0]['gain'])} shorter steps with {tried[0]['change']}."
         found = [replace(one, change=f"{one.change} {words}") if one.kind in PLANNED else one for one in found]
-    return Found(tuple(sorted(found, key=lambda one: -one.gain)), () if steps is None else tuple(steps.table()))
+    return CauseReport(tuple(sorted(found, key=lambda one: -one.gain)), () if steps is None else tuple(steps.table()))
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def plans(source: Source) -> list[dict[str, Any]]:
     return [{"change": one.change, "seconds": one.gain, "gain": one.gain / step} for one in tries(here, measured, others)[:SHOWN]]
 
 
-def _of_ranks(steps: Steps) -> Iterator[Cause]:
+def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
     slow, seen, one, usual, share = steps.slow, steps.seen, steps.one, steps.usual, steps.share
     nodes = seen.places["node"]
     for node in {int(nodes[rank]) for rank, _ in slow}:

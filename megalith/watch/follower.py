@@ -14,12 +14,12 @@ EVERY = 5.0  # seconds between looks
 LEAVE = 10.0  # seconds to wait for the log to tell how the run ended, once its command is gone
 
 
-def look_at(source: Source, alerts: Alerts) -> None:
+def check(source: Source, alerts: Alerts) -> None:
     """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read the next time."""
     while source.poll():
         pass
     causes.refresh(source)
-    for alert in alerts.look(time.monotonic()):
+    for alert in alerts.check(time.monotonic()):
         print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
 
@@ -30,7 +30,7 @@ def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) 
     pairs = list(zip(sources, alerts, strict=True))
     while True:
         for source, one in pairs:
-            look_at(source, one)
+            check(source, one)
         if parent is None:
             if all(source.finished is not None for source in sources):
                 break

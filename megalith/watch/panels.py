@@ -17,12 +17,12 @@ from megalith.events import Holding, Problem, RunStarted
 from megalith.planner import gains
 from megalith.report import units
 from megalith.report.history import origin_of
-from megalith.watch import causes, law
-from megalith.watch.alive import alive
+from megalith.watch import causes, scaling_law
+from megalith.watch.health import run_health
 from megalith.watch.index import PARTS
 from megalith.watch.source import Source
+from megalith.watch.what_if import WhatIfAnalysis
 from megalith.watch.window import WINDOW, window
-from megalith.watch.without import Steps
 
 Asked = Mapping[str, str]
 
@@ -76,7 +76,7 @@ def loss(source: Source, asked: Asked) -> dict[str, Any]:
     found["tokens_a_byte"] = rates
     found["marks"] = marks(source)
     found["total"] = source.setting("train", "steps")
-    found["law"] = law.drawn(source)
+    found["law"] = scaling_law.drawn(source)
     return found
 
 
@@ -169,13 +169,13 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
         "base": plain(view.bases[:, int(row == "memory")]),
         "codes": base64.b64encode(cells.tobytes()).decode(),
         "octaves": times.OCTAVES,
-        "zero": -math.log2(times.LEAST),
+        "zero": -math.log2(times.MINIMUM),
     }
 
 
 def _against(codes: NDArray[np.uint8], stage: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return the codes relative to the (lower) median of ranks with the same stage: a difference of logarithms."""
-    one = 1 + round(-math.log2(times.LEAST) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
+    one = 1 + round(-math.log2(times.MINIMUM) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
     found = codes.astype(np.int16)
     for place in np.unique(stage):
         at = np.flatnonzero(stage == place)
@@ -226,7 +226,7 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
     found = causes.causes(source)
     without, question = found.without, _question(asked)
     if question is not None:
-        steps = Steps.of(source)
+        steps = WhatIfAnalysis.of(source)
         answer = None if steps is None else steps.ask(*question)
         without = () if answer is None else (answer,)
     words = "" if found.causes or window(source) is not None else "too few steps of all ranks are known"
@@ -393,7 +393,7 @@ def run(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
-    "alive": lambda source, asked: asdict(alive(source)),
+    "alive": lambda source, asked: asdict(run_health(source)),
     "loss": loss,
     "speed": speed,
     "rank-heatmap": rank_heatmap,

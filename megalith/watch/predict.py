@@ -42,7 +42,7 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
 def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
     from megalith.cost.estimate import estimate  # a prediction, if one can be made
     from megalith.cost.predicted import workload_of
-    from megalith.planner.slower import alternatives, by_term
+    from megalith.planner.slowdown import alternatives, by_term
 
     try:
         one = estimate(workload_of(spec))

@@ -134,7 +134,7 @@ class Server:
             return
         self._looked = time.monotonic()
         for alerts in self._alerts:
-            for alert in alerts.look(self._looked):
+            for alert in alerts.check(self._looked):
                 print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
@@ -143,7 +143,7 @@ class Server:
         try:
             causes.refresh(source)
         except Exception as error:  # whatever is wrong with a run's files, its page goes on without them
-            source.causes = source.revision, time.monotonic() + causes.LONGEST, causes.Found()
+            source.causes = source.revision, time.monotonic() + causes.LONGEST, causes.CauseReport()
             print(f"the causes of long steps are unknown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if source.causes is not before:
             source.revision += 1

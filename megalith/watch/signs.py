@@ -15,11 +15,11 @@ from megalith.watch import causes
 from megalith.watch.source import Source
 
 if TYPE_CHECKING:
-    from megalith.watch.alive import Alive
+    from megalith.watch.health import RunHealth
 
 SPIKE = 6.0  # times the usual difference of the loss from its recent median
 LATER = 30  # steps after a start in which slowness means nothing
-LEAST = 0.01  # share of a step below which a part of it has not grown
+MINIMUM = 0.01  # share of a step below which a part of it has not grown
 NOW = 10  # newest steps whose speed is compared with the usual one
 STANDING = 20  # steps over which experts' loads are looked at
 
@@ -28,7 +28,7 @@ Recent = dict[str, Any]
 """Numbers of the newest steps of this generation, by name."""
 
 
-class Say(NamedTuple):
+class HealthMessage(NamedTuple):
     """A sentence about a run. `sign`: its name in alerts; empty if no alert is sent. `cause`: the likely cause, if known."""
 
     level: Health
@@ -44,7 +44,7 @@ ENDED = {
 }
 
 
-def judge(found: "Alive", source: Source, recent: Recent) -> list[Say]:
+def judge(found: "RunHealth", source: Source, recent: Recent) -> list[HealthMessage]:
     """Return all sentences about a run; at least one."""
     says = [*_of_the_end(found, source), *_of_silence(found, source)]
     if found.step is not None:
@@ -52,47 +52,47 @@ def judge(found: "Alive", source: Source, recent: Recent) -> list[Say]:
         says += [*_of_memory(found, source), *_of_disk(source)]
         late = [one for one in source.problems if isinstance(one, Skipped) and one.step > found.step - 100]
         if late:
-            says.append(Say("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))
-    return says or [Say("good", ENDED.get(found.state, found.state), "finished" if found.state == "finished" else "")]
+            says.append(HealthMessage("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))
+    return says or [HealthMessage("good", ENDED.get(found.state, found.state), "finished" if found.state == "finished" else "")]
 
 
-def _of_the_end(found: "Alive", source: Source) -> Iterator[Say]:
+def _of_the_end(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
     if found.state in ("failed", "lost"):
         last = next((one for one in reversed(source.problems) if getattr(one, "severity", "") == "error"), None)
         cause = getattr(last, "message", "").partition("\n")[0]
         words = f"The run has ended: {found.state}." + (f" {cause}" if cause else "")
-        yield Say("bad", words, "ended", cause or "no error was logged")
+        yield HealthMessage("bad", words, "ended", cause or "no error was logged")
     if found.phase == "recovering":
         one = source.incidents[-1]
-        yield Say("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
+        yield HealthMessage("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
 
 
-def _of_silence(found: "Alive", source: Source) -> Iterator[Say]:
+def _of_silence(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
     if found.state != "running" or found.age is None or found.limit is None or found.age <= found.limit:
         return
     words = f"Silent for {units.duration(found.age)}: nothing was logged, and {units.duration(found.limit)} is long for this run."
     cause = f"last seen {found.phase}"
     if found.phase == "recovering":
         cause += f" from incident {source.incidents[-1].incident}: {source.incidents[-1].reason.partition(chr(10))[0]}"
-    yield Say("bad", words, "silent", cause)
+    yield HealthMessage("bad", words, "silent", cause)
 
 
-def _of_loss(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+def _of_loss(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
     """Compare the newest loss with earlier ones of this generation. The run's own checks know more about a cause."""
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     near = spike is not None and found.step is not None and spike.step > found.step - 10
     cause = spike.words if spike is not None and near else "the run's own watch over the loss has named none"
     if number and not math.isfinite(loss[-1]):
-        yield Say("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
+        yield HealthMessage("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:
         middle = float(np.nanmedian(loss[-100:-1]))
         spread = 1.4826 * float(np.nanmedian(np.abs(loss[-100:-1] - middle)))
         if loss[-1] > middle + max(SPIKE * spread, 0.05 * abs(middle)):
-            yield Say("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual.", "loss", cause)
+            yield HealthMessage("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual.", "loss", cause)
 
 
-def _of_pace(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
     if found.state != "running":
         return
     known = causes.causes(source).causes
@@ -103,15 +103,15 @@ def _of_pace(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
         usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-NOW:]))
         if now < source.alerts.slower * usual:
             words = f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."
-            yield Say("warn", words, "slow", cause or _grown(newest, _terms(recent, slice(LATER, -NOW)), "is usual"))
+            yield HealthMessage("warn", words, "slow", cause or _grown(newest, _terms(recent, slice(LATER, -NOW)), "is usual"))
     if found.predicted and found.seconds and number > LATER and found.seconds > source.alerts.predicted * found.predicted:
         times_longer = f"{found.seconds / found.predicted:.2f} times what was predicted"
         grown = _grown(newest, (source.predicted or {})["time"], "was predicted")
-        yield Say("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause or grown)
+        yield HealthMessage("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause or grown)
     for one in known:
         if one.kind in ("slow rank", "slow node"):
             words = f"{one.words}. Without it a step would take {units.percent(one.gain)} less."
-            yield Say("warn", words, "slow", one.change)
+            yield HealthMessage("warn", words, "slow", one.change)
 
 
 def _terms(recent: Recent, at: slice) -> dict[str, float]:
@@ -122,13 +122,13 @@ def _terms(recent: Recent, at: slice) -> dict[str, float]:
 def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> str:
     """Name the term of a step that has grown most."""
     term = max(now, key=lambda name: now[name] - before.get(name, 0.0))
-    if now[term] - before.get(term, 0.0) < LEAST * sum(now.values()):
+    if now[term] - before.get(term, 0.0) < MINIMUM * sum(now.values()):
         return "no part of a step has grown"
     earlier = units.duration(before[term]) if before.get(term) else "none"
     return f"{term} takes {units.duration(now[term])} of a step, where {earlier} {how}"
 
 
-def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
     even = recent["entropy"][-STANDING:]
     if found.state != "running" or len(even) < STANDING or not np.isfinite(even).all():
         return
@@ -136,10 +136,10 @@ def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]
     if middle < source.alerts.experts:
         load = float(np.median(recent["max_load"][-STANDING:]))
         words = f"The experts collapse: the evenness of their load is {middle:.2f} in the worst layer (1: even)."
-        yield Say("bad", words, "experts", f"the busiest expert has {load:.1f} times the mean load")
+        yield HealthMessage("bad", words, "experts", f"the busiest expert has {load:.1f} times the mean load")
 
 
-def _of_memory(found: "Alive", source: Source) -> Iterator[Say]:
+def _of_memory(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
     """Compare the memory of the worst rank at the newest step with that of its device."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
@@ -155,13 +155,13 @@ def _of_memory(found: "Alive", source: Source) -> Iterator[Say]:
     if peaks[rank] > source.alerts.memory * limit:
         words = f"Memory is nearly full: rank {rank} peaked at {units.memory(peaks[rank])} of {units.memory(limit)}."
         usual = float(np.nanmedian(peaks))
-        yield Say("warn", words, "memory", f"the median rank peaked at {units.memory(usual)}")
+        yield HealthMessage("warn", words, "memory", f"the median rank peaked at {units.memory(usual)}")
 
 
-def _of_disk(source: Source) -> Iterator[Say]:
+def _of_disk(source: Source) -> Iterator[HealthMessage]:
     free = source.free()
     if free is None or not source.checkpoints or free >= source.alerts.disk * source.checkpoints[-1].bytes:
         return
     size = units.memory(source.checkpoints[-1].bytes)
     words = f"The disk has {units.memory(free)} left, less than {source.alerts.disk:g} checkpoints take."
-    yield Say("bad", words, "disk", f"a checkpoint takes {size}")
+    yield HealthMessage("bad", words, "disk", f"a checkpoint takes {size}")

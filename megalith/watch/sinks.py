@@ -28,7 +28,7 @@ AT_ONCE = 1000  # events after which sinks.json is written
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrackedRun:
     """The description of the run for another tool."""
 
     id: str
@@ -55,7 +55,7 @@ class Sink(Protocol):
 class TensorBoard:
     """TensorBoard: one run, RUN_DIR/tensorboard, to which each start adds a file."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # an extra
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -81,7 +81,7 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb; `wandb sync` sends them."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrackedRun) -> None:
         import wandb  # an extra  # pyright: ignore[reportMissingImports]
 
         self._run: Any = wandb.init(
@@ -105,7 +105,7 @@ class Wandb:
 class Trackio:
     """Trackio: a run of this name. Its files are in RUN_DIR/trackio; online they go to the Space that TRACKIO_SPACE_ID names."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(subject.folder / "trackio"))
         import trackio  # an extra, which reads TRACKIO_DIR now  # pyright: ignore[reportMissingImports]
 
@@ -131,7 +131,7 @@ class Trackio:
 class Mlflow:
     """MLflow: a run with this id as its tag. It is kept in RUN_DIR/mlflow.db; online, where MLFLOW_TRACKING_URI says."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrackedRun) -> None:
         from mlflow import MlflowClient  # an extra  # pyright: ignore[reportMissingImports]
 
         here = f"sqlite:///{subject.folder.resolve() / 'mlflow.db'}"
@@ -156,7 +156,12 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-KINDS: dict[str, Callable[[Subject], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+KINDS: dict[str, Callable[[TrackedRun], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": Mlflow,
+}
 """The tools by their key of `[log]`."""
 assert set(KINDS) == set(SINKS)
 
@@ -169,7 +174,7 @@ class Feed:
         self._kept = _read(run_dir / FILE) or {"id": secrets.token_hex(4), "done": {}}
         _write(run_dir / FILE, self._kept)
         values = _read(run_dir / SPEC_FILE) or {}
-        subject = Subject(self._kept["id"], str(values.get("name") or run_dir.name), run_dir, values, log)
+        subject = TrackedRun(self._kept["id"], str(values.get("name") or run_dir.name), run_dir, values, log)
         self._sinks: dict[str, Sink] = {}
         for name in SINKS:
             if getattr(log, name):

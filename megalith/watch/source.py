@@ -51,8 +51,8 @@ from megalith.spec.plan import Plan
 from megalith.watch import index, predict
 
 if TYPE_CHECKING:
-    from megalith.watch.causes import Found
-    from megalith.watch.law import Law
+    from megalith.watch.causes import CauseReport
+    from megalith.watch.scaling_law import ScalingLaw
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
 """A spike, an impossible update, a large rounding error or a pause of released gradients, and the run's response to it."""
@@ -124,9 +124,9 @@ class Source:
         self._index = index.Index(run_dir, self._scratch, begin=begin)
         self._account: tuple[int, float, ledger.Goodput] | None = None
         self.predicted: dict[str, Any] | None = None
-        self.causes: tuple[int, float, Found] | None = None  # at which revision, until when, what was found
-        self.law: Law | None = None  # fitted to other runs: the loss is drawn beside it
-        self.own_law: tuple[int, Law] | None = None  # of `watch.law`: fitted to this run up to a step
+        self.causes: tuple[int, float, CauseReport] | None = None  # at which revision, until when, what was found
+        self.law: ScalingLaw | None = None  # fitted to other runs: the loss is drawn beside it
+        self.own_law: tuple[int, ScalingLaw] | None = None  # of `watch.scaling_law`: fitted to this run up to a step
         self.rules: AlertsSpec | None = None  # the rules given to the process that follows the run
         self.served = False  # whether a server follows the run, and so looks for causes
         self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.control.times import decode
+from megalith.watch.replay import Replay, medians, peers
 from megalith.watch.source import Source
-from megalith.watch.whatif import Replay, medians, peers
 
 WINDOW = 20  # newest steps that are looked at
 ENOUGH = 10  # steps from which on anything is said

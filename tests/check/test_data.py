@@ -100,7 +100,7 @@ def test_only_the_weighted_domains_tokens_count(data: Path):
     assert "train.steps" in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200", "data.weights={code=1}"))}
 
 
-def test_nothing_on_disk_is_looked_at_when_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_on_disk_is_read_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert check(spec(), files=False) == []
 

@@ -30,7 +30,7 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["plan.data=2", "plan.expert=2", "model.preset=deepseek-tiny", "fleet.verify_every=10"], "fleet.verify_every"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 
@@ -43,7 +43,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.data=2", "fleet.verify_every=10", "cluster=h100:2", "train.precision=fp32"],
     ],
 )
-def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 
@@ -64,7 +64,7 @@ def test_the_plan_that_a_run_falls_back_on_keeps_them_too():
     assert errors(*mixtral, "fleet.fallback.microbatch=2") == errors(*mixtral, "model.balance_set=sequence") == []
 
 
-def test_the_plan_that_a_run_falls_back_on_is_legal_and_fits_whole_nodes():
+def test_the_plan_that_a_run_falls_back_on_is_valid_and_fits_whole_nodes():
     run = ["plan.data=4", "fleet.nodes=2"]
     assert errors(*run, "fleet.fallback.data=2") == []
     (ranks,) = errors(*run, "fleet.fallback.data=3", "train.global_batch=12")

@@ -91,7 +91,7 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation']", "plan.compile=true"], "plan.recompute_parts"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 
@@ -109,7 +109,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.retain.blocks=disk", "plan.retain.share=0.25", "plan.recompute=full"],
     ],
 )
-def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 

@@ -54,7 +54,7 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["plan.data=2", "plan.zero=0", "plan.replicate=2"], "plan.replicate"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 
@@ -67,7 +67,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.tensor=2", "train.seq_len=127", "plan.sequence=false"],
     ],
 )
-def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 
@@ -101,7 +101,7 @@ def test_mamba_is_split_by_its_groups():
 
 @given(batch=st.integers(1, 300), data_ranks=st.integers(1, 12), microbatch=st.integers(1, 12))
 @settings(deadline=None, max_examples=60)
-def test_the_batches_advised_are_legal(batch: int, data_ranks: int, microbatch: int):
+def test_the_batches_advised_are_valid(batch: int, data_ranks: int, microbatch: int):
     plan = [f"plan.data={data_ranks}", f"plan.microbatch={microbatch}", "plan.zero=3"]
     for problem in errors(f"train.global_batch={batch}", *plan):
         advised = re.search(r"Use ([\d or]+)", problem.way_out)
@@ -112,7 +112,7 @@ def test_the_batches_advised_are_legal(batch: int, data_ranks: int, microbatch: 
 
 @given(tensor=st.integers(2, 12), heads=st.sampled_from([4, 8, 16]), ffn=st.sampled_from([96, 352, 360]))
 @settings(deadline=None, max_examples=40)
-def test_the_tensor_sizes_advised_are_legal(tensor: int, heads: int, ffn: int):
+def test_the_tensor_sizes_advised_are_valid(tensor: int, heads: int, ffn: int):
     model = [f"model.heads={heads}", f"model.ffn={ffn}"]
     for problem in errors(f"plan.tensor={tensor}", *model):
         for other in re.findall(r"\d+", problem.way_out):

@@ -25,7 +25,7 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["model.preset=deepseek-tiny", "model.balanced=true"], "model.balanced"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 

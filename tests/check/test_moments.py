@@ -9,7 +9,7 @@ from tests.check.runs import advice, errors, found, spec
 FP8 = ("optimizer.moments=fp8", "model.preset=llama3.2-1b", "train.seq_len=4096")
 
 
-def test_a_model_whose_shares_are_whole_blocks_is_legal() -> None:
+def test_a_model_whose_shares_are_whole_blocks_is_valid() -> None:
     assert not errors(*FP8, "plan.tensor=8", "plan.data=2", "plan.zero=3")
     assert not errors(*FP8, "plan.tensor=2", "model.ffn=8000", "optimizer.moments=bf16")
 

@@ -11,7 +11,7 @@ def reasons(*settings: str) -> dict[str, str]:
     return {problem.key: f"{problem.reason}. {problem.way_out}" for problem in errors(*settings)}
 
 
-def test_a_model_whose_shares_are_whole_tiles_is_legal() -> None:
+def test_a_model_whose_shares_are_whole_tiles_is_valid() -> None:
     assert not errors(*FP8, "plan.tensor=4", "plan.context=2")
 
 
@@ -87,7 +87,7 @@ def test_what_is_emulated_is_said() -> None:
 FP4 = ("train.precision=nvfp4", *FP8[1:])
 
 
-def test_four_bits_are_legal_where_their_tiles_are() -> None:
+def test_four_bits_are_valid_where_their_tiles_are() -> None:
     for precision in ("nvfp4", "mxfp4"):
         assert not errors(f"train.precision={precision}", *FP8[1:], "plan.tensor=4", "plan.context=2")
     assert "not a multiple of a tile's 16 tokens" in reasons(*FP4, "train.seq_len=4104")["train.seq_len"]

@@ -47,7 +47,7 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["plan.pipeline=2", "plan.schedule=dualpipe"], "plan.schedule"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 
@@ -61,7 +61,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.pipeline=6", "plan.layers=[0,1,1,1,1,0]"],
     ],
 )
-def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 
@@ -110,7 +110,7 @@ def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():
 
 @given(blocks=st.integers(1, 12), pipeline=st.integers(1, 6), layers=st.lists(st.integers(1, 4), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=60)
-def test_the_split_advised_is_legal(blocks: int, pipeline: int, layers: list[int]):
+def test_the_split_advised_is_valid(blocks: int, pipeline: int, layers: list[int]):
     sizes = [f"model.layers={blocks}", f"plan.pipeline={pipeline}"]
     found = errors(*sizes, f"plan.layers={layers}")
     for problem in found:

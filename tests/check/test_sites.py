@@ -22,7 +22,7 @@ def test_asynchronous_merges_without_a_smaller_quorum_are_advised_against() -> N
         assert "sites.staleness" not in _keys("advice", sites={"inner_steps": 2, "staleness": 1} | more)
 
 
-def test_a_run_with_sites_is_legal() -> None:
+def test_a_run_with_sites_is_valid() -> None:
     assert _keys() == [] == _keys(plan={"data": 2, "zero": 3})
 
 
@@ -76,7 +76,7 @@ def test_a_launcher_starts_the_ranks_of_one_site() -> None:
 OWN = [{"plan": {"data": 2}}, {"plan": {"tensor": 2}, "share": 1}]
 
 
-def test_a_site_with_a_plan_of_its_own_is_legal() -> None:
+def test_a_site_with_a_plan_of_its_own_is_valid() -> None:
     run = at_site(tiny_run(sites={"inner_steps": 2, "each": OWN}, checkpoint={"every": 2}, train={"global_batch": 12}))
     assert run.sites is not None and run.sites.shares == (2, 1) and run.microbatches == 4 and all_ranks(run) == 4
     assert at_site(run, 1).ranks == 2 and at_site(run) == run, "the table of each site says it all"

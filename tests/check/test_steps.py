@@ -22,7 +22,7 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["train.steps=1000"], "checkpoint.every"),
     ],
 )
-def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     assert errors(*settings) == []
     assert key in advice(*settings)
 
@@ -35,5 +35,5 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["train.steps=10", "optimizer.warmup=2%"],
     ],
 )
-def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 State = dict[str, Tensor]
 Layout = dict[str, int]  # sizes of the axes; other axes have size 1
 
-AXES = ("pipeline", "copies", "shards", "tensor")
+AXES = ("pipeline", "dp_replicate", "dp_shard", "tensor")
 SHAPES = {  # some cuts are uneven (7 rows on 2 x 3 ranks), some shares are empty (3 rows on 4)
     "embedding.weight": (12, 4),
     "blocks.0.attention_norm.weight": (6,),
@@ -39,7 +39,7 @@ def zeros() -> State:
 
 
 def laid_out(state: State, layout: Layout) -> State:
-    """Return this rank's part of the state on a pipeline x copies x shards x tensor mesh, split by tensor parallelism and
+    """Return this rank's part of the state on a pipeline x dp_replicate x dp_shard x tensor mesh, split by tensor parallelism and
     then FSDP2."""
     mesh = init_device_mesh("cpu", tuple(layout.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
     stage, stages = mesh.get_local_rank("pipeline"), layout.get("pipeline", 1)
@@ -47,7 +47,7 @@ def laid_out(state: State, layout: Layout) -> State:
     whole = {key: value for key, value in mine.items() if value.dtype == torch.int64}  # plain tensors: every rank holds the same
     split = [key for key in mine if key not in whole]
     module = nn.ParameterList([_tensor(key, mine[key], mesh, layout) for key in split])
-    fully_shard(module, mesh=mesh["copies", "shards"])
+    fully_shard(module, mesh=mesh["dp_replicate", "dp_shard"])
     return whole | dict(zip(split, module, strict=True))
 
 

@@ -15,7 +15,7 @@ import torch
 from megalith.checkpoint import checkpointer as checkpointer_module
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
-from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, SaveFailure, SaveResult
 from megalith.checkpoint.folder import AwayError
 from megalith.checkpoint.read import read_full
 from megalith.checkpoint.staging import Staging
@@ -46,7 +46,7 @@ def test_a_save_is_reported_once_with_its_size_and_times(tmp_path, asynchronous)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(120, values(), {"step": 120}, asynchronous=asynchronous)
     (saved,) = checkpointer.wait()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, SaveResult)
     assert (saved.step, saved.path) == (120, tmp_path / "step-00000120")
     assert saved.bytes == files.read_manifest(saved.path).bytes
     assert saved.seconds > 0
@@ -134,12 +134,12 @@ def test_a_full_disk_is_reported_and_the_next_save_tried(tmp_path, monkeypatch, 
         patch.setattr(tensors, "write", full_disk)
         checkpointer.save(2, values(), {}, asynchronous=asynchronous)
         (failed,) = checkpointer.wait()
-    assert isinstance(first, Saved)
-    assert isinstance(failed, Failed)
+    assert isinstance(first, SaveResult)
+    assert isinstance(failed, SaveFailure)
     assert "No space left on device" in failed.error
     assert names(tmp_path) == ["step-00000001"]
     checkpointer.save(3, values(), {}, asynchronous=asynchronous)
-    assert [type(outcome) for outcome in checkpointer.wait()] == [Saved]
+    assert [type(outcome) for outcome in checkpointer.wait()] == [SaveResult]
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     checkpointer = Checkpointer(tmp_path / "file" / "checkpoints")
     checkpointer.save(1, values(), {})
     (failed,) = checkpointer.wait()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, SaveFailure)
     assert "NotADirectoryError" in failed.error
 
 
@@ -156,24 +156,24 @@ def test_a_run_folder_that_is_away_is_neither_made_anew_nor_taken_to_hold_nothin
     run.mkdir()
     checkpointer = Checkpointer(run / "checkpoints")
     checkpointer.save(1, values(), {})
-    assert isinstance(checkpointer.wait()[0], Saved)
+    assert isinstance(checkpointer.wait()[0], SaveResult)
     run.rename(tmp_path / "elsewhere")
     checkpointer.save(2, values(), {})
     (failed,) = checkpointer.wait()
-    assert isinstance(failed, Failed) and "No such file or directory" in failed.error
+    assert isinstance(failed, SaveFailure) and "No such file or directory" in failed.error
     with pytest.raises(AwayError, match="It may be intact") as caught:
         checkpointer.load(values(), step=1)
     assert status(caught.value) == ExitCode.LOST, "an engine starts it again"
     assert not run.exists()
     (tmp_path / "elsewhere").rename(run)
     checkpointer.save(2, values(), {})
-    assert isinstance(checkpointer.wait()[0], Saved)
+    assert isinstance(checkpointer.wait()[0], SaveResult)
 
 
 def test_a_run_folder_that_went_away_before_its_checkpointer_was_made_is_not_made_again(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", existed=True)
     checkpointer.save(1, values(), {})
-    assert isinstance(checkpointer.wait()[0], Failed) and not (tmp_path / "run").exists()
+    assert isinstance(checkpointer.wait()[0], SaveFailure) and not (tmp_path / "run").exists()
 
 
 def test_a_state_or_a_meta_that_cannot_be_saved_is_reported(tmp_path):
@@ -182,7 +182,7 @@ def test_a_state_or_a_meta_that_cannot_be_saved_is_reported(tmp_path):
     checkpointer.save(2, values(), {"when": object()})
     checkpointer.save(3, values(), {"loss": float("nan")})
     checkpointer.save(4, {}, {})
-    errors = [outcome.error for outcome in checkpointer.wait() if isinstance(outcome, Failed)]
+    errors = [outcome.error for outcome in checkpointer.wait() if isinstance(outcome, SaveFailure)]
     for error, text in zip(errors, ("complex64", "object is not JSON serializable", "not JSON compliant", "empty"), strict=True):
         assert text in error
     assert not tmp_path.exists() or names(tmp_path) == []
@@ -229,7 +229,7 @@ def _asynchronous_saves(rank, folder):
     """Two saves while training sends messages on its own group all the time."""
     checkpointer = Checkpointer(folder)
     for step in (1, 2):
-        state = laid_out(values(seed=step), {"shards": 2})
+        state = laid_out(values(seed=step), {"dp_shard": 2})
         checkpointer.save(step, state, {})
         for tensor in state.values():
             tensor.detach().zero_()
@@ -276,8 +276,8 @@ def _one_fails(rank, folder, how):
 def test_one_rank_in_trouble_fails_the_save_on_all_and_the_next_one_succeeds(tmp_path, how, text):
     for failed, saved in run_ranks(_one_fails, 2, tmp_path, how):
         assert text in failed.error
-        assert not failed.parted
-        assert isinstance(saved, Saved)
+        assert not failed.peer_lost
+        assert isinstance(saved, SaveResult)
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -290,7 +290,7 @@ def _left_alone(rank, folder, when):
     if when == "writing":
         checkpointer_module.planned_save = closed
     else:
-        object.__setattr__(checkpointer._party, "any", closed)
+        object.__setattr__(checkpointer._ranks, "any", closed)
     checkpointer.save(1, {"x": torch.arange(100)}, {})
     return checkpointer.wait()
 
@@ -298,13 +298,13 @@ def _left_alone(rank, folder, when):
 @pytest.mark.parametrize("when", ["planning", "writing"])
 def test_a_save_in_which_a_rank_goes_missing_says_nothing_against_the_folder(tmp_path, when):
     for (failed,) in run_ranks(_left_alone, 2, tmp_path, when):
-        assert failed.parted
+        assert failed.peer_lost
         assert "Connection closed" in failed.error
 
 
 def _killed(rank, folder):
     checkpointer = Checkpointer(folder)
-    state = laid_out(values(seed=1), {"shards": 2})
+    state = laid_out(values(seed=1), {"dp_shard": 2})
     checkpointer.save(1, state, {}, asynchronous=False)
 
     def die(path, content):

@@ -149,7 +149,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path):
         files.read_index(tmp_path, files.read_manifest(tmp_path))
 
 
-def test_a_folder_without_a_checkpoint_is_told_from_one_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_distinguished_from_one_that_does_not_exist(tmp_path: Path) -> None:
     assert files.nothing_text(tmp_path).startswith(f"{tmp_path}: no checkpoint here. Give")
     assert "does not exist, so there is no checkpoint here (relative paths start at" in files.nothing_text(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.checkpointer import Checkpointer, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, SaveResult
 from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import MismatchError, load
 from megalith.checkpoint.read import read_full
@@ -19,8 +19,8 @@ from tests.checkpoint.states import Layout, State, differing, laid_out, local, v
 from tests.full import sampled
 from tests.ranks import run_ranks
 
-SAVED: list[Layout] = [{}, {"copies": 2}, {"shards": 4}, {"shards": 3, "tensor": 2}, {"pipeline": 2, "shards": 2}]
-LOADED: list[Layout] = [{}, {"shards": 3}, {"shards": 2, "tensor": 2}, {"pipeline": 2, "copies": 2, "tensor": 2}]
+SAVED: list[Layout] = [{}, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_shard": 3, "tensor": 2}, {"pipeline": 2, "dp_shard": 2}]
+LOADED: list[Layout] = [{}, {"dp_shard": 3}, {"dp_shard": 2, "tensor": 2}, {"pipeline": 2, "dp_replicate": 2, "tensor": 2}]
 
 
 def _save(rank: int, folder: Path, layout: Layout) -> list:
@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> list[Path]:
     folders = [tmp_path_factory.mktemp("saved") for _ in SAVED]
     for folder, layout in zip(folders, SAVED, strict=True):
         outcomes = run_ranks(_save, prod(layout.values()), folder, layout)
-        assert all(isinstance(outcome, Saved) for rank in outcomes for outcome in rank), outcomes
+        assert all(isinstance(outcome, SaveResult) for rank in outcomes for outcome in rank), outcomes
     return folders
 
 
@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
     checkpointer = Checkpointer(tmp_path, keep=5)
     for step in (10, 20):
         checkpointer.save(step, values(seed=step), {"seed": step}, asynchronous=False)
-    assert all(isinstance(outcome, Saved) for outcome in checkpointer.wait())
+    assert all(isinstance(outcome, SaveResult) for outcome in checkpointer.wait())
     return tmp_path
 
 

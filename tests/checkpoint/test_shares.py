@@ -90,7 +90,7 @@ def _boxes(rank, layout):
 def test_a_share_is_the_box_it_says_it_is():
     """This includes shares of tensor parallelism that FSDP2 cuts unevenly: DTensor's offsets are wrong for 7 rows on 2 x 3
     ranks."""
-    ranks = run_ranks(_boxes, 6, {"shards": 3, "tensor": 2})
+    ranks = run_ranks(_boxes, 6, {"dp_shard": 3, "tensor": 2})
     assert all(right for items in ranks for _, right in items)
     _, problems = owners([[box for box, _ in items] for items in ranks])
     assert problems == []

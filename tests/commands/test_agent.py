@@ -11,7 +11,7 @@ from megalith.commands import agent
 from megalith.commands.train import TrainResult
 from megalith.control.outcome import Outcome
 from megalith.train import agents
-from megalith.watch import beside
+from megalith.watch import helpers
 from tests.commands.calling import call
 from tests.patience import PATIENCE
 
@@ -28,8 +28,8 @@ def test_the_agent_that_directs_feeds_other_tools(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megalith.check.software.find_spec", lambda name: name)  # pretend that the tool is installed
     kept, started = Path("runs/first/sinks.json"), list[subprocess.Popen[bytes]]()
-    start = beside._told
-    monkeypatch.setattr(beside, "_told", lambda command, what: started.append(start(command, what)) or started[-1])
+    start = helpers._told
+    monkeypatch.setattr(helpers, "_told", lambda command, what: started.append(start(command, what)) or started[-1])
 
     def direct(host: object, place: object, **given: object) -> Outcome:
         tick = given["tick"]

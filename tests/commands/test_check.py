@@ -8,7 +8,7 @@ from megalith.machine import capacity
 from tests.commands.calling import call
 
 
-def test_a_legal_run_is_described():
+def test_a_valid_run_is_described():
     result = call("check", "run.toml", "--set", "plan.data=2")
     assert result.exit_code == 0
     assert (

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megalith.commands.init import KEYS, Wish, init, text
+from megalith.commands.init import KEYS, InitRequest, init, text
 from megalith.commands.models import models
 from megalith.commands.quickstart import recipe, steps
-from megalith.planner import answer, request
+from megalith.planner import plan_result, request
 from megalith.spec import files
 from megalith.spec.presets import meant, presets
 from tests.commands.calling import call
 
 
-def test_a_run_for_this_machine_is_legal_and_has_twenty_keys_with_their_meaning(tmp_path: Path):
+def test_a_run_for_this_machine_is_valid_and_has_twenty_keys_with_their_meaning(tmp_path: Path):
     result = call("init", "mine.toml", "--model", "tiny", "--data", "data", "--steps", "2k")
     assert result.exit_code == 0, result.output
     written = Path("mine.toml").read_text()
@@ -28,9 +28,9 @@ def test_a_run_for_this_machine_is_legal_and_has_twenty_keys_with_their_meaning(
 
 
 def test_a_run_for_a_cluster_has_the_planners_layout():
-    spec = init(Wish("tiny", cluster="h100:4", global_batch=16))
+    spec = init(InitRequest("tiny", cluster="h100:4", global_batch=16))
     question = request.resolve(request.PlanRequest(model="tiny", cluster="h100:4", global_batch=16, offload=False, out=True))
-    best = answer.answer(question, top=1).found.best
+    best = plan_result.best_plans(question, top=1).found.best
     assert best is not None and spec.plan == best.plan and spec.plan.ranks == 4
     Path("cluster.toml").write_text(text(spec))
     assert files.load("cluster.toml").spec == spec
@@ -40,7 +40,7 @@ def test_a_run_for_a_cluster_has_the_planners_layout():
 @pytest.mark.parametrize("name", ["tiny", "gpt2", "mixtral-8x7b", "deepseek-tiny", "gemma2-2b"])
 def test_what_is_written_is_read_back_as_it_was(name: str):
     model = next(iter([name] if name in presets() else meant(name)))
-    spec = init(Wish(model))
+    spec = init(InitRequest(model))
     Path("back.toml").write_text(text(spec))
     assert files.load("back.toml").spec == spec
 

@@ -17,11 +17,11 @@ import pytest
 
 from megalith import disk, events, sealed
 from megalith.control import controller as controller_module
-from megalith.control.answer import Store
 from megalith.control.controller import Controller, run_here
 from megalith.control.node_ledger import NodeRecord, note, read_nodes, standings
+from megalith.control.observed import TimedObservation
 from megalith.control.outcome import Outcome
-from megalith.control.seen import Seen
+from megalith.control.stop_response import Store
 from megalith.events import Incident, Problem, Recovery, RunFinished
 from megalith.fleet import injection
 from megalith.fleet.causes import Failure
@@ -223,8 +223,8 @@ def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path
     (tmp_path / "ranks").mkdir()
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
-    sign = Straggler(time=1.0, step=98, slot=0, node="a", rank=0, ratio=9.0, lost=9.0, replacing=1.0)
-    controller._take_now_or_later(Seen(sign, 1.0, {}))
+    observation = Straggler(time=1.0, step=98, slot=0, node="a", rank=0, ratio=9.0, lost=9.0, replacing=1.0)
+    controller._take_now_or_later(TimedObservation(observation, 1.0, {}))
     assert controller._next is None
     newest[0] = 98
     for seen in controller._seen:
@@ -233,7 +233,7 @@ def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path
     assert (controller._next.source.step, controller._next.placement) == (98, ("c", "b"))
 
 
-def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
+def test_reports_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
     """A node comes back at the moment when a rank is killed. The killed rank is still the reason for the generation's end,
     and the run continues. Ranks report that they were asked to stop; this is ignored, because the controller asked them."""
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
@@ -248,25 +248,25 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
         DataDamaged(time=1.0, shard="a.bin", error="byte 5", other_copy="/copy"),
     ]
     asked = Preempted(time=1.0, node="b", rank=1)
-    watch = SimpleNamespace(hang=None, late_signs=[*late, asked], stopping=True)
+    watch = SimpleNamespace(hang=None, late_observations=[*late, asked], stopping=True)
     seen = controller._after(cast(Any, watch), outcome)
-    assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "data_damaged", "rank_failed"]
+    assert [one.observation.kind for one in seen] == ["node_joined", "health_checked", "data_damaged", "rank_failed"]
     for one in seen:
         controller._take(one)
     assert controller._next is not None
 
 
-def test_a_node_told_to_go_while_the_ranks_save_for_another_is_heard(tmp_path: Path) -> None:
+def test_a_node_told_to_go_while_the_ranks_save_for_another_leaves_too(tmp_path: Path) -> None:
     """The node's agent reports once. Its ranks then report only that the controller asked them to stop."""
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
     (tmp_path / "ranks").mkdir()
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
     controller._watch = cast(Any, SimpleNamespace(stopping=True, stop=lambda: None))
-    for sign in (Preempted(time=1.0, node="a"), Preempted(time=1.0, node="b", rank=1)):
-        controller._hear(sign)
+    for observation in (Preempted(time=1.0, node="a"), Preempted(time=1.0, node="b", rank=1)):
+        controller._handle(observation)
     assert controller._state.leaving == ("a",)
-    controller._hear(Preempted(time=2.0, node="b"))
+    controller._handle(Preempted(time=2.0, node="b"))
     assert controller._state.leaving == ("a", "b")
 
 
@@ -280,8 +280,8 @@ def test_ranks_that_were_ended_before_there_was_a_state_to_save_are_started_agai
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
     controller._state = replace(controller._state, leaving=leaving)
     ended = Outcome(ExitCode.TERMINATED, True, None, (), (), (), None)
-    watch = SimpleNamespace(hang=None, late_signs=[], stopping=True)
-    assert [one.sign.kind for one in controller._after(cast(Any, watch), ended)] == kinds
+    watch = SimpleNamespace(hang=None, late_observations=[], stopping=True)
+    assert [one.observation.kind for one in controller._after(cast(Any, watch), ended)] == kinds
 
 
 def _full(path: Path, content: str | bytes) -> None:
@@ -295,8 +295,11 @@ def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_n
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),))
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
-    for sign in (SaveFailed(time=1.0, step=10, tier=Tier.STORE, error="full"), SaveWorks(time=2.0, step=20, tier=Tier.STORE)):
-        controller._take(Seen(sign, sign.time, {}))
+    for observation in (
+        SaveFailed(time=1.0, step=10, tier=Tier.STORE, error="full"),
+        SaveWorks(time=2.0, step=20, tier=Tier.STORE),
+    ):
+        controller._take(TimedObservation(observation, observation.time, {}))
     assert [found.cause for found in _incidents(tmp_path)] == ["save_failed"]
     told = _told(tmp_path)
     assert told == ["no copy could be written to store: full", "store takes copies again"]
@@ -374,7 +377,7 @@ def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: 
     nodes = SimpleNamespace(there=lambda: ("a", "b"), survey=lambda placement: tuple(in_memory), check=str)
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
-    controller._take(Seen(Started(time=1.0), 1.0, {}))
+    controller._take(TimedObservation(Started(time=1.0), 1.0, {}))
     away.append(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     assert controller._copies() == (Copy(Tier.MEMORY, 7), Copy(Tier.STORE, 5))
     in_memory.clear()
@@ -382,7 +385,7 @@ def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: 
     assert "Stale file handle" in _told(tmp_path)[-1]
     again = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
     with pytest.raises(OSError, match="Stale"):  # the store may hold the only checkpoints, so the run must not start over
-        again._take(Seen(Started(time=1.0), 1.0, {}))
+        again._take(TimedObservation(Started(time=1.0), 1.0, {}))
 
 
 def test_a_store_that_cannot_be_listed_is_waited_for_and_later_taken_to_hold_what_it_held(
@@ -422,17 +425,17 @@ def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tm
 
     def started() -> Controller:
         controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
-        controller._take(Seen(Started(time=now), now, {}))
+        controller._take(TimedObservation(Started(time=now), now, {}))
         controller._turn()
         return controller
 
     controller = started()
     assert isinstance(controller._next, Restart)
     assert (controller._next.placement, checked) == (("a", "c"), ["b"])
-    controller._take(Seen(HealthChecked(time=now, node="b", passed=False), now, {}))
+    controller._take(TimedObservation(HealthChecked(time=now, node="b", passed=False), now, {}))
     assert "b" in controller._state.quarantined
     assert standings(read_nodes(ledger_file))["b"].quarantined is not None
-    controller._take(Seen(HealthChecked(time=now, node="b", passed=True), now, {}))
+    controller._take(TimedObservation(HealthChecked(time=now, node="b", passed=True), now, {}))
     assert controller._state.spares == ("b",)
     (tmp_path / "ranks" / "fleet.json").unlink()
     assert started()._state.placement == ("a", "b"), "it has passed, so its faults are forgotten"
@@ -445,10 +448,12 @@ def test_a_check_that_failed_is_made_again_when_its_time_has_come(tmp_path: Path
     controller = Controller(
         Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[]
     )
-    controller._take(Seen(Straggler(time=1.0, step=1, slot=0, node="a", rank=0, ratio=9.0, lost=0.0, replacing=1.0), 1.0, {}))
+    controller._take(
+        TimedObservation(Straggler(time=1.0, step=1, slot=0, node="a", rank=0, ratio=9.0, lost=0.0, replacing=1.0), 1.0, {})
+    )
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
-    controller._take(Seen(HealthChecked(time=1.0, node="c", passed=False), 1.0, {}))
+    controller._take(TimedObservation(HealthChecked(time=1.0, node="c", passed=False), 1.0, {}))
     for passed, expected in ((0.5, []), (1.0, ["c"]), (9.0, ["c"])):
         monkeypatch.setattr(time, "monotonic", lambda passed=passed: clock + passed)
         controller._turn()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith.control import incidents
-from megalith.control.outcome import LINE_CHARACTERS, MOST_LINES, Outcome
+from megalith.control.outcome import LINE_CHARACTERS, MAX_LINES, Outcome
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
 
@@ -21,7 +21,7 @@ ValueError: wrong
 
 def _lines(outcome: Outcome) -> list[str]:
     lines = outcome.message().splitlines()
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     return lines
 
 

@@ -26,8 +26,8 @@ START = State(placement=NODES, spares=("s0", "s1"), copies=COPIES, restored=Sour
 
 def _play(state: State, seen: Sequence[observations.Observation], fleet: FleetSpec) -> list[Decision]:
     decisions = []
-    for sign in seen:
-        decisions.append(decide(state, sign, fleet=fleet))
+    for observation in seen:
+        decisions.append(decide(state, observation, fleet=fleet))
         state = decisions[-1].state
     return decisions
 
@@ -54,7 +54,7 @@ def test_recorded_evidence_is_answered_as_recorded(path: Path) -> None:
         state = decision.state
 
 
-def test_every_kind_of_sign_has_a_rule_and_evidence() -> None:
+def test_every_kind_of_observation_has_a_rule_and_evidence() -> None:
     recorded = {turn["sign"]["kind"] for path in EVIDENCE for turn in json.loads(path.read_text())["turns"]}
     assert {kind.kind for kind in RULES} - {"started", "stop_requested"} == recorded
 
@@ -309,14 +309,14 @@ def test_a_node_told_to_go_while_nothing_runs_goes_at_once() -> None:
     assert isinstance(waiting.commands[-1], Wait)
 
 
-def test_state_signs_and_commands_survive_json() -> None:
+def test_state_observations_and_commands_survive_json() -> None:
     for path in EVIDENCE:
         record = json.loads(path.read_text())
         state = policy.load(record["state"])
         for turn in record["turns"]:
-            sign = observations.load(turn["sign"])
-            assert observations.load(json.loads(json.dumps(observations.dump(sign)))) == sign
-            state = decide(state, sign, fleet=FleetSpec.model_validate(record["fleet"])).state
+            observation = observations.load(turn["sign"])
+            assert observations.load(json.loads(json.dumps(observations.dump(observation)))) == observation
+            state = decide(state, observation, fleet=FleetSpec.model_validate(record["fleet"])).state
             assert policy.load(json.loads(json.dumps(policy.dump(state)))) == state
             assert [commands.dump(commands.load(command)) for command in turn["commands"]] == turn["commands"]
 
@@ -362,13 +362,13 @@ ENDS = (Restart, Wait, Shrink, Grow, Stop, RerunStep)
 def test_whatever_happens_the_orders_make_sense(seen: list[observations.Observation], shrinks: bool) -> None:
     fleet = FleetSpec.model_validate({"no_spare": "shrink", "fallback": {"data": 2}} if shrinks else {})
     state, nodes = START, {*NODES, "s0", "s1"}
-    for sign in seen:
-        before = replace(state, copies=COPIES) if isinstance(sign, observations.Progressed) else state
-        decision = decide(before, sign, fleet=fleet)
-        assert decision == decide(before, sign, fleet=fleet)
+    for observation in seen:
+        before = replace(state, copies=COPIES) if isinstance(observation, observations.Progressed) else state
+        decision = decide(before, observation, fleet=fleet)
+        assert decision == decide(before, observation, fleet=fleet)
         state = decision.state
         nodes |= (
-            {sign.node} if isinstance(sign, observations.NodeJoined | observations.HealthChecked) else set()
+            {observation.node} if isinstance(observation, observations.NodeJoined | observations.HealthChecked) else set()
         )  # a checked node is there
         _check_state(state, nodes)
         assert sum(isinstance(command, ENDS) for command in decision.commands) <= 1

@@ -15,21 +15,21 @@ def _run(stragglers: Stragglers, seconds: list[list[float]], *, first: int = 0, 
     found = []
     for step, own in enumerate(seconds, start=first):
         beats = [Beat(step + 1, float(step), step, True, "step", compute) for compute in own]
-        signs = [stragglers.note(beats, nodes=("a", "b"), replacing=replacing) for _ in range(POLLS)]
-        found += [sign for sign in signs if sign]
+        observed = [stragglers.note(beats, nodes=("a", "b"), replacing=replacing) for _ in range(POLLS)]
+        found += [observation for observation in observed if observation]
     return found
 
 
 def test_a_rank_that_computes_too_long_for_so_many_steps_is_named_once():
     found = _run(Stragglers(FLEET), [[1.0, 1.0, 1.0, 1.0]] * 3 + [[1.0, 1.0, 1.0, 2.0]] * 10)
-    assert [(sign.rank, sign.node, sign.step) for sign in found] == [(3, "b", 6)]
+    assert [(observation.rank, observation.node, observation.step) for observation in found] == [(3, "b", 6)]
     assert found[0].ratio == 2.0
     assert found[0].lost == 4.0
 
 
 def test_it_is_told_again_when_it_has_cost_as_much_as_its_replacement():
     found = _run(Stragglers(FLEET), [[1.0, 1.0, 1.0, 2.0]] * 12, replacing=8.0)
-    assert [sign.lost >= sign.replacing for sign in found] == [False, True]
+    assert [observation.lost >= observation.replacing for observation in found] == [False, True]
 
 
 def test_a_step_counts_once_however_often_it_is_looked_at_and_whoever_tells_of_it_first():
@@ -37,14 +37,14 @@ def test_a_step_counts_once_however_often_it_is_looked_at_and_whoever_tells_of_i
     assert not _run(stragglers, [[1.0] * 4] * 9 + [[1.0, 1.0, 1.0, 9.0]])
     assert not _run(stragglers, [[1.0, 1.0, 1.0, 9.0]] * 2, first=10), "three slow steps are not four"
     apart = [Beat(13, 13.0, 13, True, "step", 9.0), *[Beat(12, 12.0, 12, True, "step", 1.0)] * 3]
-    assert not [sign for _ in range(20) if (sign := stragglers.note(apart, nodes=("a", "b"), replacing=1.0))]
+    assert not [observation for _ in range(20) if (observation := stragglers.note(apart, nodes=("a", "b"), replacing=1.0))]
 
 
 def test_steps_that_are_done_again_after_a_start_count_again():
     stragglers = Stragglers(FLEET)
     assert not _run(stragglers, [[1.0, 1.0, 1.0, 2.0]] * 3, first=20)
     stragglers.begin()
-    assert [sign.step for sign in _run(stragglers, [[1.0, 1.0, 1.0, 2.0]] * 4, first=10)] == [13]
+    assert [observation.step for observation in _run(stragglers, [[1.0, 1.0, 1.0, 2.0]] * 4, first=10)] == [13]
 
 
 def test_a_slow_step_now_and_then_is_nobodys_fault():

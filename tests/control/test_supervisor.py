@@ -117,7 +117,7 @@ def _stopped(run_dir: Path, name: str, *, ranks: int) -> Callable[[], bool]:
 
 
 @linux
-def test_a_stopped_process_is_told_from_those_that_wait_for_it(job, tmp_path, monkeypatch):
+def test_a_stopped_process_is_distinguished_from_those_that_wait_for_it(job, tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "time", Clock(_stopped(tmp_path, "pids-1", ranks=3), seconds=3.0))
     outcome = run(job("wait", ranks=3, silence_timeout=1.0))
     assert outcome.first_cause is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.control.times import FOLDER, LEAST, MOST, ROWS, Times, block, decode, encode
+from megalith.control.times import FOLDER, MAXIMUM, MINIMUM, ROWS, Times, block, decode, encode
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.pyramid import Reader, View
 
@@ -26,9 +26,9 @@ def _read(folder: Path, row: str = "own") -> View:
 
 
 def test_codes_are_within_two_percent() -> None:
-    shares = np.geomspace(LEAST, MOST, 5000)
+    shares = np.geomspace(MINIMUM, MAXIMUM, 5000)
     assert np.abs(decode(encode(shares)) / shares - 1).max() < 0.02
-    assert decode(encode(np.array([np.nan, 0.0, 1e9])))[1:].tolist() == [LEAST, MOST]
+    assert decode(encode(np.array([np.nan, 0.0, 1e9])))[1:].tolist() == [MINIMUM, MAXIMUM]
     assert np.isnan(decode(encode(np.array([np.nan]))))
 
 

@@ -11,7 +11,7 @@ import pytest
 from megalith.control import watch
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
-from megalith.control.watch import MOST_LIMITS, Watch
+from megalith.control.watch import MAX_LIMITS, Watch
 from megalith.fleet.causes import Failure
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
@@ -33,7 +33,7 @@ def _seconds_until_a_hang(monkeypatch: pytest.MonkeyPatch, queued: Callable[[flo
 
     nodes = SimpleNamespace(
         wait=wait, send=send, beats=lambda: beats, running=lambda: frozenset(running), queued=lambda: {"": queued(clock.now), "idle": 0.0},
-        look=lambda ranks: {}, log=lambda rank: Path("log"),
+        inspect=lambda ranks: {}, log=lambda rank: Path("log"),
     )  # fmt: skip
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
     job = Job("nobody:calls", {}, ranks=2, run_dir=Path("run"), start_timeout=1000.0)
@@ -56,7 +56,7 @@ def test_ranks_that_wait_for_a_processor_do_not_hang_until_they_wait_for_somethi
     assert hang(lambda now: 0.0) == LIMIT
     assert hang(lambda now: 100.0) == LIMIT, "what they waited before does not count"
     assert hang(lambda now: min(now, 2 * LIMIT)) == 2.5 * LIMIT, "half a limit after the machine had time for them"
-    assert hang(lambda now: 8 * now) == MOST_LIMITS * LIMIT, "not for ever"
+    assert hang(lambda now: 8 * now) == MAX_LIMITS * LIMIT, "not for ever"
 
 
 def _seconds_until_the_rest_is_ended(

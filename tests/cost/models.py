@@ -41,4 +41,6 @@ def mixture(blocks: int = 2, experts: int = 8, *, hidden: int = 128) -> ModelSpe
 def workload(model: ModelSpec, plan: Plan, *, seq_len: int = 256, global_batch: int = 16, **values) -> Workload:
     """Return a step of `model` on as many H100 as `plan` has ranks."""
     cluster = clusters.load(f"h100:{plan.ranks}")
-    return Workload(model, plan, cluster, seq_len, global_batch, practice=values.pop("practice", SoftwareProfile()), **values)
+    return Workload(
+        model, plan, cluster, seq_len, global_batch, software_profile=values.pop("software_profile", SoftwareProfile()), **values
+    )

@@ -12,8 +12,8 @@ from megalith.cost.across import (
     HEADERS,
     HEADROOM,
     INTERVALS,
-    LEAST_ROUNDS,
-    MOST_INTERVAL,
+    MAX_INTERVAL,
+    MIN_ROUNDS,
     OVERLAPS,
     PACKET,
     ROUNDS,
@@ -147,14 +147,14 @@ SLOWEST = (0.05, 100)
 def test_few_elements_are_sent_where_all_would_need_a_long_interval() -> None:
     found = _chosen(SLOWEST)
     assert SPARSE.items() <= found.model_dump().items() and _use_of(found, share=HEADROOM) >= GOOD
-    assert found.inner_steps <= MOST_INTERVAL
-    sites, least = SitesSpec.model_validate({"link": found.link}), LEAST_ROUNDS * found.inner_steps
-    ends = (LEAST_ROUNDS - 1, least)
+    assert found.inner_steps <= MAX_INTERVAL
+    sites, least = SitesSpec.model_validate({"link": found.link}), MIN_ROUNDS * found.inner_steps
+    ends = (MIN_ROUNDS - 1, least)
     short, long = (choose(QUICKSTART, sites, STEP, free=CHOSEN, rounds_well=False, longest=n) for n in ends)
     assert short.top_k is None and long == found, "a short run would end before most elements were sent"
     for key, value in (("momentum", 0.9), ("error_feedback", True), ("top_k", None)):
         all_of_them = _chosen(SLOWEST, **{key: value})
-        assert all_of_them.top_k is None and all_of_them.inner_steps > MOST_INTERVAL, f"the run file sets {key}"
+        assert all_of_them.top_k is None and all_of_them.inner_steps > MAX_INTERVAL, f"the run file sets {key}"
     assert _chosen(LINKS["slower"]).top_k is None
 
 

@@ -43,7 +43,7 @@ def test_the_terms_of_a_step_add_up_to_it(plan):
 def test_processors_that_send_tokens_compute_nothing():
     """A large product takes twice as long on half of the processors, and its bytes move as before."""
     load = workload(mixture(), Plan(data=4, expert=4))
-    half = replace(load, practice=replace(load.practice, senders=calibration().devices["hopper"].units // 2))
+    half = replace(load, software_profile=replace(load.software_profile, senders=calibration().devices["hopper"].units // 2))
     settings = [Setting.of(one, calibration()) for one in (load, half)]
     large = Product("F", 16_384, 16_384, 16_384, 1, weight=True)
     first, second = (product_seconds(large, setting, "bf16") for setting in settings)
@@ -56,10 +56,13 @@ def test_gradients_added_up_over_microbatches_are_reduced_less_often():
     nothing comes between two microbatches of the only stage."""
     run = SoftwareProfile(reduces="run")
     chunked = Plan(pipeline=2, chunks=2, schedule="interleaved", zero=2, data=2)
-    times = [workload(dense(), plan, practice=run).reductions for plan in (chunked, Plan(pipeline=2, zero=2, data=2))]
+    times = [workload(dense(), plan, software_profile=run).reductions for plan in (chunked, Plan(pipeline=2, zero=2, data=2))]
     assert times == [8 // 2, 1]
     assert workload(dense(), chunked).reductions == 8
-    after, each = (estimate(workload(dense(), chunked, practice=practice)).time.data for practice in (run, SoftwareProfile()))
+    after, each = (
+        estimate(workload(dense(), chunked, software_profile=software_profile)).time.data
+        for software_profile in (run, SoftwareProfile())
+    )
     assert after < each
 
 
@@ -153,7 +156,9 @@ def test_copies_of_experts_are_gathered_among_their_own_shards_and_added_up_betw
     """With two copies of the state half as many ranks gather one copy, and each adds its half of the gradients to another
     rank's."""
     plan = Plan(data=8, expert=2, replicate=2, zero=1)
-    small, large = (workload(mixture(hidden=size), plan, practice=SoftwareProfile(overlap_data=False)) for size in (128, 256))
+    small, large = (
+        workload(mixture(hidden=size), plan, software_profile=SoftwareProfile(overlap_data=False)) for size in (128, 256)
+    )
     more = 2 * 3 * 8 // 2 * 128 * DIM  # blocks, matrices, experts of a rank, channels
     wires = Setting.of(large, calibration()).wires
     shards, copies = Line(2, 2), Line(2, 4)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FakeWork
 from megalith.cost import trace
 from megalith.cost.cores import FusedCore
 from megalith.cost.exchanges import split
-from megalith.cost.practices import swap_kernels
+from megalith.cost.other_software import swap_kernels
 from megalith.cost.predicted import KINDS
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.recorder import Recorder, bytes_of, leaves

@@ -20,7 +20,7 @@ def _no_disk(monkeypatch):
 
 
 def _optimizer(share: float, **values) -> float:
-    return estimate(workload(dense(), offloaded(Plan(), share), practice=SoftwareProfile(**values))).time.optimizer
+    return estimate(workload(dense(), offloaded(Plan(), share), software_profile=SoftwareProfile(**values))).time.optimizer
 
 
 def test_the_host_is_slower_the_more_it_updates():
@@ -53,7 +53,7 @@ def test_weights_elsewhere_are_read_for_each_forward_and_each_backward(place):
     numbers = sum(each.numel for each in model_parameters(dense()).values())
     for data in (1, 2):
         plan = Plan(data=data, zero=3, state=StateSpec(optimizer=place))
-        kept = workload(dense(), plan, practice=SoftwareProfile(overlap_data=False))
+        kept = workload(dense(), plan, software_profile=SoftwareProfile(overlap_data=False))
         made = replace(kept, plan=plan.model_copy(update={"state": StateSpec(optimizer=place, weights=place)}))
         bandwidth = host.DISK if place == "disk" else host.LINK
         more = estimate(made).time.data - estimate(kept).time.data
@@ -64,7 +64,7 @@ def test_weights_elsewhere_are_read_for_each_forward_and_each_backward(place):
 def test_only_reads_from_the_disk_run_beside_the_computation(place):
     """A thread reads weights from the disk ahead; those on the host are read by the thread that starts the computation."""
     plan = Plan(zero=3, state=StateSpec(optimizer=place))
-    kept = workload(dense(), plan, practice=SoftwareProfile(overlap_data=True))
+    kept = workload(dense(), plan, software_profile=SoftwareProfile(overlap_data=True))
     made = replace(kept, plan=plan.model_copy(update={"state": StateSpec(optimizer=place, weights=place)}))
     added = estimate(made).time.data - estimate(kept).time.data
     numbers = sum(each.numel for each in model_parameters(dense()).values())

@@ -29,7 +29,7 @@ from megalith.spec.state import Moments
 from megalith.spec.treatment import treatments
 from tests.cost.models import dense, mixture, workload
 
-GENERATION = calibration().generations["fused"]
+OVERHEADS = calibration().overheads["fused"]
 BF16_GRADIENTS = SoftwareProfile(gradient_bytes=2)
 
 
@@ -44,9 +44,9 @@ def _no_disk(monkeypatch):
 def test_zero_has_its_three_lines(zero, whole, shared):
     """Rajbhandari et al. 2019 give 4Φ + 12Φ/N, 2Φ + 14Φ/N and 16Φ/N with 2-byte gradients."""
     ranks = 8
-    load = workload(dense(), Plan(data=ranks, zero=zero), practice=BF16_GRADIENTS)
+    load = workload(dense(), Plan(data=ranks, zero=zero), software_profile=BF16_GRADIENTS)
     traced = parts(load)
-    found = memory(load, traced, GENERATION)
+    found = memory(load, traced, OVERHEADS)
     numbers = traced.embedding.weights + traced.head.weights + sum(block.weights for block in traced.blocks)
     gathered = 2 * 2 * max(block.weights for block in traced.blocks) * 2 if zero == 3 else 0  # of two blocks
     assert found.weights + found.gradients + found.optimizer - gathered == pytest.approx(numbers * (whole + shared / ranks))
@@ -74,7 +74,7 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
         kept = sum(local(weight.master).numel() for weight in builder.by_name.values())
         whole = sum(weight.compute.numel() for weight in builder.by_name.values())
     load = workload(model, plan)
-    (found,) = every_rank(load, parts(load), GENERATION)
+    (found,) = every_rank(load, parts(load), OVERHEADS)
     assert found.optimizer / load.state_bytes == kept
     if plan.zero < 3:
         assert found.weights / load.width == whole
@@ -96,14 +96,14 @@ def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[
     for name, shape in shapes.items():
         kept += sum((1 if slot.block else 4) * prod(slot.shape_of(shape)) for slot in treated[name].slots)
     load = workload(model, plan, optimizer=kind, moments=moments)
-    (found,) = every_rank(load, parts(load), GENERATION)
+    (found,) = every_rank(load, parts(load), OVERHEADS)
     assert found.optimizer == pytest.approx(kept, rel=1e-2)
 
 
 def test_the_first_rank_of_a_pipeline_keeps_the_most_microbatches():
     load = workload(dense(), Plan(pipeline=4, zero=0), global_batch=32)
     traced = parts(load)
-    held = [rank.activations for rank in every_rank(load, traced, GENERATION)]
+    held = [rank.activations for rank in every_rank(load, traced, OVERHEADS)]
     assert held == [traced.blocks[0].saved * (4 - rank) for rank in range(4)]
 
 
@@ -115,7 +115,7 @@ def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
     saved = [sum(traced.blocks[i].saved for i in range(*bounds)) for bounds in blocks]
     schedule = schedules.build("interleaved", ranks=2, microbatches=16, chunks=2)
     exact = schedules.activations(schedule, saved)
-    for rank, found in enumerate(every_rank(load, traced, GENERATION)):
+    for rank, found in enumerate(every_rank(load, traced, OVERHEADS)):
         assert 0.85 * exact[rank] <= found.activations <= exact[rank]
 
 
@@ -135,14 +135,14 @@ def test_a_stage_of_the_embedding_or_the_head_alone_keeps_no_block():
 def test_gradients_added_up_over_a_run_of_microbatches_are_those_of_one_chunk():
     load = workload(dense(4), ALONE, global_batch=24)
     traced = parts(load)
-    late = replace(load, practice=replace(load.practice, reduces="run"))
-    first, second = (every_rank(one, traced, GENERATION)[1].gradients for one in (load, late))
+    late = replace(load, software_profile=replace(load.software_profile, reduces="run"))
+    first, second = (every_rank(one, traced, OVERHEADS)[1].gradients for one in (load, late))
     assert second - first == load.gradient_bytes * traced.blocks[0].weights
 
 
 def test_temporary_tensors_of_an_update_take_the_place_of_activations():
-    plain, large = (workload(dense(), Plan(), practice=SoftwareProfile(update_bytes=size)) for size in (0, 1e4))
-    before, after = (memory(load, traced := parts(load), GENERATION) for load in (plain, large))
+    plain, large = (workload(dense(), Plan(), software_profile=SoftwareProfile(update_bytes=size)) for size in (0, 1e4))
+    before, after = (memory(load, traced := parts(load), OVERHEADS) for load in (plain, large))
     held = numbers(large, traced, shares(large, traced).held[0]).dense
     assert after.working + after.activations + after.logits == pytest.approx(1e4 * held)
     assert before.working < after.working
@@ -166,7 +166,7 @@ def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
     """The worst rank is found although not every rank is compared."""
     load = workload(DENSE_FIRST, plan, global_batch=64)
     traced = parts(load)
-    assert memory(load, traced, GENERATION).total == max(rank.total for rank in every_rank(load, traced, GENERATION))
+    assert memory(load, traced, OVERHEADS).total == max(rank.total for rank in every_rank(load, traced, OVERHEADS))
 
 
 @pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
@@ -205,20 +205,20 @@ def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path
     (tmp_path / "mine.txt").write_text(schedules.dump(written))
     plans = [Plan(pipeline=4, schedule=name) for name in (f"file:{tmp_path / 'mine.txt'}", "1f1b")]
     mine, same = (workload(dense(), plan, global_batch=13) for plan in plans)
-    assert memory(mine, parts(mine), GENERATION) == memory(same, parts(same), GENERATION)
+    assert memory(mine, parts(mine), OVERHEADS) == memory(same, parts(same), OVERHEADS)
     idle = [estimate(load).time.bubble for load in (mine, same)]
     assert idle[0] == pytest.approx(idle[1], rel=0.2)  # simulated with average stages, and in closed form
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments():
     load = workload(dense(), Plan(), frozen=True)
-    found = memory(load, parts(load), GENERATION)
+    found = memory(load, parts(load), OVERHEADS)
     assert found.gradients == found.optimizer == 0
 
 
 def test_offloaded_state_leaves_the_device():
     here, away = (
-        memory(load, parts(load), GENERATION) for load in (workload(dense(), offloaded(Plan(), share)) for share in (0.0, 1.0))
+        memory(load, parts(load), OVERHEADS) for load in (workload(dense(), offloaded(Plan(), share)) for share in (0.0, 1.0))
     )
     assert here.optimizer > 0
     assert away.optimizer == 0
@@ -228,7 +228,7 @@ def test_offloaded_state_leaves_the_device():
 
 def test_what_is_offloaded_is_a_ranks_own_share():
     whole, eighth = (
-        memory(load, parts(load), GENERATION).host
+        memory(load, parts(load), OVERHEADS).host
         for load in (workload(dense(), offloaded(plan, 1.0)) for plan in (Plan(), Plan(data=8, zero=1)))
     )
     assert eighth == pytest.approx(whole / 8)
@@ -243,20 +243,20 @@ def _on(load: Workload, **host: float) -> Workload:
 
 def test_a_full_host_does_not_fit():
     load = workload(dense(), offloaded(Plan(), 0.5))
-    found = memory(load, parts(load), GENERATION)
-    assert fits(load, found, GENERATION)
+    found = memory(load, parts(load), OVERHEADS)
+    assert fits(load, found, OVERHEADS)
     for room, enough in ((found.host, True), (found.host - 1, False)):
-        assert fits(_on(load, memory=int(room / host.USABLE)), found, GENERATION) == enough
+        assert fits(_on(load, memory=int(room / host.USABLE)), found, OVERHEADS) == enough
 
 
 def test_a_full_disk_does_not_fit():
     load = workload(dense(), Plan(state=StateSpec(optimizer="disk")))
-    found = memory(load, parts(load), GENERATION)
-    assert found.disk > 0 and found.host == host.streamed(load) > 0 and fits(load, found, GENERATION)
+    found = memory(load, parts(load), OVERHEADS)
+    assert found.disk > 0 and found.host == host.streamed(load) > 0 and fits(load, found, OVERHEADS)
     for room, enough in ((int(found.disk) + 1, True), (int(found.disk) - 1, False)):
-        assert fits(_on(load, disk=room), found, GENERATION) == enough
+        assert fits(_on(load, disk=room), found, OVERHEADS) == enough
     for room, enough in ((found.host, True), (found.host - 1, False)):
-        assert fits(_on(load, memory=int(room / host.USABLE)), found, GENERATION) == enough
+        assert fits(_on(load, memory=int(room / host.USABLE)), found, OVERHEADS) == enough
 
 
 def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():
@@ -274,9 +274,11 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
     """Each graph has static inputs and outputs of its own, for every microbatch in flight, in addition to the tensors
     for backward."""
     model, plan = mixture(), Plan(pipeline=2, zero=0)
-    plain, recorded = (workload(model, plan, global_batch=8, practice=SoftwareProfile(graphs=kind)) for kind in ("none", graphs))
+    plain, recorded = (
+        workload(model, plan, global_batch=8, software_profile=SoftwareProfile(graphs=kind)) for kind in ("none", graphs)
+    )
     traced = parts(plain)
-    before, after = (every_rank(load, traced, GENERATION) for load in (plain, recorded))
+    before, after = (every_rank(load, traced, OVERHEADS) for load in (plain, recorded))
     output = 256 * model.dim * 2
     for rank, (one, other) in enumerate(zip(before, after, strict=True)):
         assert other.activations - one.activations == blocks // 2 * 2 * output * (2 - rank)
@@ -285,9 +287,9 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
 def test_temporary_tensors_of_recorded_attention_are_nobody_else_s():
     model = dense()
     alone = model.model_copy(update={"blocks": tuple(block.model_copy(update={"mlp": None}) for block in model.blocks)})
-    load = workload(alone, Plan(), practice=SoftwareProfile(graphs="parts"))
+    load = workload(alone, Plan(), software_profile=SoftwareProfile(graphs="parts"))
     traced = parts(load)
-    apart = memory(load, traced, GENERATION).non_torch - non_torch(load)
+    apart = memory(load, traced, OVERHEADS).non_torch - non_torch(load)
     assert apart == traced.blocks[0].working > 0
 
 
@@ -297,7 +299,7 @@ def test_what_torch_does_not_count_grows_with_the_axes():
     assert 0.3e9 < alone < 1e9
     assert split - alone >= 2 * GROUP
     shared = [
-        non_torch(workload(mixture(), Plan(data=8, expert=8), practice=SoftwareProfile(deduplicated=kind)))
+        non_torch(workload(mixture(), Plan(data=8, expert=8), software_profile=SoftwareProfile(deduplicated=kind)))
         for kind in (True, False)
     ]
     assert shared[1] > shared[0] > non_torch(workload(mixture(), Plan(data=8))) + GROUP
@@ -305,5 +307,5 @@ def test_what_torch_does_not_count_grows_with_the_axes():
 
 def test_torch_s_own_figure_leaves_out_what_it_does_not_count():
     load = workload(dense(), Plan(data=8))
-    found = memory(load, parts(load), GENERATION)
+    found = memory(load, parts(load), OVERHEADS)
     assert found.total - found.allocated == non_torch(load) > 0

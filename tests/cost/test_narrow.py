@@ -14,9 +14,9 @@ from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate, part_times
 from megalith.cost.narrow.pays import gained, losers, pays
 from megalith.cost.narrow.ways import DRAWN, ROTATED, ROUNDED, ROUNDING, rounding_bytes
+from megalith.cost.other_software import PACKING, UNPACKING
 from megalith.cost.parts import parts
-from megalith.cost.practices import PACKING, UNPACKING
-from megalith.cost.software import OURS, practice
+from megalith.cost.software import OURS, software_profile_of
 from megalith.cost.time import Setting
 from megalith.cost.workload import Workload, computed
 from megalith.kernels.draws import key_of, uniform
@@ -54,7 +54,7 @@ def load(
     """Return a step in a precision, all of whose blocks are narrow."""
     format, narrow = computed(precision, PrecisionSpec(**ALL_NARROW, **choices))
     there = clusters.load(f"{cluster}:{plan.ranks}")
-    return Workload(model or llama().build(), plan, there, 8192, batch, format, practice(OURS, plan), narrow=narrow)
+    return Workload(model or llama().build(), plan, there, 8192, batch, format, software_profile_of(OURS, plan), narrow=narrow)
 
 
 # --- what the roundings move ---

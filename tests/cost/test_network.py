@@ -41,7 +41,7 @@ def test_neighbours_in_a_domain_use_the_fast_links():
     assert message(SIZE, Line(2, stride=4), WIRES) < message(SIZE, Line(2, stride=8), WIRES)
 
 
-def test_a_token_for_two_experts_of_one_rank_travels_once():
+def test_a_token_for_two_experts_of_one_rank_is_sent_once():
     assert all_to_all(SIZE, Line(8), WIRES, copies=8) < all_to_all(SIZE, Line(8), WIRES)
     assert all_to_all(SIZE, Line(8), WIRES, copies=1) == pytest.approx(SIZE * 7 / 8 / WIRES.fast)
 

@@ -259,7 +259,7 @@ def test_no_chunk_of_a_large_microbatch_has_less_than_a_row(monkeypatch: pytest.
     would give -144 for eight."""
     monkeypatch.setenv(CACHE, "")
     model = _with_vocab(16_384)
-    load = workload(model, Plan(microbatch=8), seq_len=1774, practice=TRAINER)
+    load = workload(model, Plan(microbatch=8), seq_len=1774, software_profile=TRAINER)
     found = parts(load).head
     assert min(product.rows for product in found.products) == 8 * 1774 % 2048 == 1904
     assert found == trace_head(model, load.layout)

@@ -83,7 +83,7 @@ def test_weights_of_blocks_of_mtp_modules_are_kept_and_sent() -> None:
     spec = brief_run(plan={"data": 2, "pipeline": 2, "zero": 3}, model={"preset": "deepseek-tiny"})
     found = {line.name: line.gap for line in compare(predict(workload_of(spec), rank=3), dry(spec, 3))}
     assert found["memory.optimizer"] == pytest.approx(0, abs=0.001)
-    for axis in ("shards", "expert shards"):
+    for axis in ("dp_shard", "expert dp_shard"):
         for kind in ("all-gather", "reduce-scatter"):
             assert found[f"traffic.{axis}.{kind}.calls"] == found[f"traffic.{axis}.{kind}.bytes"] == 0
 
@@ -167,7 +167,7 @@ def test_weights_gathered_in_8_bits_are_the_bytes_of_codes_and_scales(run: dict[
         return counted - of_them
 
     wide, packed = found("wide"), found("fp8")
-    sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "shards" in name and one.predicted]
+    sent = [name for name, one in wide.items() if name.endswith("all-gather.bytes") and "dp_shard" in name and one.predicted]
     assert sent and all(less(name) > 0 for name in sent)
     if "recompute" in run["plan"]:  # the other ranks then have their peak at another moment
         assert less("memory.buffers") < 0
@@ -179,7 +179,7 @@ def test_a_weight_of_whole_tiles_is_gathered_in_half_of_the_bytes() -> None:
 
 
 @sampled(4, together=True)
-def test_inputs_kept_in_8_bits_are_the_bytes_foreseen() -> None:
+def test_inputs_kept_in_8_bits_are_the_bytes_predicted() -> None:
     """Several microbatches are in flight at the peak. With a scale for each 4 numbers, 8 bits take as much as bf16, and the output of
     attention is also kept for its own backward. During backward one input, the largest, is in bf16 again in addition."""
 

@@ -59,7 +59,7 @@ def _load(retain: RetainSpec, **plan: Any) -> Workload:
 
 
 def _first(load: Workload) -> Memory:
-    return every_rank(load, parts(load), calibration().generations[load.practice.generation])[0]
+    return every_rank(load, parts(load), calibration().overheads[load.software_profile.overheads])[0]
 
 
 def test_a_rank_keeps_two_blocks_and_its_host_the_rest() -> None:

@@ -20,9 +20,9 @@ def _no_disk(monkeypatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
 
 
-def host(model, **practice) -> float:
+def host(model, **software_profile) -> float:
     """Return the seconds that the host adds to the forward of a block."""
-    load = workload(model, Plan(), practice=SoftwareProfile(**practice))
+    load = workload(model, Plan(), software_profile=SoftwareProfile(**software_profile))
     block = parts(load).blocks[0]
     return spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").host
 
@@ -33,28 +33,28 @@ def test_recorded_graphs_take_work_from_the_host():
 
 
 def test_the_host_waits_for_tokens_only_where_their_number_is_not_fixed():
-    assert host(mixture()) - host(mixture(), waits=False) == pytest.approx(FIGURES.generations["fused"].routing)
+    assert host(mixture()) - host(mixture(), waits=False) == pytest.approx(FIGURES.overheads["fused"].routing)
     assert host(dense()) == host(dense(), waits=False)
 
 
 def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_the_experts():
     """Attention over long sequences keeps the device busy, but the experts' kernels are launched after it."""
-    load = workload(mixture(), Plan(), seq_len=65536, practice=SoftwareProfile(graphs="parts"))
+    load = workload(mixture(), Plan(), seq_len=65536, software_profile=SoftwareProfile(graphs="parts"))
     block, setting = parts(load).blocks[0], Setting.of(load, FIGURES)
     short = replace(block, products=tuple(replace(p, rows=1) if p.expert else p for p in block.products), apart_moved={"F": 0.0})
     waiting, fixed = (
-        spend(short, ("F",), replace(setting, workload=replace(load, practice=practice)), format="bf16").host
-        for practice in (SoftwareProfile(graphs="parts"), SoftwareProfile(graphs="parts", waits=False))
+        spend(short, ("F",), replace(setting, workload=replace(load, software_profile=software_profile)), format="bf16").host
+        for software_profile in (SoftwareProfile(graphs="parts"), SoftwareProfile(graphs="parts", waits=False))
     )
     assert fixed == 0
-    assert waiting > FIGURES.generations["fused"].routing
+    assert waiting > FIGURES.overheads["fused"].routing
 
 
-def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, launch=0.0, **practice) -> float:
+def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, launch=0.0, **software_profile) -> float:
     """Return the launches of a block: operations, or, with other weights, the kernels launched within them."""
-    load = workload(model, Plan(), practice=SoftwareProfile(**practice))
+    load = workload(model, Plan(), software_profile=SoftwareProfile(**software_profile))
     setting = Setting.of(load, FIGURES)
-    counting = replace(setting, generation=replace(setting.generation, host=operation, launch=launch))
+    counting = replace(setting, overheads=replace(setting.overheads, host=operation, launch=launch))
     return sum(_started(parts(load).blocks[0], phases, counting, format))
 
 
@@ -109,7 +109,7 @@ def _lag_alone(load, block) -> float:
 def test_rows_that_come_by_sender_are_put_in_order_once_more():
     """In each direction their bytes are read and written once more; a token that is sent only once arrives in order."""
     plain, ordered = (
-        replace(workload(mixture(), Plan(data=4, expert=4)), practice=SoftwareProfile(deduplicated=deduplicated))
+        replace(workload(mixture(), Plan(data=4, expert=4)), software_profile=SoftwareProfile(deduplicated=deduplicated))
         for deduplicated in (False, True)
     )
     block = parts(plain).blocks[0]
@@ -117,7 +117,7 @@ def test_rows_that_come_by_sender_are_put_in_order_once_more():
     by_sender, by_expert = (spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").memory for load in (plain, ordered))
     setting = Setting.of(plain, FIGURES)
     assert sent > 0
-    assert by_sender - by_expert == pytest.approx(setting.generation.passes * 2 * sent / setting.bandwidth)
+    assert by_sender - by_expert == pytest.approx(setting.overheads.passes * 2 * sent / setting.bandwidth)
 
 
 def test_a_short_inner_size_costs_a_faster_format_more():
@@ -134,7 +134,7 @@ def test_each_rank_sending_its_share_alone_takes_a_start_for_each():
     from megalith.cost.estimate import estimate
 
     load = workload(dense(), Plan(data=64, zero=1), global_batch=64)
-    alone = replace(load, practice=SoftwareProfile(gathers="rank"))
+    alone = replace(load, software_profile=SoftwareProfile(gathers="rank"))
     assert estimate(alone).time.data > estimate(load).time.data
 
 
@@ -166,8 +166,8 @@ def test_keys_and_values_that_are_gathered_hide_behind_nothing(seq_len: int, lon
 def test_a_head_takes_as_long_as_the_next_larger_one_that_kernels_are_compiled_for():
     """On other devices it takes as long as its FLOPs."""
 
-    def seconds(channels: int, device: str = "h100", values: int | None = None, **practice: Any) -> float:
-        load = workload(dense(), Plan(), practice=SoftwareProfile(**practice))
+    def seconds(channels: int, device: str = "h100", values: int | None = None, **software_profile: Any) -> float:
+        load = workload(dense(), Plan(), software_profile=SoftwareProfile(**software_profile))
         setting = Setting.of(replace(load, cluster=clusters.load(f"{device}:1")), FIGURES)
         return core_seconds(Core("F", 1, 8, 8, 4096, 4096, channels, values or channels), setting)
 

@@ -79,7 +79,7 @@ def test_a_gpt_block_keeps_about_34_bytes_a_token_and_channel():
     assert saved / (TOKENS * DIM) == pytest.approx(32, abs=1.0)
 
 
-def test_experts_are_shared_out_and_tokens_travel():
+def test_experts_are_divided_among_ranks_and_tokens_dispatched():
     model = mixture()
     whole, share = trace_block(model, 0, LAYOUT), trace_block(model, 0, changed(expert=4))
     assert share.expert_weights == whole.expert_weights / 4

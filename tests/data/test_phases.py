@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megalith.data.errors import DataError
 from megalith.data.manifest import read_manifest
 from megalith.data.shards import SplitReader
-from megalith.data.stream import NO_TARGET, Stream, Stretch
+from megalith.data.stream import NO_TARGET, PhaseChange, Stream
 
 lengths = st.integers(5, 90)
 
@@ -25,7 +25,7 @@ def test_every_token_is_a_target_once_a_pass_whatever_the_phases(prepared, data)
     names = list(read_manifest(prepared).domains)
     shares = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=len(names), max_size=len(names))
     firsts = sorted(data.draw(st.sets(st.integers(1, 300), max_size=3)))
-    phases = [Stretch(first, data.draw(lengths), _weights(prepared, data.draw(shares))) for first in firsts]
+    phases = [PhaseChange(first, data.draw(lengths), _weights(prepared, data.draw(shares))) for first in firsts]
     stream = Stream(prepared, seq_len=data.draw(lengths), seed=3, phases=phases, weights=_weights(prepared, data.draw(shares)))
     seen: dict[str, list[int]] = defaultdict(list)
     ids = {
@@ -56,7 +56,7 @@ def test_every_token_is_a_target_once_a_pass_whatever_the_phases(prepared, data)
 
 def test_a_phase_of_the_same_data_changes_no_sample(prepared):
     plain = Stream(prepared, seq_len=32, seed=3)
-    split = Stream(prepared, seq_len=32, seed=3, phases=[Stretch(37, 32, None), Stretch(101, 32, plain.shares)])
+    split = Stream(prepared, seq_len=32, seed=3, phases=[PhaseChange(37, 32, None), PhaseChange(101, 32, plain.shares)])
     for index in range(200):
         assert (plain.sample(index).tokens == split.sample(index).tokens).all()
 
@@ -65,7 +65,7 @@ def test_each_phase_keeps_its_own_shares(prepared):
     names = list(read_manifest(prepared).domains)
     first = {name: float(number == 0) + 1 for number, name in enumerate(names)}
     second = {name: float(number == len(names) - 1) for number, name in enumerate(names)}
-    stream = Stream(prepared, seq_len=16, weights=first, phases=[Stretch(100, 16, second), Stretch(150, 16, first)])
+    stream = Stream(prepared, seq_len=16, weights=first, phases=[PhaseChange(100, 16, second), PhaseChange(150, 16, first)])
     counts = [Counter(stream.sample(i).domain for i in range(*span)) for span in ((0, 100), (100, 150), (150, 250))]
     assert counts[1] == {names[-1]: 50}
     for count in (counts[0], counts[2]):
@@ -78,14 +78,14 @@ def test_shorter_samples_take_a_window_apart_in_its_order(prepared):
     only = {name: 1.0} | dict.fromkeys(others, 0.0)
     long, short = (
         Stream(prepared, seq_len=64, weights=only),
-        Stream(prepared, seq_len=64, weights=only, phases=[Stretch(3, 16, only)]),
+        Stream(prepared, seq_len=64, weights=only, phases=[PhaseChange(3, 16, only)]),
     )
     parts = np.concatenate([short.sample(3 + number).tokens for number in range(4)])
     assert (parts == long.sample(3).tokens).all()
 
 
 def test_a_checkpoint_holds_to_the_phases_that_had_begun(prepared):
-    one, two = Stretch(50, 16, None), Stretch(80, 64, None)
+    one, two = PhaseChange(50, 16, None), PhaseChange(80, 64, None)
     plain, both = Stream(prepared, seq_len=32), Stream(prepared, seq_len=32, phases=[one, two])
     assert "phases" not in plain.fingerprint
     both.check_same(plain.fingerprint, samples=50)
@@ -94,4 +94,4 @@ def test_a_checkpoint_holds_to_the_phases_that_had_begun(prepared):
         both.check_same(plain.fingerprint, samples=51)
     with pytest.raises(DataError, match="phases"):
         plain.check_same(both.fingerprint, samples=51)
-    Stream(prepared, seq_len=32, phases=[one, Stretch(80, 8, None)]).check_same(both.fingerprint, samples=80)
+    Stream(prepared, seq_len=32, phases=[one, PhaseChange(80, 8, None)]).check_same(both.fingerprint, samples=80)

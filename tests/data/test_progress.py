@@ -15,7 +15,7 @@ def test_bars_count_on_the_error_stream_and_only_when_shown(capsys):
             made.advance(bar, 400)
             made.finish(bar)
             made.finish(made.start("of unknown length", total=None))
-            made.say("[all] done")
+            made.print_line("[all] done")
         captured = capsys.readouterr()
         assert captured.out == ""
         assert ("[all] done" in captured.err) == ("reading" in captured.err) == shown

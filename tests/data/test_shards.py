@@ -61,7 +61,7 @@ def test_a_split_without_documents_has_no_files(tmp_path):
 
 
 def test_a_reader_keeps_few_files_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("megalith.data.whole.MOST_FILES", 4)
+    monkeypatch.setattr("megalith.data.verified_files.MAX_FILES", 4)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"{i} " * 1500 for i in range(40)))
     folder = tmp_path / "data"

@@ -15,7 +15,7 @@ def test_every_position_is_reached_exactly_once(size, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(2**33, 2**60), seed=st.integers(0, 2**31), position=st.integers(0, 2**33 - 1))
-def test_sizes_no_memory_could_hold_stay_in_range_and_tell_neighbours_apart(size, seed, position):
+def test_sizes_no_memory_could_hold_stay_in_range_and_distinguish_neighbours(size, seed, position):
     permutation = Permutation.of(size, seed)
     first, second = permutation(position), permutation(position + 1 if position + 1 < size else 0)
     assert 0 <= first < size

@@ -176,7 +176,7 @@ def test_a_json_line_nested_too_deeply_is_named(tmp_path):
         _read(path)
 
 
-def test_text_with_a_zero_byte_alone_is_text_and_a_binary_alone_is_told_from_latin(tmp_path):
+def test_text_with_a_zero_byte_alone_is_text_and_a_binary_alone_is_distinguished_from_latin(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"a\0b\n")
     assert _read(tmp_path / "x.txt") == ["a\0b\n"]
     (tmp_path / "x.weights").write_bytes(b"\0\xff\xfe")

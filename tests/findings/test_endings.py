@@ -65,7 +65,7 @@ def test_c10_the_documented_table_is_what_its_command_prints(tmp_path: Path) -> 
     assert f"goodput {goodput}%" in megalith(*shlex.split(command[1]), at=tmp_path).words
 
 
-def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_c10_a_picture_distinguishes_its_parts_and_says_what_it_shows(tmp_path: Path) -> None:
     """The run waits for nodes and for a person, and has planned stops."""
     asked = ["--spares", "0", "--set", "fleet.no_spare=stop", "--set", "planned=1", "--out", "goodput.svg"]
     assert megalith(*LARGE, *asked, at=tmp_path).status == 0

@@ -67,12 +67,14 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(("kind", "text", "hardware"), [(*one, True) for one in DEVICES] + [(*one, False) for one in PROGRAMS])
-def test_a_devices_fault_is_told_from_a_programs_mistake_and_is_nobodys_consequence(kind: str, text: str, hardware: bool):
+def test_a_devices_fault_is_distinguished_from_a_programs_mistake_and_is_nobodys_consequence(
+    kind: str, text: str, hardware: bool
+):
     end = Exit(3, 1, 5.0)
     found = describe(end, error=error_of(kind, text), log=LOG, output="", phase="step", oom_kills=0)
     assert (found.hardware, found.secondary) == (hardware, False)
-    sign = of_failure(found, time=6.0, step=4, slot=1, node="b")
-    assert (sign.hardware, sign.blamed) == (hardware, hardware)
+    observation = of_failure(found, time=6.0, step=4, slot=1, node="b")
+    assert (observation.hardware, observation.blamed) == (hardware, hardware)
 
 
 def test_a_devices_fault_is_read_from_what_a_rank_printed_before_it_was_aborted():

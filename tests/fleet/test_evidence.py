@@ -62,15 +62,15 @@ def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
     def away(path: Path, *given: object, **more: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    sign = observations.NodeJoined(time=1.0, node="a")
-    (tmp_path / "rank-0-1.json").write_text(json.dumps(observations.dump(sign)))
+    observation = observations.NodeJoined(time=1.0, node="a")
+    (tmp_path / "rank-0-1.json").write_text(json.dumps(observations.dump(observation)))
     with monkeypatch.context() as patch:
         for name in ("open", "stat", "glob"):
             patch.setattr(Path, name, away)
         assert evidence.output(tmp_path / "rank-0.log", "1f") == ""
         assert causes.read_error(tmp_path / "rank-0.error.json") is None
         assert report.collect(tmp_path) == []
-    assert report.collect(tmp_path) == [sign]
+    assert report.collect(tmp_path) == [observation]
 
 
 def test_a_rank_that_gets_no_processor_has_as_much_longer_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_rank_that_gets_no_processor_has_as_much_longer_to_answer(tmp_path: Pa
     assert "innermost.py" in asked(starved=0.9)
     assert clock.now < 9.0, "it had said what it had to say"
     assert asked(starved=1.0, answers=False) == ""
-    assert clock.now == pytest.approx(10.0 + 2.0 * evidence.MOST_STARVED, abs=0.1)
+    assert clock.now == pytest.approx(10.0 + 2.0 * evidence.MAX_STARVED, abs=0.1)
 
 
 def test_threads_that_only_look_for_work_do_not_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dataclasses import astuple
 import pytest
 
 from megalith.fleet import heartbeat
-from megalith.fleet.heartbeat import KINDS, SLOT_BYTES, VARIABLE, Beat, Heartbeat, Heartbeats, Measured
+from megalith.fleet.heartbeat import KINDS, SLOT_BYTES, VARIABLE, Beat, Heartbeat, Heartbeats, StepMeasurement
 from tests.fleet.conftest import ROOT
 
 
@@ -100,9 +100,9 @@ def test_beats_cross_processes_and_outlive_their_writer(tmp_path):
     assert board.read()[0].step == 5
 
 
-def test_seconds_by_kind_travel_with_the_beat(tmp_path):
+def test_a_beat_has_the_seconds_by_kind(tmp_path):
     board = Heartbeats.create(tmp_path / "heartbeats", 1)
-    told = Measured(6, 2.0**30, {"own": 0.5, "forward": 0.25, "unheard of": 9.0})
+    told = StepMeasurement(6, 2.0**30, {"own": 0.5, "forward": 0.25, "unheard of": 9.0})
     Heartbeat.open(tmp_path / "heartbeats", 0).beat("step", 7, compute=0.5, measured=told)
     (beat,) = board.read()
     assert (beat.step, beat.measured, beat.memory) == (7, 6, 2.0**30)

@@ -13,8 +13,8 @@ from megalith.fleet.rank_info import RankInfo
 def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
     file = tmp_path / "faults.json"
     injection.save(file, [Injection(0, "kill", 5, "step", (1,)), Injection(1, "slow", 6, "gradients", (1,), lasts=3)])
-    seat = RankInfo(1, 2, ("a", "b"), None)
-    mine, again = Faults(file, seat), Faults(file, seat)
+    rank_info = RankInfo(1, 2, ("a", "b"), None)
+    mine, again = Faults(file, rank_info), Faults(file, rank_info)
     assert not list(mine.due("step", 4))
     assert [one.number for one in mine.due("step", 5)] == [0]
     assert not list(again.due("step", 5)), "another life of the same rank"

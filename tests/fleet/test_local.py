@@ -229,7 +229,9 @@ def test_a_folder_that_others_take_while_a_run_goes_on_loses_no_node_and_is_left
     assert mine is not None and mine != taken and nodes.there() == ("a", "b")
     assert f"{taken}: others may write to it (mode 0777)" in capsys.readouterr().err
     shutil.rmtree(node_folder(mine, "b"))
-    assert [(sign.kind, sign.nodes) for sign in nodes.wait(0.0) if isinstance(sign, NodesLost)] == [("nodes_lost", ("b",))]
+    assert [(observation.kind, observation.nodes) for observation in nodes.wait(0.0) if isinstance(observation, NodesLost)] == [
+        ("nodes_lost", ("b",))
+    ]
     nodes.close(forget=True)
     assert taken.is_dir() and not mine.exists()
     assert memory_root(job.run_dir, "identity") not in (taken, mine)
@@ -281,7 +283,7 @@ def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
         nodes = LocalNodes(Job("nobody:calls", {}, ranks=2, run_dir=run), names=names, memory=memory)
         assert nodes.wait(0) == []
         shutil.rmtree(memory / removed)
-        gone = [name for sign in nodes.wait(0) if isinstance(sign, NodesLost) for name in sign.nodes]
+        gone = [name for observation in nodes.wait(0) if isinstance(observation, NodesLost) for name in observation.nodes]
         assert tuple(gone) == lost
         assert nodes.there() == tuple(name for name in names if name not in lost)
         assert capsys.readouterr().err.count(f"{memory} was removed by another process") == (not lost)
@@ -300,7 +302,7 @@ def test_another_users_folder_in_the_place_of_the_copies_loses_no_node_and_is_na
     shutil.rmtree(memory)
     memory.mkdir()
     monkeypatch.setattr(os, "geteuid", lambda: memory.stat().st_uid + 1)
-    assert [sign for _ in range(5) for sign in nodes.wait(0)] == []
+    assert [observation for _ in range(5) for observation in nodes.wait(0)] == []
     assert nodes.there() == ("0",)
     said = capsys.readouterr().err
     assert said.count("cannot be written") == 1

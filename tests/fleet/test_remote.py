@@ -135,7 +135,7 @@ def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) ->
 
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), FleetSpec(node_timeout=0.3), clock=passing)
     store.set(messages.member_key(store.add(messages.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
-    assert [type(sign) for sign in nodes.wait(0.0)] == [NodeJoined]
+    assert [type(observation) for observation in nodes.wait(0.0)] == [NodeJoined]
     assert nodes.survey(("a",)) == ()
     assert clock.now == pytest.approx(0.3, abs=0.1)
     (lost,) = nodes.wait(0.0)
@@ -153,10 +153,10 @@ def test_an_agent_whose_store_is_gone_before_it_has_joined_offers_itself_anew(jo
     assert told == ["the store no longer answers: no route to host"]
 
 
-def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., Fleet]) -> None:
+def test_beats_stacks_signals_and_the_ends_of_ranks_are_sent(fleet: Callable[..., Fleet]) -> None:
     run = _waiting(fleet)
     assert run.nodes.running() == {0, 1, 2, 3}
-    looks = run.nodes.look([1, 2])
+    looks = run.nodes.inspect([1, 2])
     assert all("in wait" in look.stack and not look.stopped for look in looks.values()), looks
     run.nodes.send(signal.SIGKILL, [3])
     [end] = [what for what in run.until(lambda heard: _ends(heard) == {3}) if isinstance(what, Failure)]
@@ -166,7 +166,10 @@ def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., 
     run.nodes.check("b")
     run.nodes.check("nobody")
     checked = run.until(lambda heard: len(heard) == 2)
-    assert {(sign.node, sign.passed) for sign in checked if isinstance(sign, HealthChecked)} == {("b", True), ("nobody", False)}
+    assert {(observation.node, observation.passed) for observation in checked if isinstance(observation, HealthChecked)} == {
+        ("b", True),
+        ("nobody", False),
+    }
 
 
 def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_meanwhile(
@@ -295,7 +298,7 @@ def test_nothing_that_an_agent_says_ends_the_controller(tmp_path: Path, capsys: 
     assert nodes.wait(0.0) == []
     member = store.add(messages.JOINED, 1)
     store.set(messages.member_key(member), json.dumps({"name": "a", "order": 0}))
-    assert [type(sign) for sign in nodes.wait(0.0)] == [NodeJoined]
+    assert [type(observation) for observation in nodes.wait(0.0)] == [NodeJoined]
     answers = messages.answers(store, member)
     for text in NONSENSE:
         answers._written += 1
@@ -317,7 +320,7 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
     nodes._generation = Generation("g1", ("a",))
     asked = Answered(store, text)
     nodes._store = asked
-    assert all(look.stack == "" for look in nodes.look([0, 1]).values())
+    assert all(look.stack == "" for look in nodes.inspect([0, 1]).values())
     assert nodes.queued() in ({}, {"a": 123.0})
     assert nodes.survey(("a",)) == ()
     assert "no agent reported why" in nodes.unstarted().reason
@@ -353,7 +356,7 @@ def test_an_order_that_means_nothing_is_not_obeyed_and_ends_no_agent(fleet: Call
     for text in ORDERS:
         member.orders._written += 1
         run.store.set(f"orders/{member.number}/{member.orders._written}", text)
-    assert set(run.nodes.look([0, 1, 2, 3])) == {0, 1, 2, 3}
+    assert set(run.nodes.inspect([0, 1, 2, 3])) == {0, 1, 2, 3}
     until(lambda: not member.orders.pending(), seconds=SECONDS)
     assert run.agents["a"]._unreadable.count == len(ORDERS)
     assert run.nodes.running() == {0, 1, 2, 3}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.elements import E2M1, E4M3, E5M2, Element, rounded
-from megalith.kernels.quantise import ALL, Narrowed, Scale, Scaling, narrowed, quantise
+from megalith.kernels.quantise import ALL, QuantisedTensor, Scale, Scaling, narrowed, quantise
 
 BLOCKS = [(1, 16), (16, 1), (16, 16), (1, ALL), (ALL, 1), (ALL, ALL), (7, 5)]
 FORMATS = [E4M3, E5M2, E2M1]
@@ -139,7 +139,7 @@ def cut(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
-def joined(parts: list[Narrowed], dim: int) -> tuple[Tensor, Tensor]:
+def joined(parts: list[QuantisedTensor], dim: int) -> tuple[Tensor, Tensor]:
     return torch.cat([part.codes for part in parts], dim), torch.cat([part.scales for part in parts], dim)
 
 

@@ -18,7 +18,7 @@ from megalith.fleet.observations import HealthChecked
 from megalith.fleet.rank_info import node_folder
 from megalith.fleet.remote import RemoteNodes
 from megalith.machine import admission, health, link
-from megalith.machine.admission import LEAST, UnfitError, admit, await_fitness, before_start, burnt, failures
+from megalith.machine.admission import MINIMUM, UnfitError, admit, await_fitness, before_start, burnt, failures
 from megalith.machine.health import Finding, Needs
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.stores import Dictionary
@@ -35,12 +35,12 @@ def test_this_machine_may_start_and_nothing_is_left_behind(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["memory", "disk", "descriptors"])
 def test_what_is_short_stops_a_start(name: str, tmp_path: Path) -> None:
-    short = [one.check for one in before_start(tmp_path, needs=Needs(**{**vars(LEAST), name: HUGE})) if one.verdict == "fail"]
+    short = [one.check for one in before_start(tmp_path, needs=Needs(**{**vars(MINIMUM), name: HUGE})) if one.verdict == "fail"]
     assert len(short) == 1
 
 
 def test_what_is_measured_by_time_never_stops_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = Needs(**{**vars(LEAST), "loopback": HUGE, "clock": -1.0, "shared_memory": HUGE})
+    needs = Needs(**{**vars(MINIMUM), "loopback": HUGE, "clock": -1.0, "shared_memory": HUGE})
     verdicts = {one.check: one.verdict for one in before_start(tmp_path, needs=needs)}
     assert {verdicts[check] for check in ("loopback", "clock", "shared memory")} == {"warn"}
     monkeypatch.setattr(health, "_send_to_yourself", _too_late)
@@ -76,13 +76,13 @@ def test_a_machine_that_becomes_fit_is_let_in_and_one_that_does_not_is_not(monke
     monkeypatch.setattr(admission, "FIRST_PAUSE", 0.01)
     looks, told = iter([[SHORT], [SHORT], []]), list[str]()
     monkeypatch.setattr(admission, "before_start", lambda folder: next(looks))
-    assert await_fitness(Path(), seconds=PATIENCE, tell=told.append)
+    assert await_fitness(Path(), seconds=PATIENCE, notify=told.append)
     assert len(told) == 1 and "1 MiB" in told[0]
     monkeypatch.setattr(admission, "before_start", lambda folder: [SHORT])
-    assert not await_fitness(Path(), seconds=0.05, tell=told.append)
+    assert not await_fitness(Path(), seconds=0.05, notify=told.append)
 
 
-def test_the_controller_hears_who_is_not_admitted_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_controller_is_notified_of_who_is_not_admitted_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Dictionary()
     nodes = RemoteNodes(store, Job("a:b", {}, ranks=1, run_dir=tmp_path), FleetSpec())
     messages.refuse(store, "b", "memory: 1 MiB")

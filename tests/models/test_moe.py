@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
 from megalith.models.moe import Moe
-from megalith.models.router import EvenRouting, OneProcess, earlier, recording
+from megalith.models.router import EvenRouting, LocalBalanceSets, earlier, recording
 from megalith.spec.model import MoeSpec, RouterSpec
 from tests.models.routed import mixture
 
@@ -82,8 +82,8 @@ def definition(moe: Moe, spec: MoeSpec, x: Tensor) -> tuple[Tensor, Tensor]:
         rows.append(torch.stack(sums))
     out = torch.stack(rows)
     if moe.shared is not None:
-        common = moe.shared(x)
-        out = out + (common if moe.shared_gate is None else common * (x @ moe.shared_gate.weight.T).sigmoid())
+        shared_expert = moe.shared(x)
+        out = out + (shared_expert if moe.shared_gate is None else shared_expert * (x @ moe.shared_gate.weight.T).sigmoid())
     shares = scores / scores.sum(-1, keepdim=True)
     if router.balance_set == "sequence":
         f = counts * spec.experts / (router.active * SEQ)
@@ -145,8 +145,8 @@ def test_even_loads_cost_the_weight_of_the_balance_loss(kind: str) -> None:
     with torch.no_grad():
         moe.router.weight.zero_()
     scores = torch.full((ROWS, SEQ, 4), 0.25)
-    choices = moe.router._dealt(scores, OneProcess())
-    objective = moe.router._objective(scores.log(), scores, choices, batch(), OneProcess())
+    choices = moe.router._balanced_choices(scores, LocalBalanceSets())
+    objective = moe.router._objective(scores.log(), scores, choices, batch(), LocalBalanceSets())
     assert objective is not None
     assert math.isclose(float(objective), 0.7, rel_tol=1e-6)
 
@@ -163,10 +163,10 @@ def test_the_global_set_uses_the_loads_of_the_step_before() -> None:
     spec = RouterSpec(active=1, balance_weight=1.0, balance_set="global")
     moe, x = build(MoeSpec(experts=4, hidden=4, router=spec)), tokens()
     choices = moe.route(x, batch()).choices
-    even = moe.router._loads(choices, OneProcess())
+    even = moe.router._loads(choices, LocalBalanceSets())
     assert torch.equal(even, torch.ones(1, 1, 4))
     moe.end_of_step(torch.tensor([1, 2, 3, 10, 0]))
-    assert torch.equal(moe.router._loads(choices, OneProcess()), torch.tensor([[[1, 2, 3, 10]]]) * 4 / 16)
+    assert torch.equal(moe.router._loads(choices, LocalBalanceSets()), torch.tensor([[[1, 2, 3, 10]]]) * 4 / 16)
 
 
 def test_the_bias_rises_where_loads_are_below_the_mean_and_only_chooses() -> None:
@@ -271,7 +271,7 @@ def test_margins_see_the_choice_of_groups_too() -> None:
 
 
 @pytest.mark.parametrize("experts", [4, 6, 7])
-def test_dealt_choices_are_even_and_their_counts_known(experts: int) -> None:
+def test_balanced_choices_are_even_and_their_counts_known(experts: int) -> None:
     spec = RouterSpec(active=2, balanced=True)
     moe = build(MoeSpec(experts=experts, hidden=4, router=spec))
     routing = moe.route(tokens(), batch())
@@ -288,7 +288,7 @@ def test_dealt_choices_are_even_and_their_counts_known(experts: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_without_data_tokens_are_dealt_and_nothing_is_asked(name: str) -> None:
+def test_without_data_tokens_are_balanced_and_no_scores_are_used(name: str) -> None:
     """Reading a value of a fake tensor raises, so neither forward nor backward may read one."""
     with FakeTensorMode():
         moe = Moe(DIM, ALL[name])
@@ -309,20 +309,22 @@ def test_steps_run_as_graphs_of_their_own_give_the_same_gradients() -> None:
     plain(x, batch()).backward(grad)
     expected, x.grad = x.grad, None
 
-    rows, deal = moe.spread(x, moe.route(x, batch()))
-    arrived = moe.dispatcher.start_dispatch(rows.detach(), deal.traffic).wait().detach().requires_grad_()
-    done = moe.run(arrived, deal)
-    weights = deal.weights.detach().requires_grad_()
-    returned = moe.dispatcher.start_combine(done.detach(), deal.traffic).wait().detach().requires_grad_()
-    out = moe.collect(returned, type(deal)(deal.order, weights, deal.batch, deal.traffic))
-    common = moe.common(x)
-    assert common is not None
-    common.backward(grad)
+    rows, destinations = moe.prepare_dispatch(x, moe.route(x, batch()))
+    arrived = moe.dispatcher.start_dispatch(rows.detach(), destinations.traffic).wait().detach().requires_grad_()
+    done = moe.run(arrived, destinations)
+    weights = destinations.weights.detach().requires_grad_()
+    returned = moe.dispatcher.start_combine(done.detach(), destinations.traffic).wait().detach().requires_grad_()
+    out = moe.finish_combine(returned, type(destinations)(destinations.order, weights, destinations.batch, destinations.traffic))
+    shared_expert = moe.shared_expert(x)
+    assert shared_expert is not None
+    shared_expert.backward(grad)
     out.backward(grad)
     assert returned.grad is not None
-    done.backward(moe.dispatcher.start_dispatch(returned.grad, deal.traffic).wait())
+    done.backward(moe.dispatcher.start_dispatch(returned.grad, destinations.traffic).wait())
     assert arrived.grad is not None
-    torch.autograd.backward((rows, deal.weights), (moe.dispatcher.start_combine(arrived.grad, deal.traffic).wait(), weights.grad))
+    torch.autograd.backward(
+        (rows, destinations.weights), (moe.dispatcher.start_combine(arrived.grad, destinations.traffic).wait(), weights.grad)
+    )
     torch.testing.assert_close(x.grad, expected)
     for one, other in zip(moe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.kernels.numbers import Dtypes
 from megalith.parallel.data import Bucket, Place, Weight, local
-from megalith.parallel.parcel import collect, deal
+from megalith.parallel.parcel import chunks_to_rows, rows_to_chunks
 from megalith.parallel.reduction import Reducer
 from megalith.schedule.action import parts
 from megalith.spec.run import RunSpec
@@ -170,7 +170,7 @@ def test_one_data_rank_sends_nothing_and_in_fp32_holds_its_weights_once():
 
 def _uneven(rank: int) -> bool:
     """Sizes such as 7 rows over 2 tensor x 3 data ranks give shares of different lengths, one of them empty."""
-    mesh = DeviceMesh("cpu", torch.arange(6).view(1, 3, 2), mesh_dim_names=("copies", "shards", "tensor"))
+    mesh = DeviceMesh("cpu", torch.arange(6).view(1, 3, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tensor"))
     group = mesh.get_group("tensor")
     part = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + 1000 * group.rank()
     bias = torch.arange(2, dtype=torch.float32)
@@ -184,7 +184,7 @@ def _uneven(rank: int) -> bool:
     bucket.gather()
     back = [torch.equal(w.compute, whole) for w, whole in zip(weights, (part, bias, part.T), strict=True)]
     for weight in weights:
-        weight.compute.grad = weight.compute.detach() * (1 + mesh.get_local_rank("shards"))
+        weight.compute.grad = weight.compute.detach() * (1 + mesh.get_local_rank("dp_shard"))
     reducer = Reducer()
     reducer.add(bucket.reduce())
     reducer.finish()
@@ -215,8 +215,8 @@ def _dealt(rows: int, ranks: int) -> int:
     bucket, back = torch.full((ranks, 5 + chunk * 3), torch.nan), torch.full_like(x, torch.nan)
     flat = bucket[:, 5:]  # other weights are stored beside it
     with Operations() as operations:
-        deal(flat, x, chunk)
-        collect(back, flat, chunk)
+        rows_to_chunks(flat, x, chunk)
+        chunks_to_rows(back, flat, chunk)
     shares = x.chunk(ranks)
     for rank, found in enumerate(flat):
         share = shares[rank].flatten() if rank < len(shares) else x.new_empty(0)

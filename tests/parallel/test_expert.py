@@ -246,23 +246,32 @@ def steps_by_hand(rank: int, plan: Plan) -> None:
         expected.append(x.grad)
 
     leaves = [x.requires_grad_() for x in inputs]
-    sent = [moe.spread(x, moe.route(x, share.batch())) for x in leaves]
-    moving = [moe.dispatcher.start_dispatch(rows.detach(), deal.traffic) for rows, deal in sent]
+    sent = [moe.prepare_dispatch(x, moe.route(x, share.batch())) for x in leaves]
+    moving = [moe.dispatcher.start_dispatch(rows.detach(), destinations.traffic) for rows, destinations in sent]
     arrived = [pending.wait().requires_grad_() for pending in moving]
-    done = [moe.run(rows, deal) for rows, (_, deal) in zip(arrived, sent, strict=True)]
-    moving = [moe.dispatcher.start_combine(rows.detach(), deal.traffic) for rows, (_, deal) in zip(done, sent, strict=True)]
+    done = [moe.run(rows, destinations) for rows, (_, destinations) in zip(arrived, sent, strict=True)]
+    moving = [
+        moe.dispatcher.start_combine(rows.detach(), destinations.traffic)
+        for rows, (_, destinations) in zip(done, sent, strict=True)
+    ]
     returned = [pending.wait().requires_grad_() for pending in moving]
-    weights = [deal.weights.detach().requires_grad_() for _, deal in sent]
-    for x, rows, weight, (_, deal) in zip(leaves, returned, weights, sent, strict=True):
-        common = moe.common(x)
-        assert common is not None
-        torch.autograd.backward((moe.collect(rows, replace(deal, weights=weight)), common), (grad, grad))
-    moving = [moe.dispatcher.start_dispatch(_grad(rows), deal.traffic) for rows, (_, deal) in zip(returned, sent, strict=True)]
+    weights = [destinations.weights.detach().requires_grad_() for _, destinations in sent]
+    for x, rows, weight, (_, destinations) in zip(leaves, returned, weights, sent, strict=True):
+        shared_expert = moe.shared_expert(x)
+        assert shared_expert is not None
+        torch.autograd.backward((moe.finish_combine(rows, replace(destinations, weights=weight)), shared_expert), (grad, grad))
+    moving = [
+        moe.dispatcher.start_dispatch(_grad(rows), destinations.traffic)
+        for rows, (_, destinations) in zip(returned, sent, strict=True)
+    ]
     for rows, pending in zip(done, moving, strict=True):
         rows.backward(pending.wait())
-    moving = [moe.dispatcher.start_combine(_grad(rows), deal.traffic) for rows, (_, deal) in zip(arrived, sent, strict=True)]
-    for (rows, deal), weight, pending in zip(sent, weights, moving, strict=True):
-        torch.autograd.backward((rows, deal.weights), (pending.wait(), _grad(weight)))
+    moving = [
+        moe.dispatcher.start_combine(_grad(rows), destinations.traffic)
+        for rows, (_, destinations) in zip(arrived, sent, strict=True)
+    ]
+    for (rows, destinations), weight, pending in zip(sent, weights, moving, strict=True):
+        torch.autograd.backward((rows, destinations.weights), (pending.wait(), _grad(weight)))
     torch.testing.assert_close([_grad(x) for x in leaves], expected)
     for one, other in zip(moe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -274,7 +283,7 @@ def _grad(x: Tensor) -> Tensor:
     return x.grad
 
 
-def test_rows_of_two_microbatches_travel_at_once_and_give_the_same_gradients() -> None:
+def test_rows_of_two_microbatches_are_sent_at_once_and_give_the_same_gradients() -> None:
     run_ranks(steps_by_hand, 2, Plan(data=2, expert=2))
 
 
@@ -325,10 +334,10 @@ def dry(rank: int) -> tuple[list[int], list[int]]:
         split_experts(moe, groups, plan)
         x = torch.randn(2, 32, DIM, requires_grad=True)
         routing = moe.route(x, Batch(torch.zeros(2, 32, dtype=torch.long), sequences=16))
-        rows, deal = moe.spread(x, routing)
-        assert isinstance(deal.traffic, AllToAllTraffic)
+        rows, destinations = moe.prepare_dispatch(x, routing)
+        assert isinstance(destinations.traffic, AllToAllTraffic)
         moe(x, Batch(torch.zeros(2, 32, dtype=torch.long), sequences=16)).sum().backward()
-    return list(moe.experts.down.shape), [rows.shape[0], sum(deal.traffic.receive), sum(deal.traffic.gathered)]
+    return list(moe.experts.down.shape), [rows.shape[0], sum(destinations.traffic.receive), sum(destinations.traffic.gathered)]
 
 
 def test_a_rank_of_a_large_run_computes_on_fake_tensors_and_asks_nothing() -> None:

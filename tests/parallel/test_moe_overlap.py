@@ -89,11 +89,11 @@ def _travelled(groups: Groups, plan: Plan, policy: Plan) -> Found:
         out, graph = finish(forward(block, x, batch))
         del x
         rest(0.05)  # gloo's thread releases sent tensors shortly after arrival
-    assert isinstance(graph, BlockGraphs) and isinstance(graph.lines.deal.traffic, AllToAllTraffic)
+    assert isinstance(graph, BlockGraphs) and isinstance(graph.computations.destinations.traffic, AllToAllTraffic)
     with Meter() as back:
         of_x = finish(graph.backward(grad, None))
     calls = sum(t.calls for t in back.traffic() if t.kind == "all-to-all")
-    rows = sum(graph.lines.deal.traffic.receive) * SPEC.dim * 4
+    rows = sum(graph.computations.destinations.traffic.receive) * SPEC.dim * 4
     return Found(out, _gradients(block, of_x), sum(meter.memory().between.values()), rows, calls)
 
 
@@ -132,7 +132,7 @@ def test_what_a_microbatch_in_flight_keeps(found: list[tuple[Found, dict[str, Fo
         assert kept["full"] < 3 * activation  # x, the block's output, and less than as much again for the routing
 
 
-def test_only_where_the_mixture_runs_again_do_its_rows_travel_again(found: list[tuple[Found, dict[str, Found]]]) -> None:
+def test_only_where_the_mixture_is_recomputed_are_its_rows_sent_again(found: list[tuple[Found, dict[str, Found]]]) -> None:
     """Gradients are sent in both directions, with weights beside them, and rows a second time if they were not kept. Split
     experts send more."""
     for _, policies in found[::3] + found[2::3]:

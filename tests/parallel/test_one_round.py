@@ -28,7 +28,7 @@ def _both(rank: int, ranks: int) -> None:
             own, all_ = _values(rank, each, dtype), _values(rank, each * ranks, dtype)
             results: list[list[torch.Tensor]] = []
             for most in (0, 1 << 30):
-                one_round.MOST.update(dict.fromkeys(one_round.MOST, most))
+                one_round.MAXIMUM.update(dict.fromkeys(one_round.MAXIMUM, most))
                 whole = torch.empty(each * ranks, dtype=dtype)
                 dist.all_gather_into_tensor(whole, own)
                 found = [whole]
@@ -88,7 +88,7 @@ def test_several_are_under_way_at_once() -> None:
 def _counted(rank: int, ranks: int) -> list[Any]:
     found = []
     for most in (0, 1 << 30):
-        one_round.MOST.update(dict.fromkeys(one_round.MOST, most))
+        one_round.MAXIMUM.update(dict.fromkeys(one_round.MAXIMUM, most))
         with Traffic() as traffic:
             dist.all_gather_into_tensor(torch.empty(8), torch.ones(8 // ranks))
             dist.reduce_scatter_tensor(torch.empty(8 // ranks), torch.ones(8))

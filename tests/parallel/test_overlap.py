@@ -16,7 +16,7 @@ from megalith.kernels.multiply import Multiply
 from megalith.mesh import Mesh
 from megalith.models.batch import Batch
 from megalith.parallel.groups import Groups
-from megalith.parallel.overlap import Moving, Pieces
+from megalith.parallel.overlap import PendingPiece, Pieces
 from megalith.parallel.tensor import Split, split_part
 from megalith.spec.families import Model
 from tests.models.deepseek import deepseek
@@ -87,7 +87,7 @@ def test_pieces_give_what_the_boundary_gives_at_once() -> None:
 class Transfer:
     """A piece that arrives DELAY seconds after it was sent."""
 
-    pending: Moving
+    pending: PendingPiece
     started: float = field(default_factory=time.perf_counter)
     asked: float = 0.0
 
@@ -108,7 +108,7 @@ class Watched:
     transfers: list[Transfer] = field(default_factory=list)
     products: list[tuple[float, float]] = field(default_factory=list)
 
-    def send(self, start: Callable[[Pieces, Tensor], Moving], pieces: Pieces, x: Tensor) -> Any:
+    def send(self, start: Callable[[Pieces, Tensor], PendingPiece], pieces: Pieces, x: Tensor) -> Any:
         self.transfers.append(Transfer(start(pieces, x)))
         return self.transfers[-1]
 

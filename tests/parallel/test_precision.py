@@ -152,7 +152,7 @@ def dispatched(rank: int, spec: RunSpec) -> None:
     """Compare rows that are sent to experts in 8 bits with rows that are rounded once they have arrived."""
     trainer = trainer_of(spec)
     (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
-    scaling, exchange = moe.experts.multiply.travels_as, moe.dispatcher
+    scaling, exchange = moe.experts.multiply.dispatched_as, moe.dispatcher
     assert scaling is not None and scaling.block == (1, 4)
     counts = torch.arange(len(moe.router.weight)) + rank
     traffic = exchange.plan(counts, None, None)
@@ -190,15 +190,15 @@ def returned(rank: int, spec: RunSpec) -> None:
     """Compare gradients that are sent to experts in 8 bits with gradients that are rounded once they have arrived."""
     trainer = trainer_of(spec)
     (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
-    scaling, exchange = moe.experts.multiply.gradients_travel_as, moe.dispatcher
+    scaling, exchange = moe.experts.multiply.gradients_dispatched_as, moe.dispatcher
     assert scaling is not None and scaling.block == (1, 4)
     counts = torch.arange(len(moe.router.weight)) + rank
     traffic = exchange.plan(counts, None, None)
     grads = torch.randn(int(counts.sum()), 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    arrived, wide = moe.start_return(grads, traffic).wait(), exchange.start_dispatch(grads, traffic).wait()
+    arrived, wide = moe.start_combine_backward(grads, traffic).wait(), exchange.start_dispatch(grads, traffic).wait()
     assert torch.equal(arrived, narrow.in_slabs(wide, scaling)) and not torch.equal(arrived, wide)
     with working_on(Tokens(torch.arange(1), torch.arange(8), wide=True)):
-        assert torch.equal(moe.start_return(grads, traffic).wait(), wide)
+        assert torch.equal(moe.start_combine_backward(grads, traffic).wait(), wide)
 
 
 def returns(combine: str, plan: dict[str, Any], **precision: Any) -> RunSpec:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.models.batch import Batch
 from megalith.parallel.passes import Runner
-from megalith.parallel.retain import Away, Retention, Saved, taken
+from megalith.parallel.retain import OffloadShelf, Retention, SavedTensor, unpack_saved
 from megalith.train.offload.retained import HostMemory
 from megalith.train.step import train_step
 from tests.full import sampled
@@ -134,8 +134,8 @@ def test_a_block_leaves_after_its_forward_and_comes_back_before_the_backward_of_
 # --- a shelf ---
 
 
-def _shelf(*stays: Tensor) -> Away:
-    return Away(HostMemory(), frozenset(tensor.untyped_storage()._cdata for tensor in stays), CPU)
+def _shelf(*stays: Tensor) -> OffloadShelf:
+    return OffloadShelf(HostMemory(), frozenset(tensor.untyped_storage()._cdata for tensor in stays), CPU)
 
 
 def test_views_of_one_memory_move_once_and_come_back_as_they_were() -> None:
@@ -143,13 +143,13 @@ def test_views_of_one_memory_move_once_and_come_back_as_they_were() -> None:
     views = [whole.view(4, 6).t()[1:4, ::2], whole[5:7], whole.view(torch.int32)[3:]]
     expected = [view.clone() for view in views]
     tier = HostMemory()
-    shelf = Away(tier, frozenset(), CPU)
+    shelf = OffloadShelf(tier, frozenset(), CPU)
     kept = [shelf.put(view) for view in views]
     shelf.leave()
     assert tier.counted.held == whole.nbytes
     whole.zero_()
     strides = [view.stride() for view in views]
-    back = [taken(each) for each in kept]
+    back = [unpack_saved(each) for each in kept]
     assert [each.stride() for each in back] == strides and [each.dtype for each in back] == [view.dtype for view in views]
     assert all(torch.equal(one, other) for one, other in zip(back, expected, strict=True))
     assert len({each.untyped_storage()._cdata for each in back}) == 1
@@ -164,15 +164,15 @@ def test_what_is_written_until_the_forward_ends_is_what_comes_back() -> None:
         piece += 1
         kept.append(shelf.put(piece))
     shelf.leave()
-    assert all(torch.equal(taken(each), torch.ones(3)) for each in kept)
+    assert all(torch.equal(unpack_saved(each), torch.ones(3)) for each in kept)
 
 
 def test_memory_that_others_hold_stays() -> None:
     weight, empty = torch.ones(4), torch.empty(0)
     shelf = _shelf(weight)
-    assert not isinstance(shelf.put(weight[1:]), Saved)
+    assert not isinstance(shelf.put(weight[1:]), SavedTensor)
     assert shelf.put(empty) is empty
-    assert isinstance(shelf.put(torch.ones(2)), Saved)
+    assert isinstance(shelf.put(torch.ones(2)), SavedTensor)
 
 
 def test_weights_buffers_and_tensors_of_the_microbatch_stay_and_no_shelf_moves_without_gradients() -> None:
@@ -181,6 +181,6 @@ def test_weights_buffers_and_tensors_of_the_microbatch_stay_and_no_shelf_moves_w
     retention, batch = Retention({1: part}, HostMemory(), CPU), Batch(tokens, rotary=((cos, cos.clone()),))
     shelf = retention.shelf(1, batch)
     assert shelf.moves and not retention.shelf(0, batch).moves
-    assert not any(isinstance(shelf.put(tensor), Saved) for tensor in (part.weight, tokens.view(-1), cos[1:]))
+    assert not any(isinstance(shelf.put(tensor), SavedTensor) for tensor in (part.weight, tokens.view(-1), cos[1:]))
     with torch.no_grad():
         assert not retention.shelf(1, batch).moves

@@ -21,7 +21,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tensor, interleaved": (4, {"tensor": 2, "pipeline": 2, "schedule": "interleaved", "chunks": 2}, {}),
     "context, backward split in two": (4, {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "zero": 2}, {}),
     "experts, both ways": (4, {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipe"}, {"preset": "deepseek-tiny"}),
-    "experts, tokens ahead, zero 3": (2, {"data": 2, "expert": 2, "zero": 3}, {"preset": "deepseek-tiny"}),
+    "experts, MTP, zero 3": (2, {"data": 2, "expert": 2, "zero": 3}, {"preset": "deepseek-tiny"}),
 }
 
 

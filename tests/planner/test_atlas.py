@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli import app
-from megalith.planner.answer import short
-from megalith.planner.atlas import MOST, Atlas, atlas, columns
+from megalith.planner.atlas import MAXIMUM, Atlas, atlas, columns
+from megalith.planner.plan_result import short
 from megalith.planner.request import PlanRequest
 from megalith.report.atlas import page
 from megalith.spec.problem import SpecErrors
@@ -16,15 +16,15 @@ from megalith.spec.problem import SpecErrors
 def found(tmp_path_factory: pytest.TempPathFactory) -> Atlas:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        question = PlanRequest(cluster="h100:16", seq_len=128, global_batch=16)
-        return atlas(question, ("tiny", "dense-2t"))
+        request = PlanRequest(cluster="h100:16", seq_len=128, global_batch=16)
+        return atlas(request, ("tiny", "dense-2t"))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 32, 100, 2048, 4096])
 def test_columns_go_from_one_node_to_all(nodes: int):
     found = columns(nodes)
     assert (found[0], found[-1]) == (1, nodes)
-    assert len(found) <= MOST
+    assert len(found) <= MAXIMUM
     assert sorted(set(found)) == list(found)
 
 

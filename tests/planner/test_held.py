@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megalith.mesh import Mesh
-from megalith.planner.answer import answer
+from megalith.planner.plan_result import best_plans
 from megalith.planner.request import PlanRequest, resolve
-from megalith.planner.written import as_run
+from megalith.planner.run_file import as_run
 from megalith.spec import files
 from tests.full import FULL
 from tests.prove.dry import dry
@@ -37,7 +37,7 @@ def test_a_plan_and_the_dry_run_of_its_file_agree(
     model: str, cluster: str, seq_len: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MEGALITH_CACHE", str(tmp_path))
-    found = answer(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=batch, out=True)), top=1)
+    found = best_plans(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=batch, out=True)), top=1)
     best = found.found.choices[0].estimate.memory
     path = tmp_path / "plan.toml"
     path.write_text(as_run(found))
@@ -54,5 +54,5 @@ def test_what_stays_free_covers_context_communicators_and_fragments():
         asked = resolve(PlanRequest(model="llama3-8b", cluster=cluster, seq_len=2048, global_batch=64))
         limit = asked.cluster.accelerator.memory
         assert limit is not None
-        for one in answer(asked, top=3).found.choices:
+        for one in best_plans(asked, top=3).found.choices:
             assert limit - one.estimate.memory.allocated >= 0.05 * limit

@@ -11,11 +11,11 @@ from megalith import events
 from megalith.cost.estimate import estimate
 from megalith.cost.predicted import workload_of
 from megalith.events.log import EventLog
-from megalith.planner.answer import answer
+from megalith.planner.confidence import Confidence, confidence_of
 from megalith.planner.measured import measured
+from megalith.planner.plan_result import best_plans
 from megalith.planner.published.rows import read
 from megalith.planner.request import PlanRequest, resolve
-from megalith.planner.sure import Sure, sure
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.problem import SpecErrors
 from tests.specs import tiny_run
@@ -61,22 +61,22 @@ def test_a_run_s_steps_after_its_first_ones_stand_beside_their_prediction(tmp_pa
 
 
 def test_times_and_what_follows_from_them_move_and_their_interval_shrinks(tmp_path: Path):
-    plain = answer(resolve(PlanRequest(**WORDS)), top=2)
+    plain = best_plans(resolve(PlanRequest(**WORDS)), top=2)
     rows = measured([run_folder(tmp_path / str(n), 1.2) for n in range(3)], "megalith")
-    moved = answer(resolve(PlanRequest(**WORDS)), top=2, measured=rows)
-    factor = moved.sure.factor
+    moved = best_plans(resolve(PlanRequest(**WORDS)), top=2, measured=rows)
+    factor = moved.confidence.factor
     assert 1.1 < factor < 1.2
     one, other = plain.found.choices[0], moved.found.choices[0]
     assert other.plan == one.plan
     assert other.estimate.time.step == pytest.approx(factor * one.estimate.time.step)
     assert moved.trainings[0].days == pytest.approx(factor * plain.trainings[0].days)
-    assert moved.sure.time.half_width < plain.sure.time.half_width
-    assert "3 measured rows of Megalith on h100" in moved.sure.words
+    assert moved.confidence.time.half_width < plain.confidence.time.half_width
+    assert "3 measured rows of Megalith on h100" in moved.confidence.words
 
 
 def test_a_row_that_is_far_off_is_named_and_not_followed(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
-    found = sure(resolve(PlanRequest(**WORDS)), rows)
+    found = confidence_of(resolve(PlanRequest(**WORDS)), rows)
     assert found.factor == pytest.approx(1.1, rel=0.05)
     assert "1 is ignored: it took 2.60 of its prediction" in found.words
 
@@ -100,16 +100,16 @@ def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
 
 
 def test_without_rows_nothing_is_moved():
-    found = sure(resolve(PlanRequest(**WORDS)))
+    found = confidence_of(resolve(PlanRequest(**WORDS)))
     assert found.factor == 1.0
     assert "was not measured: the interval is the one for unmeasured software" in found.words
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
-    far = sure(resolve(PlanRequest(**(WORDS | elsewhere))))
+    far = confidence_of(resolve(PlanRequest(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
 
 
-def _of_shape(model: str, cluster: str, seq_len: int) -> Sure:
-    return sure(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=32_768)))
+def _of_shape(model: str, cluster: str, seq_len: int) -> Confidence:
+    return confidence_of(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=32_768)))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_memory_is_less_certain_for_larger_models_than_measured_ones():
 )
 def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Path, asked: dict[str, Any], said: str):
     rows = measured([run_folder(tmp_path / "run", 1.3)], "megalith")
-    question = resolve(PlanRequest(**(WORDS | asked)))
-    found, plain = sure(question, rows), sure(question)
+    request = resolve(PlanRequest(**(WORDS | asked)))
+    found, plain = confidence_of(request, rows), confidence_of(request)
     assert (found.factor, found.time) == (plain.factor, plain.time)
     assert said in found.words and "was not measured" in found.words
     assert (found.memory != plain.memory) == ("software" not in asked)
@@ -156,14 +156,14 @@ def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Pat
 
 def test_the_order_of_rows_does_not_matter(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
-    question = resolve(PlanRequest(**WORDS))
-    assert sure(question, rows[::-1]).time == pytest.approx(sure(question, rows).time)
+    request = resolve(PlanRequest(**WORDS))
+    assert confidence_of(request, rows[::-1]).time == pytest.approx(confidence_of(request, rows).time)
 
 
 def test_runs_as_long_as_predicted_leave_times_nearly_alone(tmp_path: Path):
     """With more rows predictions come nearer to them, whatever the common bias of all stacks."""
     rows = measured([run_folder(tmp_path / str(n), 1.0) for n in range(6)], "megalith")
-    question = resolve(PlanRequest(**WORDS))
-    off = [abs(sure(question, rows[:number]).factor - 1) for number in (1, 3, 6)]
+    request = resolve(PlanRequest(**WORDS))
+    off = [abs(confidence_of(request, rows[:number]).factor - 1) for number in (1, 3, 6)]
     assert off[0] > off[1] > off[2]
     assert off[2] < 0.01

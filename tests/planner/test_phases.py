@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.planner.answer import answer
+from megalith.planner.plan_result import best_plans
 from megalith.planner.request import PlanRequest, resolve
-from megalith.planner.written import as_run
+from megalith.planner.run_file import as_run
 from megalith.spec import files
 
 RUN = """
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
-    found = answer(resolve(PlanRequest(path=run, offload=False)), top=2)
+    found = best_plans(resolve(PlanRequest(path=run, offload=False)), top=2)
     assert [(one.phase.global_batch, one.phase.seq_len, one.steps) for one in found.phases] == [
         (64, 4096, 1000),
         (128, 4096, 3000),
@@ -44,7 +44,7 @@ def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
     assert all(one.estimate.fits for one in found.phases)
     seconds = sum(one.steps * one.estimate.time.step for one in found.phases)
     assert found.trainings[0].days == pytest.approx(seconds / 86_400)
-    assert found.trainings[0].steps == 5000 and found.asked.tokens == 4096 * (64_000 + 384_000) + 16_000 * 32768
+    assert found.trainings[0].steps == 5000 and found.request.tokens == 4096 * (64_000 + 384_000) + 16_000 * 32768
     best = found.found.best
     assert best is not None and best.plan.data * best.plan.microbatch <= 16, "the least batch of all phases divides"
     assert found.to_json()["phases"][2]["memory"] > found.to_json()["phases"][1]["memory"]

@@ -80,7 +80,7 @@ def test_internevo_s_memory_rows_are_7b_with_the_temporary_tensors_of_its_update
     """Their notes name InternLM-20B, which the source measured on more devices than these."""
     (row,) = [row for row in ROWS if row.name == "internevo-0056"]
     (choice,) = express(row).choices
-    assert (len(choice.model.blocks), choice.model.dim, choice.practice.update_bytes) == (32, 4096, 12)
+    assert (len(choice.model.blocks), choice.model.dim, choice.software_profile.update_bytes) == (32, 4096, 12)
 
 
 def test_megatron_bridge_s_gb_are_decimal():

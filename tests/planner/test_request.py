@@ -176,7 +176,7 @@ def test_a_run_on_this_machine_must_say_a_cluster(tmp_path):
     assert set(wrong(path=path)) == {"--cluster"}
 
 
-def test_what_check_refuses_is_not_legal():
+def test_what_check_refuses_is_not_valid():
     asked = resolve(PlanRequest(**GOOD))
     assert asked.is_valid(Plan(data=8))
     assert not asked.is_valid(Plan(data=1, tensor=7))
@@ -202,9 +202,9 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
     asked = resolve(PlanRequest(model="dense-2t", cluster="h100:16384", seq_len=8192, global_batch=2048, compute_optimal=True))
     assert asked.tokens is not None
-    work = Workload(asked.model, Plan(zero=0), asked.cluster, 8192, 16384, practice=SoftwareProfile(gradient_bytes=2))
+    work = Workload(asked.model, Plan(zero=0), asked.cluster, 8192, 16384, software_profile=SoftwareProfile(gradient_bytes=2))
     traced = parts(work)
-    held = memory(work, traced, calibration().generations["fused"])
+    held = memory(work, traced, calibration().overheads["fused"])
     assert held.weights + held.gradients + held.optimizer == pytest.approx(32e12, rel=0.05)
     flop = 6 * active_parameters(asked.model) * asked.tokens
     assert flop == pytest.approx(4.8e26, rel=0.05)

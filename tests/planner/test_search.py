@@ -9,9 +9,9 @@ from megalith.cost.constants import calibration
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.answer import short
 from megalith.planner.candidates import Space, candidates, offloaded, segmented
 from megalith.planner.named import NAMED
+from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
@@ -95,7 +95,7 @@ def test_bounds_are_bounds(model):
     plans = list(candidates(model, cluster, seq_len=256, global_batch=32))
     assert len({plan.schedule for plan in plans}) > 3
     for plan in plans:
-        work = Workload(model, plan, cluster, 256, 32, practice=assumed(plan))
+        work = Workload(model, plan, cluster, 256, 32, software_profile=assumed(plan))
         assert scorer.busy(work) <= scorer.estimate(work).time.step
 
 
@@ -104,7 +104,7 @@ def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
     """Plans are dropped by this bound without being evaluated."""
     whole, space, scorer = clusters.load("h100:8"), Space(again=(), offload=()), Scorer(calibration())
     plans = list(candidates(model, whole, seq_len=2048, global_batch=32, space=space))
-    works = [Workload(model, plan, whole, 2048, 32, practice=assumed(plan)) for plan in plans]
+    works = [Workload(model, plan, whole, 2048, 32, software_profile=assumed(plan)) for plan in plans]
     totals = [scorer.memory(work).total for work in works]
     for share in (0.1, 0.3, 0.5, 0.8):
         limit = sorted(totals)[int(share * len(totals))] * 1.1
@@ -164,7 +164,7 @@ def _sent(model, plan):
     size = plan.context // plan.ulysses
     share = {"ring": size - 1, "gather": (size - 1) / size, "all_to_all": (plan.ulysses - 1) / plan.ulysses}
     cluster = clusters.load(f"h100:{plan.ranks}")
-    block = parts(Workload(model, plan, cluster, 4096 * plan.context, plan.data, practice=assumed(plan))).blocks[0]
+    block = parts(Workload(model, plan, cluster, 4096 * plan.context, plan.data, software_profile=assumed(plan))).blocks[0]
     return sum(share[one.kind] * one.size * one.times for one in block.exchanges if (one.phase, one.axis) == ("F", "context"))
 
 
@@ -196,7 +196,7 @@ def test_keys_are_gathered_where_several_ranks_of_a_node_send_to_others():
 
     def waits(tensor, context, method):
         plan = Plan(tensor=tensor, context=context, context_method=method, data=16 // tensor // context)
-        load = Workload(model, plan, clusters.load("h100:16"), 65_536, 16, practice=assumed(plan))
+        load = Workload(model, plan, clusters.load("h100:16"), 65_536, 16, software_profile=assumed(plan))
         return scorer.estimate(load).time.context
 
     for tensor, context in ((1, 16), (2, 8), (1, 8), (8, 2)):
@@ -243,7 +243,7 @@ def test_where_nothing_fits_the_closest_is_named():
     assert not found.closest.estimate.fits
 
 
-SLACK = calibration().generations["fused"].slack
+SLACK = calibration().overheads["fused"].slack
 
 
 def _tight(model=None, host=None, **space):
@@ -297,7 +297,7 @@ def test_gradients_are_released_where_state_on_disk_is_not_enough():
     """One device, with one microbatch a step, lacks half of the memory for gradients. With two microbatches nothing can be released."""
     model, scorer, share = dense(16), Scorer(calibration()), Space().offload[-1:]
     plan = Plan(zero=0, recompute="full", state=StateSpec(optimizer="disk"))
-    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, software_profile=assumed(plan))
     held = scorer.memory(full)
     device = full.cluster.accelerator.model_copy(update={"memory": int((held.total - held.gradients / 2) * (1 + SLACK))})
     small = full.cluster.model_copy(update={"accelerator": device})
@@ -327,7 +327,7 @@ def test_weights_are_made_from_the_state_where_it_is_not_enough_to_keep_that_els
     """One device that lacks half of what the weights take, of a host with memory for buffers alone."""
     model, scorer = dense(16), Scorer(calibration())
     plan = Plan(recompute="full", zero=0, state=StateSpec(optimizer="disk", release=True))
-    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    full = Workload(model, plan, clusters.load("h100:1"), 4096, 1, software_profile=assumed(plan))
     held = scorer.memory(full)
     device = full.cluster.accelerator.model_copy(update={"memory": int((held.total - held.weights / 2) * (1 + SLACK))})
     small = full.cluster.model_copy(update={"accelerator": device, "host": HostSpec(memory=int(8 * 16e6 / USABLE))})
@@ -343,7 +343,7 @@ def _crowded(lacks: str, share: float, host: HostSpec | None = None, **given):
     """Return the best plan of 32 blocks on a device that lacks some of the memory for their activations, for its state, or for both.
     `lacks`: the kinds of memory; `share`: how much of them."""
     plan = Plan(zero=0)
-    load = Workload(dense(32), plan, clusters.load("h100:1"), 4096, 1, practice=assumed(plan))
+    load = Workload(dense(32), plan, clusters.load("h100:1"), 4096, 1, software_profile=assumed(plan))
     held = Scorer(calibration()).memory(load)
     need = held.total - share * sum(getattr(held, kind) for kind in lacks.split())
     device = load.cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
@@ -386,7 +386,7 @@ def test_what_does_not_fit_with_single_blocks_recomputed_may_in_segments(share, 
     least memory."""
     model, scorer = dense(64), Scorer(calibration())
     space, ask = replace(SPACE, microbatches=(1,), offload=()), partial(search, model, seq_len=4096, global_batch=1)
-    full = Workload(model, Plan(zero=0, recompute="full"), clusters.load("h100:1"), 4096, 1, practice=assumed(Plan()))
+    full = Workload(model, Plan(zero=0, recompute="full"), clusters.load("h100:1"), 4096, 1, software_profile=assumed(Plan()))
     held = scorer.memory(full)
     need = held.total - (1 - share) * held.activations
     device = full.cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})

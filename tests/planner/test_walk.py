@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from megalith.cli import app
 from megalith.commands import plan as commands
-from megalith.planner.answer import answer, short
+from megalith.planner.plan_result import best_plans, short
 from megalith.planner.request import PlanRequest, resolve
-from megalith.planner.thumb import MODELS, table, thumb
+from megalith.planner.rule_of_thumb import MODELS, table, thumb
 from megalith.planner.walk import ELSEWHERE, PLAIN, TECHNIQUES, Walk, _host_too_small, walk
 from tests.full import FULL, only_full
 
@@ -59,9 +59,9 @@ def test_a_microbatch_deals_the_same_batch_out(found: Walk):
 def test_no_row_is_slower_than_the_one_before_and_the_last_is_the_answer(found: Walk):
     steps = [row.choice.estimate.time.step for row in found.throughput if row.choice is not None]
     assert steps == sorted(steps, reverse=True)
-    best = answer(resolve(QUESTION), top=1).found.best
+    best = best_plans(resolve(QUESTION), top=1).found.best
     assert best is not None and steps[-1] == best.estimate.time.step
-    assert found.answered is not None and found.answered.found.best == best
+    assert found.result is not None and found.result.found.best == best
 
 
 def test_a_mixture_begins_with_its_experts_dealt_out():
@@ -72,7 +72,7 @@ def test_a_mixture_begins_with_its_experts_dealt_out():
 
 def test_what_fits_nowhere_is_walked_to_the_end_and_says_what_would():
     found = walk(resolve(replace(QUESTION, model="llama3.1-405b")))
-    assert found.first is None and found.answered is None and not found.throughput
+    assert found.first is None and found.result is None and not found.throughput
     assert found.fit[-1].technique is ELSEWHERE
     assert "would be enough" in found.problems[0].way_out
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.checkpointer import Checkpointer, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, SaveResult
 from megalith.checkpoint.read import read_full
 from megalith.parallel.data import local
 from megalith.prove.parity import RandomText, shrink
@@ -70,7 +70,7 @@ def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, lo
         update(trainer, computed, step=number)
         losses.append(computed.loss)
     checkpointer.save(step + 2, trainer.state.tensors(), {"step": step + 2}, asynchronous=False)
-    assert all(isinstance(outcome, Saved) for outcome in checkpointer.wait())
+    assert all(isinstance(outcome, SaveResult) for outcome in checkpointer.wait())
     return losses
 
 
@@ -86,7 +86,7 @@ def _load_and_save(rank: int, plan: dict[str, Any], sources: list[Path], out: Pa
         assert loaded is not None
         copier = Checkpointer(out / source.name)
         copier.save(loaded.step, trainer.state.tensors(), loaded.meta, asynchronous=False)
-        assert all(isinstance(outcome, Saved) for outcome in copier.wait())
+        assert all(isinstance(outcome, SaveResult) for outcome in copier.wait())
 
 
 def _ranks(plan: dict[str, Any]) -> int:

@@ -167,8 +167,8 @@ def test_bf16_halves_what_is_gathered_and_not_what_is_added_up():
 def test_replicas_of_shards_gather_and_scatter_inside_and_add_up_shares_between(m):
     """HSDP sends only 1 / shards of each gradient over the slow links between the groups."""
     phi, shards, copies = parameters(RUNS[f"replicas, {m}"]), 2, 2
-    inside = zero_bytes(3, m, phi, n=shards, axis="state shards")
-    between = {("state copies", "all_reduce"): m * 2 * others(copies) * phi * F32 / shards}
+    inside = zero_bytes(3, m, phi, n=shards, axis="state dp_shard")
+    between = {("state dp_replicate", "all_reduce"): m * 2 * others(copies) * phi * F32 / shards}
     assert sent(f"replicas, {m}") == [inside | between] * 4
 
 
@@ -243,11 +243,11 @@ def rows(m: int, e: int) -> Fraction:
 
 
 @pytest.mark.parametrize(("name", "zero"), [("experts, 2", 1), ("experts, zero 3", 3)])
-def test_tokens_travel_to_their_experts_and_the_copies_of_an_expert_add_up_apart(name, zero):
+def test_tokens_are_dispatched_to_their_experts_and_the_copies_of_an_expert_add_up_apart(name, zero):
     """Two of 4 data ranks divide the experts: each expert has 2 copies, each dense weight 4."""
     spec, m, e, n = RUNS[name], 2, 2, 4
     dense = zero_bytes(zero, m, parameters(spec), n=n, axis="data")
-    experts = zero_bytes(zero, m, Fraction(parameters(spec, experts=True), e), n=n // e, axis="experts shards")
+    experts = zero_bytes(zero, m, Fraction(parameters(spec, experts=True), e), n=n // e, axis="experts dp_shard")
     assert sent(name) == [dense | experts | {("experts expert", "all_to_all"): rows(m, e)}] * n
 
 
@@ -280,7 +280,9 @@ def test_each_border_between_ranks_is_crossed_twice_by_each_microbatch(schedule)
         assert all(set(mine) == {("pipeline", "send")} for mine in found)
 
 
-@pytest.mark.parametrize(("name", "m", "axis"), [("dualpipe", 5, "state shards"), ("dualpipe, zero 0", 4, "state copies")])
+@pytest.mark.parametrize(
+    ("name", "m", "axis"), [("dualpipe", 5, "state dp_shard"), ("dualpipe, zero 0", 4, "state dp_replicate")]
+)
 def test_the_two_copies_of_a_stage_add_up_once_a_step_over_their_pair(name, m, axis):
     spec = RUNS[name]
     for rank, found in enumerate(sent(name)):

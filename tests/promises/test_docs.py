@@ -140,7 +140,7 @@ def test_files_that_the_makefile_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_are_shown_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every train, parity and check line about a file of this repository has no problems, whatever it sets, except missing
     data."""
     monkeypatch.chdir(ROOT)
@@ -223,7 +223,7 @@ def _run(block: Block) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_legal_anywhere_but_for_data_that_is_yet_to_be_made(
+def test_a_recipe_is_valid_anywhere_but_for_data_that_is_yet_to_be_made(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

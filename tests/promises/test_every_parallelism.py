@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.prove.axes import AXES, BELOW_FP32, ParityCase, only, valid_run
+from megalith.prove.axes import AXES, BELOW_FP32, ParityCase, axes_with_precisions, valid_run
 from megalith.prove.compare import Recording, compare
-from megalith.prove.draw import draw, refusal, uncovered
+from megalith.prove.draw import conflict_of, draw, uncovered
 from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU, prove, recorded
 from megalith.spec.numbers import FAST
@@ -19,7 +19,10 @@ RELEASED = "bf16, gradients released"
 STREAMED = {choice for choice in BELOW_FP32 if choice[0] == "state"}
 """Weights made at each gather: this needs ZeRO 3, and a precision below fp32."""
 
-QUICK = {**only(*FAST), "state": {name: asked for name, asked in AXES["state"].items() if ("state", name) not in STREAMED}}
+QUICK = {
+    **axes_with_precisions(*FAST),
+    "state": {name: asked for name, asked in AXES["state"].items() if ("state", name) not in STREAMED},
+}
 """Axes that `make test` draws from: `test_state_elsewhere.py` covers plans with weights made at each gather, `IN_FEW_BITS` narrow
 formats."""
 
@@ -86,7 +89,7 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
     """The objections to a pair that no draw has are those of `check`, or of the drawer, whatever else is chosen."""
     refused: dict[tuple[str, ...], set[str]] = {}
     for pair in uncovered(DRAWS, DRAWN):
-        keys = {problem.key for problem in refusal(pair)}
+        keys = {problem.key for problem in conflict_of(pair)}
         assert keys, f"no draw has {sorted(pair)}, and nothing refuses them"
         refused.setdefault(tuple(axis for axis in AXES if axis in dict(pair)), set()).update(keys)
     assert refused.keys() == REFUSED.keys()
@@ -118,7 +121,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
 def test_an_invalid_combination_is_not_drawn() -> None:
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     assert valid_run(tuple(plain.items())) is not None
-    assert valid_run(tuple((plain | {"expert": "2", "shards": "2"}).items())) is None
+    assert valid_run(tuple((plain | {"expert": "2", "dp_shard": "2"}).items())) is None
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [

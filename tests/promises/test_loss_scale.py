@@ -182,10 +182,10 @@ def told_to_skip(*chosen: int) -> Iterator[None]:
         yield
 
 
-def trained(trainer: Trainer, watchers: list[Any], count: int = 6) -> list[StepResult]:
-    stepper, told = stepper_of(trainer, watchers=watchers), []
+def trained(trainer: Trainer, step_hooks: list[Any], count: int = 6) -> list[StepResult]:
+    stepper, told = stepper_of(trainer, step_hooks=step_hooks), []
     for step in range(count):
-        notify(watchers, "before_step", trainer, step)
+        notify(step_hooks, "before_step", trainer, step)
         seed_step(trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     return told + stepper.settle()
@@ -271,7 +271,7 @@ def looped(rank: int, spec: RunSpec, folder: Path, kill: int | None, from_step: 
         yardstick=Yardstick(1.0, None, ""),
         log=EventLog(folder) if rank == 0 else None,
         heartbeat=Heartbeat.find(),
-        watchers=[Overflow(trainer, *BAD)],
+        step_hooks=[Overflow(trainer, *BAD)],
     )
 
     def after_step(done: int) -> None:
@@ -332,22 +332,22 @@ class Flip(StepHook):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         if step == self.step:
             trainer.state.scaling["loss_scale"][:1].view(torch.int32).bitwise_xor_(1 << 20)
 
 
 def guarded(rank: int, spec: RunSpec, root: Path) -> Any:
-    trainer, signs = trainer_of(spec), list[Observation]()
-    seat = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY)
-    memory = Memory(trainer.state.shares(), seat=seat, keep=3)
+    trainer, observed = trainer_of(spec), list[Observation]()
+    rank_info = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY)
+    memory = Memory(trainer.state.shares(), rank_info=rank_info, keep=3)
     memory.join(1, group=everyone())
-    guard = StateGuard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
+    guard = StateGuard(trainer, rank_info=rank_info, read=lambda step, data_rank: [], memory=memory, report=observed.append)
     guard.begin(0, 0)
-    watchers = [Overflow(trainer, *BAD), guard]
-    stepper = stepper_of(trainer, watchers=watchers, referee=guard)
+    step_hooks = [Overflow(trainer, *BAD), guard]
+    stepper = stepper_of(trainer, step_hooks=step_hooks, referee=guard)
     for step in range(6):
-        notify(watchers, "before_step", trainer, step)
+        notify(step_hooks, "before_step", trainer, step)
         stepper.step(microbatches(trainer, step), step=step)
         stepper.settle()
         guard.copy(step + 1, 0)
@@ -355,27 +355,29 @@ def guarded(rank: int, spec: RunSpec, root: Path) -> Any:
     guard.close()
     memory.restore(Source(5, Tier.MEMORY))
     trainer.state.read_scale()
-    return signs, ended, trainer.state.scale
+    return observed, ended, trainer.state.scale
 
 
 @pytest.mark.parametrize("plan", [{"data": 2}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_guards_and_copies_go_with_the_scale(plan: dict[str, Any], tmp_path: Path) -> None:
     """A guard does not take an overflow for corruption. A copy in memory holds the scale and its counters."""
-    for signs, ended, restored in run_ranks(guarded, 2, fp16(plan, scale=MOVING), tmp_path):
-        assert not signs
+    for observed, ended, restored in run_ranks(guarded, 2, fp16(plan, scale=MOVING), tmp_path):
+        assert not observed
         assert (ended, restored) == (Scale(9, good=1, spent=1, overflows=2), Scale(9, spent=1, overflows=2))
 
 
 def test_a_scale_that_was_altered_is_found() -> None:
-    (signs,) = run_ranks(altered, 1, fp16({}))
-    (sign,) = signs
-    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (0, "at rest", 3)
+    (observed,) = run_ranks(altered, 1, fp16({}))
+    (observation,) = observed
+    assert isinstance(observation, StateCorrupt) and (observation.rank, observation.where, observation.step) == (0, "at rest", 3)
 
 
 def altered(rank: int, spec: RunSpec) -> list[Observation]:
-    trainer, signs = trainer_of(spec), list[Observation]()
-    guard = StateGuard(trainer, seat=RankInfo(0, 1, ("n0",), None, key=KEY), read=lambda step, data_rank: [], report=signs.append)
+    trainer, observed = trainer_of(spec), list[Observation]()
+    guard = StateGuard(
+        trainer, rank_info=RankInfo(0, 1, ("n0",), None, key=KEY), read=lambda step, data_rank: [], report=observed.append
+    )
     guard.begin(0, 0)
     with pytest.raises(Reported):
         trained(trainer, [Flip(2), guard])
-    return signs
+    return observed

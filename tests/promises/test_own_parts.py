@@ -15,7 +15,7 @@ import torch
 from megalith import own
 from megalith.check import check
 from megalith.checkpoint.folder import find
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.commands.export import export
 from megalith.commands.report import report
 from megalith.commands.shared.arguments import RunRequest
@@ -133,7 +133,7 @@ def _trained(rank: int, spec: RunSpec) -> tuple[list[float], dict[str, torch.Ten
     stepper = stepper_of(trainer)
     done = [each for step in range(3) for each in stepper.step(microbatches(trainer, step), step=step)]
     losses = [each.loss for each in (*done, *stepper.settle())]
-    return losses, {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+    return losses, {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def test_an_own_optimizers_state_elsewhere_changes_no_bit(folder: Path) -> None:

@@ -260,7 +260,7 @@ def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(dat
     ]
 
 
-def test_a_signal_is_heard_a_step_later_and_nothing_unchecked_is_saved(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_signal_is_handled_a_step_later_and_nothing_unchecked_is_saved(data: Path, whole: Path, tmp_path: Path) -> None:
     spec = _run(data, post_validation=True)
 
     with when("step", 2, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):

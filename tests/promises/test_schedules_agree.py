@@ -77,7 +77,7 @@ def test_gradients_of_schedules_agree(model: str, zero: int) -> None:
             assert set(different) <= _rounded(model, name), name
 
 
-def test_a_sum_in_another_order_is_told_apart() -> None:
+def test_a_sum_in_another_order_is_distinguished() -> None:
     """The measure itself: one rounding of one element is visible and below the limit, and a lost microbatch is far above."""
     one = {"w": torch.tensor([1.0, 0.5])}
     other = {"w": torch.tensor([1.0, 0.5]).nextafter(torch.tensor(2.0))}

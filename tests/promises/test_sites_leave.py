@@ -19,7 +19,7 @@ from megalith.train.sites import messages
 from megalith.train.sites.council import Council
 from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
-from megalith.train.sites.together import All
+from megalith.train.sites.synchronous import AllSitesCouncil
 from tests.fleet.conftest import until
 from tests.full import sampled
 from tests.keys import GIVEN
@@ -146,7 +146,7 @@ def test_sites_that_stop_at_a_merge_go_on_with_the_same_bits(
     spec = _spec(data, sites, plan={"data": 2} if case == "no overlap" else {})
     whole = _train(spec, tmp_path / "whole")
     folder = tmp_path / "run"
-    kind = All if sites is TOGETHER else Council
+    kind = AllSitesCouncil if sites is TOGETHER else Council
     with monkeypatch.context() as patch:
         patch.setattr(kind, "_judged", _undecided(kind, number))
         assert set(_stopped(start(spec, folder, environment=GIVEN), folder, step)) == {75}

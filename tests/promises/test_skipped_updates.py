@@ -71,10 +71,10 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
 def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str, Tensor], list[bool], int]:
     """Return the state after four steps, of which the `bad` ones give NaN, with the skipped steps and the number of updates."""
     trainer = trainer_of(spec)
-    watchers = [Poison(*bad)]
-    stepper, told = stepper_of(trainer, watchers=watchers), []
+    step_hooks = [Poison(*bad)]
+    stepper, told = stepper_of(trainer, step_hooks=step_hooks), []
     for step in range(4):
-        notify(watchers, "before_step", trainer, step)
+        notify(step_hooks, "before_step", trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     told += stepper.settle()
     return _state(trainer), [bool(one.skipped) for one in told], trainer.state.updates
@@ -106,12 +106,12 @@ def test_a_skipped_step_leaves_weights_moments_and_rate_as_they_were(plan: dict[
 
 def _too_many(rank: int, spec: RunSpec) -> tuple[str, int]:
     trainer = trainer_of(spec)
-    watchers = [Poison(*range(10))]
-    stepper = stepper_of(trainer, watchers=watchers)
+    step_hooks = [Poison(*range(10))]
+    stepper = stepper_of(trainer, step_hooks=step_hooks)
 
     def train() -> None:
         for step in range(10):
-            notify(watchers, "before_step", trainer, step)
+            notify(step_hooks, "before_step", trainer, step)
             stepper.step(microbatches(trainer, step), step=step)
 
     with pytest.raises(NotFinite) as caught:
@@ -144,7 +144,7 @@ def _loop(rank: int, spec: RunSpec, folder: Path, bad: tuple[int, ...], kill: in
         yardstick=Yardstick(1.0, None, ""),
         log=EventLog(folder) if rank == 0 else None,
         heartbeat=Heartbeat.find(),
-        watchers=[Poison(*bad)],
+        step_hooks=[Poison(*bad)],
     )
 
     def after_step(done: int) -> None:

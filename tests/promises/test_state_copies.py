@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
-from megalith.checkpoint.memory import ChecksumInPlace, Damaged, Memory, checksum
+from megalith.checkpoint.memory import ChecksumInPlace, CopyError, Memory, checksum
 from megalith.commands.shared.runs import checkpoints
 from megalith.control.controller import run_here
 from megalith.events import Recovery, of_kind, read
@@ -42,13 +42,13 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> RankInfo:
+def rank_info(rank: int, root: Path, *, world: int, slots: int = 2) -> RankInfo:
     return RankInfo(rank, world, tuple(f"n{slot}" for slot in range(slots)), root, key=KEY)
 
 
 def memory_of(trainer: Trainer, root: Path, *, distance: int = 1) -> Memory:
-    here = seat(trainer.groups.rank, root, world=trainer.spec.plan.ranks)
-    memory, group = Memory(trainer.state.shares(), seat=here), dist.group.WORLD
+    here = rank_info(trainer.groups.rank, root, world=trainer.spec.plan.ranks)
+    memory, group = Memory(trainer.state.shares(), rank_info=here), dist.group.WORLD
     assert group is not None
     memory.join(distance, group=group)
     return memory
@@ -127,7 +127,7 @@ def set_to(live: dict[str, torch.Tensor], step: int, rank: int) -> None:
 
 def _copy_on_and_on(rank: int, root: Path, first: int) -> None:
     live = state_at(first, rank)
-    memory = Memory(live, seat=seat(rank, root, world=2))
+    memory = Memory(live, rank_info=rank_info(rank, root, world=2))
     for step in range(first + 1, first + 10_000):
         set_to(live, step, rank)
         memory.copy(step, 8 * step)
@@ -156,7 +156,7 @@ def test_killed_at_any_moment_a_whole_step_is_left(tmp_path: Path) -> None:
             assert len(held) >= 2 and all(piece.intact for piece in held), "a torn copy claims to be one"
             newest_step = max(piece.step for piece in held)
             live = state_at(0, rank)
-            label = Memory(live, seat=seat(rank, tmp_path, world=2)).restore(Source(newest_step, Tier.MEMORY))
+            label = Memory(live, rank_info=rank_info(rank, tmp_path, world=2)).restore(Source(newest_step, Tier.MEMORY))
             assert label and label.samples == 8 * newest_step
             assert same(live, state_at(newest_step, rank))
 
@@ -166,27 +166,27 @@ def pieces_of(root: Path, rank: int) -> list[copies.Piece]:
 
 
 def test_a_torn_or_altered_or_foreign_copy_is_refused(tmp_path: Path) -> None:
-    here = seat(0, tmp_path, world=2)
+    here = rank_info(0, tmp_path, world=2)
     live = state_at(3, 0, 100)
-    memory = Memory(live, seat=here)
+    memory = Memory(live, rank_info=here)
     memory.copy(3, 24)
-    with pytest.raises(Damaged, match="there is none"):
+    with pytest.raises(CopyError, match="there is none"):
         memory.restore(Source(4, Tier.MEMORY))
     assert copies.corrupt_piece(node_folder(tmp_path, "n0"), key=KEY, rank=0, bit=64 * 8)
-    with pytest.raises(Damaged, match="digest"):
+    with pytest.raises(CopyError, match="digest"):
         memory.restore(Source(3, Tier.MEMORY))
     memory.copy(4, 32)
     memory.own.files[memory.own.find(4) or 0].strike_out()  # the progress of a rank that is killed while it copies
-    with pytest.raises(Damaged, match="there is none"):
+    with pytest.raises(CopyError, match="there is none"):
         memory.restore(Source(4, Tier.MEMORY))
     memory.copy(5, 40)
-    other = Memory({"weights.b" if name == "weights.a" else name: t for name, t in live.items()}, seat=here)
+    other = Memory({"weights.b" if name == "weights.a" else name: t for name, t in live.items()}, rank_info=here)
     assert other.own.find(5) is None, "files of the same size with another layout hold nothing of this plan's"
 
 
 def test_the_ring_keeps_the_newest_and_the_pinned_one(tmp_path: Path) -> None:
     live = state_at(0, 0, 10)
-    memory = Memory(live, seat=seat(0, tmp_path, world=2), keep=2, pinned=True)
+    memory = Memory(live, rank_info=rank_info(0, tmp_path, world=2), keep=2, pinned=True)
     for step in range(1, 9):
         memory.copy(step, step)
         if step in (2, 5):
@@ -199,7 +199,7 @@ def test_the_ring_keeps_the_newest_and_the_pinned_one(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_the_same_step_takes_the_place_of_the_other_and_its_pin(tmp_path: Path) -> None:
-    memory = Memory(state_at(0, 0, 10), seat=seat(0, tmp_path, world=2), pinned=True)
+    memory = Memory(state_at(0, 0, 10), rank_info=rank_info(0, tmp_path, world=2), pinned=True)
     for step in (1, 2, 2):
         memory.copy(step, step)
         memory.pin()
@@ -210,14 +210,14 @@ def test_a_copy_of_the_same_step_takes_the_place_of_the_other_and_its_pin(tmp_pa
 
 def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> None:
     live = state_at(6, 0, 100)
-    memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    memory = Memory(live, rank_info=rank_info(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
     memory.copy(6, 48, to_disk=True)
     memory.settle()
     shutil.rmtree(tmp_path / "memory")  # like a node that was switched off and on again
     (found,) = copies.survey(tmp_path / "disk", placement=("n0", "n1"), world=2, key=KEY, own=Tier.DISK)
     assert found == Copy(Tier.DISK, 6, frozenset({1}))
     set_to(live, 0, 0)
-    again = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    again = Memory(live, rank_info=rank_info(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
     restored = again.restore(Source(6, Tier.DISK))
     assert restored and restored.samples == 48
     assert same(live, state_at(6, 0, 100))
@@ -225,7 +225,7 @@ def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> Non
 
 def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp_path: Path) -> None:
     live = state_at(6, 0, 100)
-    memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), keep=1, disk=tmp_path / "disk")
+    memory = Memory(live, rank_info=rank_info(0, tmp_path / "memory", world=2), keep=1, disk=tmp_path / "disk")
 
     def steps() -> list[int]:
         return sorted(piece.step for piece in copies.pieces(node_folder(tmp_path / "disk", "n0"), key=KEY, own=Tier.DISK))
@@ -238,19 +238,19 @@ def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp
     assert steps() == [4, 8]
     (path,) = node_folder(tmp_path / "disk", "n0").glob("own-0.8")
     assert copies.corrupt_piece(path.parent, key=KEY, rank=0, step=8)
-    with pytest.raises(Damaged, match="step 8 in disk, slot 0: its digest"):
+    with pytest.raises(CopyError, match="step 8 in disk, slot 0: its digest"):
         memory.restore(Source(8, Tier.DISK))
     path.unlink()
-    with pytest.raises(Damaged, match="step 8 in disk, slot 0"):
+    with pytest.raises(CopyError, match="step 8 in disk, slot 0"):
         memory.restore(Source(8, Tier.DISK))
-    elsewhere = replace(seat(1, tmp_path / "memory", world=2), placement=("n1", "n0"))
-    Memory(live, seat=elsewhere, disk=tmp_path / "disk")
+    elsewhere = replace(rank_info(1, tmp_path / "memory", world=2), placement=("n1", "n0"))
+    Memory(live, rank_info=elsewhere, disk=tmp_path / "disk")
     assert steps() == [], "of the slot that the node once filled"
 
 
 def test_a_disk_that_is_full_costs_a_copy_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("no folder")
-    memory = Memory(state_at(6, 0, 100), seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    memory = Memory(state_at(6, 0, 100), rank_info=rank_info(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
     memory.copy(6, 48, to_disk=True)
     memory.settle()
     assert memory.disk_error

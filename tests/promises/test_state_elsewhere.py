@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
 from megalith.parallel.data import local
 from megalith.planner.compared import compare
@@ -37,7 +37,7 @@ Held = dict[str, Tensor]
 
 def _state(trainer: Trainer) -> Held:
     """Return this rank's shares, wherever they are stored."""
-    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+    return {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def _train(trainer: Trainer, first: int = 0, steps: int = STEPS) -> list[float]:
@@ -272,13 +272,13 @@ def test_bytes_on_each_tier_are_those_of_the_slots(precision: str) -> None:
 
 def test_a_real_run_holds_what_a_dry_one_counts() -> None:
     spec = brief_run(plan={"data": 2, "zero": 1, "state": SOME}, train={"precision": "bf16"})
-    for real, unreal in run_ranks(_both, 2, spec):
-        assert real == unreal
+    for real, fake in run_ranks(_both, 2, spec):
+        assert real == fake
 
 
 def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
     made = [single_documents(spec)] * spec.microbatches
-    return [count(spec, made, unreal=unreal).state for unreal in (False, True)]
+    return [count(spec, made, fake_tensors=fake).state for fake in (False, True)]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.spec.state import Slot
 from megalith.train.guard import StateGuard
 from megalith.train.loop import stepper_of
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part
-from megalith.train.optimizers.whole import Whole
 from megalith.train.run import holding_of
 from megalith.train.step import train_step
 from megalith.train.step_hooks import notify
@@ -53,7 +53,7 @@ from tests.train.test_guard import read_of
 class Momentum:
     """v <- beta1 * v + g; w <- w - lr * v."""
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.beta = spec.beta1
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
@@ -149,12 +149,12 @@ def _copied(rank: int, root: Path) -> tuple[bool, list[str]]:
     """Return whether a copy in memory restores the state bit for bit, and the guard's report about a flipped bit in a
     velocity."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1}))
-    seat, signs = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
-    memory = Memory(trainer.state.shares(), seat=seat)
-    guard = StateGuard(trainer, seat=seat, read=lambda step, data_rank: [], memory=memory, report=signs.append)
+    rank_info, observed = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
+    memory = Memory(trainer.state.shares(), rank_info=rank_info)
+    guard = StateGuard(trainer, rank_info=rank_info, read=lambda step, data_rank: [], memory=memory, report=observed.append)
     guard.begin(0, 0)
     notify([guard], "before_step", trainer, 0)
-    train_step(trainer, microbatches(trainer, 0), step=0, watchers=[guard])
+    train_step(trainer, microbatches(trainer, 0), step=0, step_hooks=[guard])
     guard.copy(1, 8)
     before = {name: share.clone() for name, share in trainer.state.shares().items()}
     for share in trainer.state.shares().values():
@@ -164,9 +164,9 @@ def _copied(rank: int, root: Path) -> tuple[bool, list[str]]:
     velocity = next(share for share in trainer.state.shares("optimizer").values() if share.numel())
     velocity.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
     with pytest.raises(Reported):
-        guard.look(1)
+        guard.check_state(1)
     dist.barrier()
-    return same, [type(sign).__name__ for sign in signs]
+    return same, [type(observation).__name__ for observation in observed]
 
 
 def test_copies_and_digests_hold_its_state(tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_copies_and_digests_hold_its_state(tmp_path: Path) -> None:
 def _verified(rank: int, root: Path, flips: bool) -> list[str]:
     """Return the guard's reports about an update repeated from the copy. `flips`: one bit of a velocity is then wrong."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1, "verify_every": 1}))
-    seat, signs = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
-    memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
+    rank_info, observed = RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
+    memory = Memory(trainer.state.shares(), rank_info=rank_info, pinned=True)
     assert dist.group.WORLD is not None
     memory.join(1, group=dist.group.WORLD)
 
-    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), memory=memory, report=observed.append)
     guard.begin(0, 0)
     if flips and rank == 0:
         own = trainer.rule.update
@@ -195,10 +195,10 @@ def _verified(rank: int, root: Path, flips: bool) -> list[str]:
         trainer.rule.update = wrong  # pyright: ignore[reportAttributeAccessIssue]
     notify([guard], "before_step", trainer, 0)
     with suppress(Reported):
-        train_step(trainer, microbatches(trainer, 0), step=0, watchers=[guard])
+        train_step(trainer, microbatches(trainer, 0), step=0, step_hooks=[guard])
     guard.close()
     dist.barrier()
-    return [sign.where for sign in signs if isinstance(sign, StateCorrupt)]
+    return [observation.where for observation in observed if isinstance(observation, StateCorrupt)]
 
 
 @pytest.mark.parametrize("flips", [False, True])
@@ -229,7 +229,7 @@ def test_post_validation_undoes_it_bit_for_bit() -> None:
 
 def test_it_is_planned_with_its_own_bytes() -> None:
     toy, adamw = (
-        predicted_memory(load, parts(load), calibration().generations[load.practice.generation])
+        predicted_memory(load, parts(load), calibration().overheads[load.software_profile.overheads])
         for load in (workload_of(run()), replace(workload_of(run()), optimizer="adamw"))
     )
     assert toy.optimizer == adamw.optimizer / 2 > 0

@@ -27,7 +27,7 @@ def real(spec: RunSpec) -> list[RankCounts]:
 
 
 def _count(rank: int, spec: RunSpec) -> RankCounts:
-    return dryrun.count(spec, [dryrun.single_documents(spec)] * spec.microbatches, unreal=False)
+    return dryrun.count(spec, [dryrun.single_documents(spec)] * spec.microbatches, fake_tensors=False)
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:

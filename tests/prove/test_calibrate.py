@@ -13,11 +13,11 @@ from megalith.cost.estimate import estimate
 from megalith.cost.network import Line, Wires, gather, reduce
 from megalith.cost.predicted import workload_of
 from megalith.cost.profile import Core, Product
-from megalith.cost.software import practice
+from megalith.cost.software import software_profile_of
 from megalith.cost.time import Setting, core_seconds, product_seconds
 from megalith.cost.workload import Workload
 from megalith.machine import capacity
-from megalith.planner.answer import answer
+from megalith.planner.plan_result import best_plans
 from megalith.planner.request import PlanRequest, resolve
 from megalith.prove.calibrate import CalibrationResult, Point, Sizes, calibrate, cluster_of, text
 from megalith.spec.cluster import ClusterSpec, catalogue, load
@@ -164,11 +164,11 @@ def test_a_device_of_the_catalogue_keeps_its_printed_rates_and_shares_are_measur
 @pytest.mark.parametrize("name", ["cpu", GH200])
 def test_the_start_of_an_operation_in_our_blocks_is_no_other_software_s(name: str):
     ours = workload(machine(2, name=name).cluster, data=2)
-    others = replace(ours, practice=practice("pytorch", ours.plan))
-    fitted = calibration().generations["eager"].host
-    assert Setting.of(ours, calibration()).generation.host == pytest.approx(START)
+    others = replace(ours, software_profile=software_profile_of("pytorch", ours.plan))
+    fitted = calibration().overheads["eager"].host
+    assert Setting.of(ours, calibration()).overheads.host == pytest.approx(START)
     assert Setting.of(ours, calibration()).slower == 1.0
-    assert Setting.of(others, calibration()).generation.host == fitted
+    assert Setting.of(others, calibration()).overheads.host == fitted
     assert Setting.of(others, calibration()).slower == calibration().slower(others.cluster.accelerator)
 
 
@@ -182,11 +182,11 @@ def test_figures_of_ranks_that_share_a_processor_predict_no_other_number_of_rank
     assert gpus.resized(4) == gpus.model_copy(update={"count": 4})
     file = written(machine(2), tmp_path)
     asked = resolve(PlanRequest(model="tiny", cluster=str(file), seq_len=128, global_batch=8, format="fp32"))
-    found = answer(asked, top=1, pareto=True)
+    found = best_plans(asked, top=1, pareto=True)
     assert {point.devices for point in found.frontier} == {2}
     huge = PlanRequest(model="llama3-70b", cluster=str(file), seq_len=128, global_batch=8, format="fp32")
     with pytest.raises(SpecErrors) as caught:
-        answer(resolve(huge), top=1)
+        best_plans(resolve(huge), top=1)
     assert "this-machine would do" not in str(caught.value)
     run = tmp_path / "run.toml"
     run.write_text(f"""
@@ -245,10 +245,10 @@ def test_a_plan_names_the_source_of_its_rates(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MEGALITH_CACHE", "")
     file = written(machine(2), tmp_path)
     asked = resolve(PlanRequest(model="tiny", cluster=str(file), seq_len=128, global_batch=8, tokens="1M", format="fp32"))
-    found, measured = answer(asked, top=1), asked.cluster.measured
+    found, measured = best_plans(asked, top=1), asked.cluster.measured
     assert measured is not None
     assert (
         f"rates were measured on {measured.processor} at {measured.at} UTC with 2 ranks of 3 threads and torch {measured.torch}"
-        in found.sure.words
+        in found.confidence.words
     )
-    assert found.to_json()["sure"]["rests_on"] == found.sure.words
+    assert found.to_json()["sure"]["rests_on"] == found.confidence.words

@@ -100,7 +100,7 @@ def _links(rank: int, wrong_on: int | None) -> list[Finding]:
             doctor._pass_on = whole
 
 
-def test_links_on_a_machine_and_between_machines_are_told_apart() -> None:
+def test_links_on_a_machine_and_between_machines_are_distinguished() -> None:
     for findings in run_ranks(_links, 4, None):
         assert [finding.check for finding in findings] == ["links on a machine", "links between machines"]
         assert all(finding.verdict in ("ok", "warn") and "GiB/s" in finding.value for finding in findings)

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from megalith.prove.axes import AXES, Axes, Pair, only, pairs_of
-from megalith.prove.draw import draw, refusal, uncovered
+from megalith.prove.axes import AXES, Axes, Pair, axes_with_precisions, pairs_of
+from megalith.prove.draw import conflict_of, draw, uncovered
 
 SMALL: Axes = {axis: {name: AXES[axis][name] for name in list(AXES[axis])[:2]} for axis in AXES} | {
     "zero": AXES["zero"],
@@ -41,7 +41,7 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
     assert pairs_of(rounded) == {frozenset({("precision", "bf16"), choice}) for choice in rounded[:-1]}
     streamed = tuple((plain | {"precision": "bf16", "state": "on disk, weights too"}).items())
     assert len(pairs_of(streamed)) == 2 * (len(AXES) - 1) - 1
-    assert draw(3, 0, only("bf16"))
+    assert draw(3, 0, axes_with_precisions("bf16"))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
     ],
 )
 def test_a_refused_pair_has_the_reason(pair: Pair, said: str) -> None:
-    (problem,) = refusal(pair)
+    (problem,) = conflict_of(pair)
     assert str(problem).startswith(said)
 
 
@@ -69,4 +69,4 @@ def test_a_refused_pair_has_the_reason(pair: Pair, said: str) -> None:
     ],
 )
 def test_what_is_compatible_is_found_however_rare(pair: Pair) -> None:
-    assert not refusal(pair)
+    assert not conflict_of(pair)

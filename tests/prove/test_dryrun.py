@@ -230,17 +230,17 @@ def test_a_rank_or_a_world_that_the_plan_has_not_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
+def test_a_dry_run_needs_no_data(tmp_path: Path) -> None:
     run = _run_file(tmp_path, "{ data = 512, pipeline = 2, tensor = 4 }")
     settings = ["train.global_batch=1024", "cluster=h100:4096"]
-    dried = in_a_child(lambda: command.dryrun(RunRequest(run, settings), world=4096, rank=4095))
-    assert (dried.run.world, dried.run.rank, dried.limit, dried.problems) == (4096, 4095, 80 * GIB, [])
-    assert dried.run.counted.coordinates == {"pipeline": 1, "data": 511, "context": 0, "tensor": 3}
+    result = in_a_child(lambda: command.dryrun(RunRequest(run, settings), world=4096, rank=4095))
+    assert (result.run.world, result.run.rank, result.limit, result.problems) == (4096, 4095, 80 * GIB, [])
+    assert result.run.counted.coordinates == {"pipeline": 1, "data": 511, "context": 0, "tensor": 3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicate", [1, 2])
-def test_what_weights_and_gradients_travel_in_does_not_grow_with_the_microbatches(replicate: int) -> None:
+def test_the_buffers_of_weights_and_gradients_do_not_grow_with_the_microbatches(replicate: int) -> None:
     def most(batch: int) -> int:
         plan = {"data": 4, "zero": 3, "replicate": replicate}
         run = tiny_run(plan=plan, model={"layers": 2}, train={"global_batch": batch})
@@ -314,9 +314,9 @@ TAKEN = (
 def test_a_large_recipe_holds_what_is_shown(one: Shown, fewer: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     request = RunRequest(Path(one.recipe), (*one.settings, *fewer))
-    dried = in_a_child(lambda: command.dryrun(request, rank=one.rank))
-    memory = dried.run.counted.memory
+    result = in_a_child(lambda: command.dryrun(request, rank=one.rank))
+    memory = result.run.counted.memory
     found = [*memory.peak.values(), sum(memory.peak.values()), memory.building]
     assert [size / GIB for size in found] == pytest.approx([*one.peak, one.total, one.building], abs=0.1 if LOCKED_TORCH else 0.5)
-    assert (not dried.problems) == one.fits
-    assert dried.run.resident < 4 * GIB
+    assert (not result.problems) == one.fits
+    assert result.run.resident < 4 * GIB

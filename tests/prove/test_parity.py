@@ -20,7 +20,7 @@ def test_rounding_stays_rounding_from_step_to_step() -> None:
     """The same run with samples one at a time and four at a time: sums differ, and neither optimizer nor step amplifies the
     difference."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
-    drawn = valid_run(tuple((plain | {"model": "latent attention, experts, tokens ahead"}).items()))
+    drawn = valid_run(tuple((plain | {"model": "latent attention, experts, MTP"}).items()))
     assert drawn is not None
     one, four = (drawn.model_copy(update={"plan": drawn.plan.model_copy(update={"microbatch": many})}) for many in (1, 4))
     gaps = {

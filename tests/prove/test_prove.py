@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalith.prove import prove as module
-from megalith.prove.axes import ParityCase, only, reference_key
+from megalith.prove.axes import ParityCase, axes_with_precisions, reference_key
 from megalith.prove.compare import Recording, Row, compare
 from megalith.prove.draw import draw
 from megalith.prove.parity import reference, shrink
@@ -39,7 +39,7 @@ def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: ParityCase)
 
 def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
     """Such a run has two references. A model that lacks numbers below bf16's resolution does not equal the fp32 model."""
-    one = next(one for one in draw(FEW, 0, only("bf16")) if one.spec.plan.ranks > 1)
+    one = next(one for one in draw(FEW, 0, axes_with_precisions("bf16")) if one.spec.plan.ranks > 1)
     references: dict[Any, Recording] = {}
     assert prove(one, references=references).outcome == "equal"
     exact, alone = (next(r for key, r in references.items() if key[1] == precision) for precision in ("fp32", "bf16"))

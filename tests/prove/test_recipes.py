@@ -12,7 +12,7 @@ from tests.train.prepared import small_data
 pytestmark = pytest.mark.slow
 
 
-def test_errors_of_gradients_tell_recipes_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_gradients_distinguish_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = ("bf16", "fp8", "fp8, tensor, delayed", "nvfp4", "mxfp4, nearest")
     monkeypatch.setattr(precision, "CASES", {name: precision.CASES[name] for name in chosen})
     (found,) = run_ranks(precision.errors, 1, small_data(tmp_path), torch.device("cpu"), 2, 0)

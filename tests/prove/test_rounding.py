@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.prove.compare import Recording, Routed
+from megalith.prove.compare import Recording, StepRouting
 from megalith.prove.rounding import compare
 from megalith.spec.numbers import PRECISIONS, Rounded
 from tests.specs import tiny_run
@@ -39,7 +39,7 @@ def recording(
 ) -> Recording:
     """Return one step of a model with two weights and two tokens, one with nearly tied scores and one with a clear choice.
     `norm`: factor on the norm; `moved`: change of all weights, in learning rates."""
-    routed = Routed(torch.tensor(choices).view(1, 2, 1), torch.tensor([[NEAR, CLEAR]]))
+    routed = StepRouting(torch.tensor(choices).view(1, 2, 1), torch.tensor([[NEAR, CLEAR]]))
     weights = split(torch.full((SIZE,), moved * SPEC.optimizer.lr)) | {"router.load": torch.full((4,), load)}
     return Recording([loss], [norm * float(gradient.norm())], [split(gradient)], [{"router": routed}], weights)
 

@@ -21,10 +21,12 @@ KILL, STOP = Injection(0, "kill", 3, "step", (1,)), Injection(1, "stop", 6, "ste
 STATE = {"weights": "abc", "samples": 80}
 
 
-def _incident(number: int, at: float, sign: Observation, *, node: str | None = "0", rank: int | None = None) -> events.Incident:
+def _incident(
+    number: int, at: float, observation: Observation, *, node: str | None = "0", rank: int | None = None
+) -> events.Incident:
     return events.Incident(
-        incident=number, began=at - 0.1, step=sign.step, cause=sign.kind, reason="because", node=node, rank=rank,
-        evidence=observations.dump(sign), commands=[], time=at,
+        incident=number, began=at - 0.1, step=observation.step, cause=observation.kind, reason="because", node=node, rank=rank,
+        evidence=observations.dump(observation), commands=[], time=at,
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_pass
 # --- blame ---
 
 
-def test_the_right_node_among_several_is_right_and_told_apart():
+def test_the_right_node_among_several_is_right_and_distinguished():
     wrong = Injection(0, "once", 4, "gradients", (1,))
     (both, alone, other) = (
         fates_of([wrong], {0: (4.0, "1")}, [_incident(1, 5.0, GradientWrong(good_step=3, suspects=suspects), node=None)])[0]

@@ -13,7 +13,7 @@ from megalith.report import compare
 from megalith.report.atlas import page as draw_atlas
 from megalith.report.page import write
 from tests.report.run_folder import start, step, write_run
-from tests.report.test_dried import a_page
+from tests.report.test_dryrun import a_page
 from tests.watch.browser import CHROMIUM, SMALLEST, Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser installs it")]

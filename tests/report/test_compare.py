@@ -48,7 +48,7 @@ def test_programs_get_numbers_by_run_and_values_by_key(tmp_path: Path) -> None:
     assert found["runs"]["one"]["step"] == 5
 
 
-def test_runs_in_folders_of_one_name_are_told_apart_by_the_path_above(tmp_path: Path) -> None:
+def test_runs_in_folders_of_one_name_are_distinguished_by_the_path_above(tmp_path: Path) -> None:
     runs = compare.read([_run(tmp_path / "a" / "run"), _run(tmp_path / "b" / "run"), _run(tmp_path / "c")])
     assert [*runs] == ["a/run", "b/run", f"{tmp_path.name}/c"]
 

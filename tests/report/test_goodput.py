@@ -26,7 +26,7 @@ def _simulated() -> SimulationResult:
 
 def _tried(marks: Sequence[tuple[float, str]] = ()) -> str:
     points = [SweepPoint(value, goodput=0.9, band=(0.85, 0.95), per_device=0.8) for value in (60.0, 1.0)]
-    return goodput.tried(points, title="a cluster, 5 days: goodput", x_label="minutes between checkpoints", marks=marks)
+    return goodput.sweep(points, title="a cluster, 5 days: goodput", x_label="minutes between checkpoints", marks=marks)
 
 
 def test_every_thing_that_time_goes_to_has_a_colour() -> None:
@@ -42,7 +42,7 @@ def test_no_two_things_that_time_goes_to_share_a_colour(account: type[Cause | Ti
 def test_a_picture_says_what_it_shows() -> None:
     """A picture has a title, names of both axes, a line at 100 %, and a name for every curve."""
     for picture, curves in (
-        (goodput.simulated(_simulated()), {"first seed", "1 other seed"}),
+        (goodput.simulation(_simulated()), {"first seed", "1 other seed"}),
         (
             _tried(marks=[(10.0, "Young: 10")]),
             {"goodput", "of all devices paid for", "goodput, 5th to 95th percentile of the seeds"},
@@ -68,7 +68,7 @@ def test_marked_values_are_named_without_covering_each_other() -> None:
 
 
 def test_the_picture_stands_alone() -> None:
-    picture = goodput.simulated(_simulated())
+    picture = goodput.simulation(_simulated())
     root = ElementTree.fromstring(picture)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "<style>" in picture

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from megalith import events
-from megalith.report.live import Follow
+from megalith.report.live import LiveLine
 from tests.report.run_folder import start, step
 
 
@@ -26,7 +26,7 @@ def log(tmp_path):
 
 def test_a_file_gets_the_first_step_and_the_last_without_escape_codes(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown) as follow:
+    with LiveLine(tmp_path, 5, shown) as follow:
         for i in range(1, 6):
             log.write(step(i, loss=6.0 - i))
             follow.poll()
@@ -37,7 +37,7 @@ def test_a_file_gets_the_first_step_and_the_last_without_escape_codes(tmp_path, 
 
 def test_a_file_gets_a_line_at_every_interval(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown, seconds=0.0) as follow:
+    with LiveLine(tmp_path, 5, shown, seconds=0.0) as follow:
         for i in range(1, 6):
             log.write(step(i))
             follow.poll()
@@ -46,7 +46,7 @@ def test_a_file_gets_a_line_at_every_interval(tmp_path, log):
 
 def test_a_terminal_gets_one_line_that_is_redrawn(tmp_path, log):
     shown = console(terminal=True)
-    with Follow(tmp_path, 5, shown) as follow:
+    with LiveLine(tmp_path, 5, shown) as follow:
         for i in range(1, 6):
             log.write(step(i))
             follow.poll()
@@ -57,7 +57,7 @@ def test_a_terminal_gets_one_line_that_is_redrawn(tmp_path, log):
 def test_what_was_written_before_is_not_shown(tmp_path, log):
     log.write(step(1))
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown) as follow:
+    with LiveLine(tmp_path, 5, shown) as follow:
         follow.poll()
         assert text(shown) == ""
         log.write(step(2, mfu=None))
@@ -66,7 +66,7 @@ def test_what_was_written_before_is_not_shown(tmp_path, log):
 
 def test_a_log_that_does_not_exist_yet_is_waited_for(tmp_path):
     shown = console(terminal=False)
-    with Follow(tmp_path / "later", 5, shown) as follow:
+    with LiveLine(tmp_path / "later", 5, shown) as follow:
         follow.poll()
         late = events.EventLog(tmp_path / "later")
         late.write(step(1))
@@ -80,7 +80,7 @@ def test_a_line_that_is_half_written_is_shown_when_it_is_whole(tmp_path):
     source.write(step(3))
     source.close()
     line = (tmp_path / "whole" / events.FILE).read_bytes()
-    with Follow(tmp_path, 5, shown) as follow, (tmp_path / events.FILE).open("ab", buffering=0) as file:
+    with LiveLine(tmp_path, 5, shown) as follow, (tmp_path / events.FILE).open("ab", buffering=0) as file:
         file.write(line[:30])
         follow.poll()
         assert text(shown) == ""
@@ -92,7 +92,7 @@ def test_a_line_that_is_half_written_is_shown_when_it_is_whole(tmp_path):
 def test_a_line_torn_by_a_dead_writer_is_passed_over(tmp_path):
     (tmp_path / events.FILE).write_bytes(b'{"type":"step","st')
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown):
+    with LiveLine(tmp_path, 5, shown):
         log = events.EventLog(tmp_path)
         log.write(step(1))
         log.write(step(2, mfu=None))
@@ -105,7 +105,7 @@ def test_a_line_torn_by_a_dead_writer_is_passed_over(tmp_path):
 )
 def test_a_line_that_holds_nothing_to_show_does_not_end_the_display(tmp_path, log, line):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown), (tmp_path / events.FILE).open("a") as file:
+    with LiveLine(tmp_path, 5, shown), (tmp_path / events.FILE).open("a") as file:
         file.write(f"{line}\n")
         file.flush()
         log.write(step(2, mfu=None))
@@ -115,7 +115,7 @@ def test_a_line_that_holds_nothing_to_show_does_not_end_the_display(tmp_path, lo
 def test_a_log_that_goes_away_or_is_removed_is_followed_again_once_it_is_back(tmp_path):
     shown, folder = console(terminal=False), tmp_path / "run"
     log = events.EventLog(folder)
-    with Follow(folder, 9, shown, seconds=0.0) as follow:
+    with LiveLine(folder, 9, shown, seconds=0.0) as follow:
         log.write(step(1))
         follow.poll()
         away = folder.rename(tmp_path / "away")
@@ -138,7 +138,7 @@ def test_a_console_that_fails_ends_no_run(tmp_path, log):
         def write(self, text):
             raise OSError("nobody reads this")
 
-    with Follow(tmp_path, 5, Console(file=Gone(), force_terminal=False)) as follow:
+    with LiveLine(tmp_path, 5, Console(file=Gone(), force_terminal=False)) as follow:
         log.write(step(1))
         follow.poll()
     assert "nobody reads this" in follow.failed
@@ -146,7 +146,7 @@ def test_a_console_that_fails_ends_no_run(tmp_path, log):
 
 def test_validation_and_problems_are_said(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown) as follow:
+    with LiveLine(tmp_path, 5, shown) as follow:
         log.write(events.Validation(1, 4.25, {}, 0.1))
         log.write(events.Problem("warning", "rank 1 is slow", 1))
         log.write(step(1, mfu=None))
@@ -163,13 +163,13 @@ def _incident(number: int, reason: str, command: str) -> events.Incident:
 
 def test_an_incident_is_said_in_a_line_and_once_and_what_ends_the_run_is_left_to_the_end(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown, errors=False) as follow:
+    with LiveLine(tmp_path, 5, shown, errors=False) as follow:
         log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 0))
         log.write(_incident(1, "rank 1 on 0: ValueError: wrong\nand more", "restart"))
         log.write(_incident(2, "rank 1 on 0: ValueError: wrong, again at step 3\nand more", "restart"))
         log.write(_incident(3, "rank 1 on 0: ValueError: wrong: for the third time", "stop"))
         follow.poll()
-        follow.say("stopping after this step, then saving")
+        follow.print_line("stopping after this step, then saving")
     assert text(shown).splitlines() == [
         "incident at step 3: rank 1 on 0: ValueError: wrong",
         "incident at step 3: the same, again at step 3",
@@ -180,14 +180,14 @@ def test_an_incident_is_said_in_a_line_and_once_and_what_ends_the_run_is_left_to
 
 def test_under_another_launcher_errors_of_ranks_are_said_in_a_line(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 5, shown):
+    with LiveLine(tmp_path, 5, shown):
         log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 3))
     assert text(shown) == "error: RuntimeError: Connection closed by peer … (rank 3)\n"
 
 
 def test_the_remaining_time_counts_what_lies_between_steps(tmp_path, log):
     shown = console(terminal=False)
-    with Follow(tmp_path, 100, shown) as follow:
+    with LiveLine(tmp_path, 100, shown) as follow:
         log.write(start())
         log.write(step(1, time=1000.0))
         log.write(step(11, time=1020.0))  # steps take 0.5 s, but are 2 s apart

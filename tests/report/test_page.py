@@ -232,7 +232,7 @@ def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
     assert "all products of blocks.1 are wide from step 3 on" in page
 
 
-def test_the_heading_tells_runs_apart(tmp_path):
+def test_the_heading_distinguishes_runs(tmp_path):
     folder = write_run(tmp_path / "second")
     found = {"host": "node1", "command": "megalith train a.toml --set name='<b>'", "commit": "0123456789ab"}
     (folder / "provenance.json").write_text(json.dumps({f"started.{key}": value for key, value in found.items()}))

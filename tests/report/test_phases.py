@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megalith.events import EventLog, PhaseBegan
 from megalith.report.history import gather
-from megalith.report.live import Follow
+from megalith.report.live import LiveLine
 from megalith.report.phases import noise_words, phase_table
 from megalith.spec.plan import Plan
 from tests.report.run_folder import start, step
@@ -28,7 +28,7 @@ def test_a_phase_that_is_done_again_counts_once():
 
 def test_the_live_line_says_from_which_sample_a_phase_begins(tmp_path):
     out = StringIO()
-    follow = Follow(tmp_path, 10, Console(file=out, width=200))
+    follow = LiveLine(tmp_path, 10, Console(file=out, width=200))
     log = EventLog(tmp_path)
     log.write(PHASE)
     follow.poll()
@@ -47,7 +47,7 @@ def test_the_noise_scale_is_shown_beside_the_batch_or_why_there_is_none():
 
 def test_the_live_line_has_the_noise_scale(tmp_path):
     out = StringIO()
-    follow = Follow(tmp_path, 10, Console(file=out, width=200))
+    follow = LiveLine(tmp_path, 10, Console(file=out, width=200))
     log = EventLog(tmp_path)
     log.write(step(3, noise={"signal": 1.0, "noise": 8.0, "scale": 8.0, "tokens": 2_000_000.0}))
     follow.poll()

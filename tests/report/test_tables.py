@@ -4,7 +4,7 @@ from io import StringIO
 from rich.console import Console
 
 from megalith import events
-from megalith.report.live import Follow
+from megalith.report.live import LiveLine
 from megalith.report.page import write
 from megalith.report.tables import summary
 from tests.report.run_folder import start, step, write_run
@@ -63,7 +63,7 @@ def test_lines_that_hold_no_event_are_counted(tmp_path):
 
 def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
     log, out = events.EventLog(tmp_path), StringIO()
-    follow = Follow(tmp_path, 4, Console(file=out, width=200))
+    follow = LiveLine(tmp_path, 4, Console(file=out, width=200))
     log.write(start())
     log.write(step(1, scale=1024.0))
     names = {"part": "head", "tensor": "head.output.weight", "scale_before": 1024.0, "scale_after": 512.0}

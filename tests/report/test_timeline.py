@@ -74,7 +74,7 @@ def test_a_frame_goes_around_the_two_halves_of_an_overlap():
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-v", 2), ("dualpipev", 2), ("dualpipe", 1)])
-def test_shades_tell_a_ranks_chunks_or_the_two_directions_apart(name, chunks):
+def test_shades_distinguish_a_ranks_chunks_or_the_two_directions(name, chunks):
     schedule = build(name, ranks=2, microbatches=4, chunks=chunks)
     bars = predicted(simulate(lower(schedule, 0), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}))
     for bar in bars:

@@ -22,10 +22,10 @@ actions = (
     | st.builds(Action, st.sampled_from(sorted(MESSAGES | TRANSFERS)), numbers, numbers)
     | st.builds(Action, st.sampled_from(sorted(COLLECTIVES)), numbers, st.none())
 )
-slots = actions | st.builds(Overlap, computed, computed)
+entries = actions | st.builds(Overlap, computed, computed)
 
 
-@given(st.lists(slots).map(tuple))
+@given(st.lists(entries).map(tuple))
 @settings(deadline=None)
 def test_a_row_survives_its_text_form(row):
     assert parse_row(format_row(row)) == row

@@ -54,7 +54,7 @@ def test_both_ranks_of_a_pair_do_the_same_as_the_rank_of_the_half_pipeline(ranks
         pair = min(rank, ranks - 1 - rank)
         kinds = [(a.kind, a.stage, (a.microbatch or 0) % each_way) for a in computations(row)]
         assert kinds == [(a.kind, a.stage, a.microbatch) for a in computations(half.rows[pair])]
-        assert [isinstance(slot, Overlap) for slot in row] == [isinstance(slot, Overlap) for slot in half.rows[pair]]
+        assert [isinstance(entry, Overlap) for entry in row] == [isinstance(entry, Overlap) for entry in half.rows[pair]]
 
 
 def test_each_direction_visits_all_ranks_and_every_stage_has_two_copies():
@@ -84,7 +84,7 @@ def test_dualpipev_accumulates_in_order_for_any_number_of_microbatches(ranks, mi
 
 def test_the_steady_state_is_made_of_overlaps():
     schedule = dualpipev(2, 20)
-    overlapped = [sum(isinstance(slot, Overlap) for slot in row) for row in schedule.rows]
+    overlapped = [sum(isinstance(entry, Overlap) for entry in row) for row in schedule.rows]
     assert min(overlapped) > 2 * 20 - 2 * 4
 
 

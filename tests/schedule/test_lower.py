@@ -41,7 +41,9 @@ def test_a_lowered_schedule_with_stages_that_move_what_they_keep_has_no_problems
     retained = range(0, schedule.stages, every)
     program = lower(schedule, zero, ahead=ahead, retained=retained)
     assert problems(program) == []
-    moved = [a for row in program.rows for slot in row if isinstance(slot, Action) and (a := slot).kind in ("OFFLOAD", "FETCH")]
+    moved = [
+        a for row in program.rows for entry in row if isinstance(entry, Action) and (a := entry).kind in ("OFFLOAD", "FETCH")
+    ]
     assert Counter(moved) == Counter(
         Action(kind, stage, i) for kind in ("OFFLOAD", "FETCH") for stage in retained for i in range(schedule.microbatches)
     )
@@ -86,7 +88,7 @@ def test_stages_of_one_rank_hand_over_without_messages():
     v = Schedule("v", (parse_row("0F0 3F0 3B0 0B0"), parse_row("1F0 2F0 2B0 1B0")), 4, 1, (0, 1, 1, 0))
     program = lower(v, 0)
     assert problems(program) == []
-    assert Counter(str(slot) for row in program.rows for slot in row if "SEND" in str(slot)) == Counter(
+    assert Counter(str(entry) for row in program.rows for entry in row if "SEND" in str(entry)) == Counter(
         ["0SEND_F0", "2SEND_F0", "3SEND_B0", "1SEND_B0"]
     )
 
@@ -119,7 +121,7 @@ def test_both_ends_of_a_message_name_the_same_channel_and_stand_on_its_ranks(cas
     schedule, _ = case
     program = lower(schedule, 0)
     for rank, row in enumerate(program.rows):
-        for message in (slot for slot in row if isinstance(slot, Action) and slot.kind in MESSAGES):
+        for message in (entry for entry in row if isinstance(entry, Action) and entry.kind in MESSAGES):
             assert partner(partner(message)) == message
             assert channel_of(message, schedule) == channel_of(partner(message), schedule)
             channel = program.channel(message)
@@ -131,7 +133,7 @@ def test_the_two_directions_of_a_bidirectional_schedule_have_channels_of_their_o
     schedule = build("dualpipe", ranks=4, microbatches=8)
     program = lower(schedule, 0)
     found = defaultdict(set)
-    for message in (slot for row in program.rows for slot in row if isinstance(slot, Action) and slot.kind in MESSAGES):
+    for message in (entry for row in program.rows for entry in row if isinstance(entry, Action) and entry.kind in MESSAGES):
         found[program.channel(message)].add((message.microbatch or 0) >= 4)
     assert len(found) == 3 * 4  # for each pair of neighbours: both directions, activations and gradients
     assert all(len(directions) == 1 for directions in found.values())

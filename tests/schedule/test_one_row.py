@@ -6,9 +6,9 @@ import pytest
 
 from megalith.cost.constants import calibration
 from megalith.cost.workload import Workload
-from megalith.planner.answer import short
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import neighbours
+from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed
 from megalith.prove.axes import AXES
 from megalith.report import guide

@@ -20,7 +20,7 @@ def _first_try(program: Program) -> Program:
 
 
 def _messages(row: Row) -> list[Action]:
-    return [action for slot in row for action in parts(slot) if action.kind in MESSAGES]
+    return [action for entry in row for action in parts(entry) if action.kind in MESSAGES]
 
 
 @given(schedules())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.schedule.action import Action, Overlap, Schedule, Slot, computations, parse_row, parts
+from megalith.schedule.action import Action, Overlap, RowEntry, Schedule, computations, parse_row, parts
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import activations, in_flight, simulate
 from megalith.schedule.table import SCHEDULES, build
@@ -34,7 +34,7 @@ def test_the_bubble_is_one_pipeline_depth(name, ranks, microbatches):
 def test_ranks_do_what_the_schedule_says_one_thing_at_a_time(name, pairs, microbatches, chunks, zero, random):
     schedule = build(name, ranks=2 * pairs, microbatches=microbatches, chunks=SCHEDULES[name].chunks.nearest(chunks))
     timeline = simulate(lower(schedule, zero), lambda _: random.random(), transfer=lambda _: random.random())
-    ends: dict[Slot, float] = {}
+    ends: dict[RowEntry, float] = {}
     for rank, row in enumerate(schedule.rows):
         spans = [span for span in timeline.row(rank) if not str(span.action).endswith(("GATHER", "REDUCE"))]
         assert [action for span in spans for action in parts(span.action)] == list(computations(row))
@@ -147,10 +147,10 @@ def test_126_layers_on_16_stages_with_the_ends_one_short():
     schedule, microbatches = build("1f1b", ranks=16, microbatches=64), 64
     assert activations(schedule, [float(n) for n in layers]) == [(16 - rank) * layers[rank] for rank in range(16)]
 
-    def seconds(slot: Slot) -> float:
-        assert isinstance(slot, Action)
-        here = layers[slot.stage] + (slot.stage == 15)  # the output projection and the loss take as long as a layer
-        return here * {"F": 1.0, "B": 2.0}.get(slot.kind, 0.0)
+    def seconds(entry: RowEntry) -> float:
+        assert isinstance(entry, Action)
+        here = layers[entry.stage] + (entry.stage == 15)  # the output projection and the loss take as long as a layer
+        return here * {"F": 1.0, "B": 2.0}.get(entry.kind, 0.0)
 
     timeline = simulate(lower(schedule, 0), seconds)
     assert timeline.busy == (64 * 7 * 3, *[64 * 8 * 3] * 15)

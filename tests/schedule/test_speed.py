@@ -1,5 +1,5 @@
-"""Large programs (16 ranks, 512 microbatches, 8 chunks: 450,000 slots) are made and timed in seconds, because work is proportional to
-slots."""
+"""Large programs (16 ranks, 512 microbatches, 8 chunks: 450,000 entries) are made and timed in seconds, because work is proportional to
+entries."""
 
 import sys
 from collections.abc import Callable
@@ -39,12 +39,12 @@ def test_a_slot_costs_the_same_in_a_large_program_as_in_a_small_one(name):
     for ranks, microbatches in ((2, 4), (8, 16)):
         schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=SCHEDULES[name].chunks.nearest(2))
         program = lower(schedule, 2)
-        slots = sum(map(len, program.rows))
+        entries = sum(map(len, program.rows))
         for what, function in {
             "lower": lambda schedule=schedule: lower(schedule, 2),
             "simulate": lambda program=program: simulate(program, {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}),
             "problems": lambda program=program: problems(program),
         }.items():
-            costs.setdefault(what, []).append(opcodes(function) / slots)
+            costs.setdefault(what, []).append(opcodes(function) / entries)
     for what, (small, large) in costs.items():
         assert large < 1.4 * small, (what, small, large)

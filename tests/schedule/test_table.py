@@ -75,10 +75,10 @@ def test_the_traits_of_a_row_are_those_of_its_programs(name: str):
     row = SCHEDULES[name]
     for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
         schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-        kinds = {action.kind for slots in schedule.rows for slot in slots for action in parts(slot)}
+        kinds = {action.kind for entries in schedule.rows for entry in entries for action in parts(entry)}
         assert row.splits_backward == ("W" in kinds)
         assert row.bidirectional == (schedule.mirrored is not None)
-        assert row.hides_exchange or not any(isinstance(slot, Overlap) for slots in schedule.rows for slot in slots)
+        assert row.hides_exchange or not any(isinstance(entry, Overlap) for entries in schedule.rows for entry in entries)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

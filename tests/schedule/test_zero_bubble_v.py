@@ -39,7 +39,7 @@ def test_any_number_of_microbatches_runs_and_accumulates_in_order(ranks, microba
 
 def test_where_the_v_turns_nothing_is_sent():
     program = lower(zb_v(2, 3), 0)
-    assert not [str(slot) for slot in program.rows[1] if str(slot).startswith(("1SEND_F", "2RECV_F", "2SEND_B", "1RECV_B"))]
+    assert not [str(entry) for entry in program.rows[1] if str(entry).startswith(("1SEND_F", "2RECV_F", "2SEND_B", "1RECV_B"))]
 
 
 def test_one_rank_goes_down_and_up():

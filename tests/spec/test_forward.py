@@ -68,7 +68,7 @@ def test_what_the_forward_depends_on_is_found_with_the_name_of_its_change(
     ("preset", "key", "value"),
     [("tiny", "init_std", 0.5), ("mixtral-8x7b", "balance_weight", 0.5), ("deepseek-v3", "bias_rate", 0.5)],
 )
-def test_what_only_training_uses_is_told_apart(preset: str, key: str, value: float):
+def test_what_only_training_uses_is_distinguished(preset: str, key: str, value: float):
     assert {each.forward for each in found(preset, **{key: value})} == {False}
 
 

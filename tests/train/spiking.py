@@ -17,13 +17,13 @@ BATCH = 8
 
 
 class Wrong(StepHook):
-    """A watcher that makes a weight badly wrong after each of some steps, once."""
+    """A step hook that makes a weight badly wrong after each of some steps, once."""
 
     def __init__(self, *steps: int) -> None:
         self.left = set(steps)
 
     @torch.no_grad()
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         share = trainer.state.shares("weights").get("weights.head.norm.weight")
         if step in self.left and share is not None and share.numel():
             share[0] += 300.0
@@ -45,4 +45,4 @@ def spiky_run(data: str, *, plan: dict[str, Any] | None = None, steps: int = 60,
 
 def spike(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...], wrong: tuple[int, ...] = (), **rest: Any) -> RunEnd:
     """Train on one of the plan's ranks. After each step in `wrong`, a weight is made wrong."""
-    return train(rank, spec, folder, faults, key=KEY, watchers=[Wrong(*wrong)], **rest)
+    return train(rank, spec, folder, faults, key=KEY, step_hooks=[Wrong(*wrong)], **rest)

@@ -153,9 +153,9 @@ def _fork_agent(host: Host, meeting: str) -> int:
 
 
 class _Paced:
-    """A controller's clock that waits for live nodes: it advances at most MOST seconds beyond the last heartbeat of each."""
+    """A controller's clock that waits for live nodes: it advances at most MAXIMUM seconds beyond the last heartbeat of each."""
 
-    MOST = 0.5
+    MAXIMUM = 0.5
 
     def __init__(self, names: str) -> None:
         self.names, self.now, self.nodes = names, 0.0, cast(RemoteNodes, None)
@@ -167,7 +167,7 @@ class _Paced:
         for name in set(self.names) & set(members):
             if name not in self._since or members[name].life != self._lives.get(name):
                 self._lives[name], self._since[name] = members[name].life, self.now
-        if all(self.now - self._since.get(name, self.now) < self.MOST for name in self.names):
+        if all(self.now - self._since.get(name, self.now) < self.MAXIMUM for name in self.names):
             self.now += min(self._real - before, 0.1)
         return self.now
 
@@ -191,9 +191,9 @@ def test_by_default_a_node_that_falls_silent_is_lost_after_three_seconds(tmp_pat
         os.kill(processes["b"], signal.SIGSTOP)
         clock.names, silent, lost = "a", clock.now, dict[str, float]()
         while "b" not in lost:
-            for sign in nodes.wait(0.1):
-                lost |= dict.fromkeys(sign.nodes, clock.now - silent) if isinstance(sign, NodesLost) else {}
-        assert 3.0 - _Paced.MOST <= lost["b"] <= 3.0 + _Paced.MOST
+            for observation in nodes.wait(0.1):
+                lost |= dict.fromkeys(observation.nodes, clock.now - silent) if isinstance(observation, NodesLost) else {}
+        assert 3.0 - _Paced.MAXIMUM <= lost["b"] <= 3.0 + _Paced.MAXIMUM
         os.kill(processes["b"], signal.SIGCONT)
         assert os.waitstatus_to_exitcode(os.waitpid(processes.pop("b"), 0)[1]) == ExitCode.LOST
         nodes.leave(ExitCode.FINISHED, forget=True)

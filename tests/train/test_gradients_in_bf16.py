@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
 from megalith.parallel.data import Weight, local
 from megalith.parallel.gradients import sum_of_squares
@@ -42,7 +42,7 @@ def _trained(rank: int, specs: list[RunSpec]) -> list[Trained]:
         for step in range(3):
             told += stepper.step(microbatches(trainer, step), step=step)
         told += stepper.settle()
-        held = {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+        held = {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
         found.append(([each.loss for each in told], held))
     return found
 

@@ -44,17 +44,17 @@ class Fault:
     def before_step(self, trainer: Trainer, step: int) -> None:
         self._come("before_step", trainer, step)
 
-    def reduced(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
-        self._come("reduced", trainer, step)
+    def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
+        self._come("after_reduction", trainer, step)
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         self._come("before_update", trainer, step)
 
-    def updated(self, trainer: Trainer, step: int) -> None:
-        self._come("updated", trainer, step)
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        self._come("after_update", trainer, step)
 
-    def resting(self, trainer: Trainer, step: int) -> None:
-        self._come("resting", trainer, step)
+    def after_step(self, trainer: Trainer, step: int) -> None:
+        self._come("after_step", trainer, step)
 
 
 def read_of(trainer: Trainer, step: int, data_rank: int) -> list[Any]:
@@ -90,8 +90,8 @@ def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> Non
 class Outcome:
     """The outcome on one rank: its reports, its reason to end, and its final bits."""
 
-    def __init__(self, signs: list[Observation], ended: str, bits: dict[str, torch.Tensor]) -> None:
-        self.signs, self.ended, self.bits = signs, ended, bits
+    def __init__(self, observed: list[Observation], ended: str, bits: dict[str, torch.Tensor]) -> None:
+        self.observed, self.ended, self.bits = observed, ended, bits
 
 
 def _train(
@@ -99,17 +99,17 @@ def _train(
 ) -> Outcome:
     trainer = trainer_of(tiny_run(**run))
     world = trainer.spec.plan.ranks
-    seat, signs = RankInfo(rank, world, tuple(f"n{r}" for r in range(world)), root, key=KEY), list[Observation]()
-    memory = Memory(trainer.state.shares(), seat=seat, pinned=True) if root else None
+    rank_info, observed = RankInfo(rank, world, tuple(f"n{r}" for r in range(world)), root, key=KEY), list[Observation]()
+    memory = Memory(trainer.state.shares(), rank_info=rank_info, pinned=True) if root else None
     if memory and world > 1 and dist.group.WORLD:
         memory.join(1, group=dist.group.WORLD)
-    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), memory=memory, report=observed.append)
     guard.begin(0, 0)
-    watchers = [w for w in (fault(rank), guard) if w is not None]
-    stepper, ended = stepper_of(trainer, watchers=watchers, referee=guard), "finished"
+    step_hooks = [w for w in (fault(rank), guard) if w is not None]
+    stepper, ended = stepper_of(trainer, step_hooks=step_hooks, referee=guard), "finished"
     try:
         for step in range(STEPS):
-            notify(watchers, "before_step", trainer, step)
+            notify(step_hooks, "before_step", trainer, step)
             stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
             if guard.due(step + 1):
                 guard.copy(step + 1, 0)
@@ -119,7 +119,7 @@ def _train(
         if raises:
             raise
         ended = f"{type(error).__name__}: {error}"
-    return Outcome(signs, ended, {name: share.clone() for name, share in trainer.state.shares().items()})
+    return Outcome(observed, ended, {name: share.clone() for name, share in trainer.state.shares().items()})
 
 
 def train(
@@ -147,9 +147,14 @@ def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
     def act(trainer: Trainer, step: int) -> None:
         flip(next(share for name, share in trainer.state.shares().items() if name.startswith(which)))
 
-    (found,) = train(ALONE, only(0, resting=act))
-    (sign,) = found.signs
-    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.node, sign.where, sign.step) == (0, "n0", "at rest", BAD + 1)
+    (found,) = train(ALONE, only(0, after_step=act))
+    (observation,) = found.observed
+    assert isinstance(observation, StateCorrupt) and (
+        observation.rank,
+        observation.node,
+        observation.where,
+        observation.step,
+    ) == (0, "n0", "at rest", BAD + 1)
     assert found.ended.startswith("Reported")
 
 
@@ -170,18 +175,28 @@ def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) ->
     found = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, torch.nan, times=1)))
     assert [outcome.ended for outcome in found] == ["finished"] * 2
     assert alike(clean, found)
-    (sign,) = [sign for outcome in found for sign in outcome.signs]
-    assert isinstance(sign, Nonfinite) and (sign.rank, sign.step, sign.elsewhere) == (1, BAD, "not asked")
+    (observation,) = [observation for outcome in found for observation in outcome.observed]
+    assert isinstance(observation, Nonfinite) and (observation.rank, observation.step, observation.elsewhere) == (
+        1,
+        BAD,
+        "not asked",
+    )
 
 
 def test_a_nan_that_stays_is_blamed_on_the_rank_unless_another_replica_gets_it_too() -> None:
     run = {"plan": {"data": 2, "zero": 1}}
     one = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
     assert all(outcome.ended.startswith(f"NotFinite: step {BAD + 1}: ") for outcome in one), [o.ended for o in one]
-    assert [sign.elsewhere for sign in one[1].signs if isinstance(sign, Nonfinite)] == ["not asked", "clean"]
-    assert one[1].signs[-1].rank == 1 and one[0].signs == []  # pyright: ignore[reportAttributeAccessIssue]
+    assert [observation.elsewhere for observation in one[1].observed if isinstance(observation, Nonfinite)] == [
+        "not asked",
+        "clean",
+    ]
+    assert one[1].observed[-1].rank == 1 and one[0].observed == []  # pyright: ignore[reportAttributeAccessIssue]
     both = train(run, lambda rank: Fault(before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
-    assert [sign.elsewhere for o in both for sign in o.signs if isinstance(sign, Nonfinite)] == ["not asked", "reproduced"]
+    assert [observation.elsewhere for o in both for observation in o.observed if isinstance(observation, Nonfinite)] == [
+        "not asked",
+        "reproduced",
+    ]
 
 
 # --- wrong gradients ---
@@ -193,10 +208,12 @@ def test_an_error_that_came_once_is_found_with_verify_all_and_blamed_by_a_furthe
     fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1))
     found = train(REPLICAS, fault)
     assert all(outcome.ended.startswith("Reported: step 3: ranks 1 ") for outcome in found), found[0].ended
-    signs = [sign for outcome in found for sign in outcome.signs]
-    assert [(type(sign), sign.suspects, sign.good_step) for sign in signs if isinstance(sign, GradientWrong)] == [
-        (GradientWrong, ("n1",), BAD - 1)
-    ]
+    observed = [observation for outcome in found for observation in outcome.observed]
+    assert [
+        (type(observation), observation.suspects, observation.good_step)
+        for observation in observed
+        if isinstance(observation, GradientWrong)
+    ] == [(GradientWrong, ("n1",), BAD - 1)]
 
 
 UNSEEN = [(3, "all"), (1, "one")]
@@ -209,7 +226,7 @@ def test_an_error_that_came_once_elsewhere_than_what_is_verified_is_never_found(
     assert BAD % 3
     run = REPLICAS | {"fleet": {"verify_every": every, "verify": verify}}
     found = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1)))
-    assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * 2
+    assert [(outcome.observed, outcome.ended) for outcome in found] == [([], "finished")] * 2
     assert not alike(train(run), found), "it stays in the weights"
 
 
@@ -217,8 +234,8 @@ def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_
     run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
     fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=-1))
     found = train(run | {"fleet": {"verify_every": 2}}, fault)
-    (sign,) = [sign for outcome in found for sign in outcome.signs]
-    assert isinstance(sign, GradientWrong) and sign.suspects == ("n1",)
+    (observation,) = [observation for outcome in found for observation in outcome.observed]
+    assert isinstance(observation, GradientWrong) and observation.suspects == ("n1",)
 
 
 @pytest.mark.parametrize("times", [1, -1], ids=["once", "alike each time"])
@@ -227,10 +244,10 @@ def test_without_another_replica_a_rank_repeats_itself_which_finds_only_what_com
     run = {"plan": {}, "fleet": {"verify_every": 1, "verify": "all"}}
     (found,) = train(run, only(0, before_step=lambda trainer, step: spoil(trainer, 0.37, times=times)))
     if times < 0:
-        assert (found.signs, found.ended) == ([], "finished")
+        assert (found.observed, found.ended) == ([], "finished")
         return
-    (sign,) = found.signs
-    assert isinstance(sign, GradientWrong) and (sign.suspects, sign.good_step) == (("n0",), BAD - 1)
+    (observation,) = found.observed
+    assert isinstance(observation, GradientWrong) and (observation.suspects, observation.good_step) == (("n0",), BAD - 1)
     assert found.ended == f"Reported: step {BAD + 1}: ranks 0 did not get the same gradients twice"
 
 
@@ -246,7 +263,7 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [
 def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run: dict[str, Any], tmp_path: Path) -> None:
     clean = train(run | {"fleet": {"digest": False}})
     found = train(run | {"fleet": {"verify_every": 2, "verify": verify}}, root=tmp_path)
-    assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * len(found), found[0].ended
+    assert [(outcome.observed, outcome.ended) for outcome in found] == [([], "finished")] * len(found), found[0].ended
     assert alike(clean, found)
 
 
@@ -266,32 +283,36 @@ def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place
     train_bf16 = {"global_batch": 4, "steps": 3, "seq_len": 32, "precision": "bf16"}
     root = None if place["optimizer"] == "disk" else tmp_path  # copies would hold all the state that is on disk
     found = train({"plan": plan, "train": train_bf16, "fleet": {"verify_every": 1}}, root=root)
-    assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * 2, found[0].ended
+    assert [(outcome.observed, outcome.ended) for outcome in found] == [([], "finished")] * 2, found[0].ended
 
 
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Observation]:
     """Rank 0's node is a spare that has just joined. Rank 1 holds the copy of step 1, the last verified step. The run resumes from 3."""
-    trainer, seat, signs = trainer_of(tiny_run(**run)), RankInfo(rank, 2, ("n0", "n1"), root, key=KEY), list[Observation]()
-    memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
+    trainer, rank_info, observed = (
+        trainer_of(tiny_run(**run)),
+        RankInfo(rank, 2, ("n0", "n1"), root, key=KEY),
+        list[Observation](),
+    )
+    memory = Memory(trainer.state.shares(), rank_info=rank_info, pinned=True)
     if rank == 1:
         memory.copy(1, 0, known=None, to_disk=False)
         memory.pin()
-    guard = StateGuard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), memory=memory, report=observed.append)
     guard.begin(3, 0)
     if rank == 1:
         spoil(trainer, 0.37, times=-1)
-    stepper = stepper_of(trainer, watchers=[guard], referee=guard)
+    stepper = stepper_of(trainer, step_hooks=[guard], referee=guard)
     notify([guard], "before_step", trainer, 4)
     with pytest.raises(Reported):
         stepper.step(read_of(trainer, 4, trainer.groups.coordinates["data"]), step=4)
-    return signs
+    return observed
 
 
 def test_what_was_verified_last_is_what_all_ranks_know_of_however_new_their_nodes_are(tmp_path: Path) -> None:
     """A spare restores an unverified state, whose last steps may contain the error found now."""
     run = REPLICAS | {"fleet": {"verify_every": 4, "verify": "all"}}
-    (sign,) = [sign for signs in run_ranks(_after_a_replacement, 2, run, tmp_path) for sign in signs]
-    assert isinstance(sign, GradientWrong) and sign.good_step == 1
+    (observation,) = [observation for observed in run_ranks(_after_a_replacement, 2, run, tmp_path) for observation in observed]
+    assert isinstance(observation, GradientWrong) and observation.good_step == 1
 
 
 # --- updates and replicas ---
@@ -303,9 +324,9 @@ def flip_moment(trainer: Trainer, step: int) -> None:
 
 
 def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path) -> None:
-    (found,) = train({"plan": {}, "fleet": {"verify_every": 2}}, only(0, updated=flip_moment), root=tmp_path)
-    (sign,) = found.signs
-    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (0, "update", BAD)
+    (found,) = train({"plan": {}, "fleet": {"verify_every": 2}}, only(0, after_update=flip_moment), root=tmp_path)
+    (observation,) = found.observed
+    assert isinstance(observation, StateCorrupt) and (observation.rank, observation.where, observation.step) == (0, "update", BAD)
 
 
 @pytest.mark.parametrize("place", [{"optimizer": "device"}, {"optimizer": "host"}], ids=str)
@@ -313,7 +334,7 @@ def test_the_buddy_that_holds_the_copy_makes_the_update_again(place: dict[str, A
     """The state is sharded, so no replica has it. The buddy ends; a supervisor would end the others."""
     run = {"plan": {"data": 2, "zero": 1, "state": place}, "fleet": {"verify_every": 2}}
     with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD + 1} differs"):
-        run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True)
+        run_ranks(_train, 2, run, only(0, after_update=flip_moment), tmp_path, True)
 
 
 def test_of_three_replicas_the_one_that_differs_is_blamed() -> None:
@@ -321,6 +342,10 @@ def test_of_three_replicas_the_one_that_differs_is_blamed() -> None:
         flip(trainer.state.shares("optimizer")["moments.first.embedding.weight"])
 
     run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
-    found = train(run, only(2, updated=act))
-    (sign,) = [sign for outcome in found for sign in outcome.signs]
-    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (2, "replica", BAD + 1)
+    found = train(run, only(2, after_update=act))
+    (observation,) = [observation for outcome in found for observation in outcome.observed]
+    assert isinstance(observation, StateCorrupt) and (observation.rank, observation.where, observation.step) == (
+        2,
+        "replica",
+        BAD + 1,
+    )

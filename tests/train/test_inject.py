@@ -41,7 +41,7 @@ def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
     for step in range(3):
         train_step(trainer, microbatches(trainer, step), step=step)
         before = {name: share.clone() for name, share in trainer.state.shares().items()}
-        notify([injector], "resting", trainer, step)
+        notify([injector], "after_step", trainer, step)
         others = {name: int((before[name] != share).sum()) for name, share in trainer.state.shares().items()}
         found.append({name: count for name, count in others.items() if count})
     return found
@@ -81,7 +81,7 @@ def test_every_kind_of_fault_is_done_by_somebody() -> None:
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_one_element_of_the_state_flips_while_it_rests(kind: str, hurt: dict[str, Any]) -> None:
+def test_one_element_of_the_state_flips_between_steps(kind: str, hurt: dict[str, Any]) -> None:
     before, then, after = hurt[kind]
     assert before == after == {}
     ((name, count),) = then.items()

@@ -95,8 +95,8 @@ def _away(rank: int, data: str, folder: Path) -> list[Observation]:
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_as_away_and_can_be_restored_later(data, tmp_path):
-    ((sign,),) = run_ranks(_away, 1, data, tmp_path)
-    assert isinstance(sign, CopyAway) and (sign.tier, sign.copy_step) == (Tier.STORE, 1)
+    ((observation,),) = run_ranks(_away, 1, data, tmp_path)
+    assert isinstance(observation, CopyAway) and (observation.tier, observation.copy_step) == (Tier.STORE, 1)
 
 
 def _init_from(rank: int, data: str, folder: Path) -> None:

@@ -178,8 +178,8 @@ def test_a_rank_does_not_begin_with_another_description_than_it_was_told_of(data
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == ExitCode.REPORTED
-    (sign,) = collect(tmp_path / "reports")
-    assert isinstance(sign, NotThisRun) and "spec.json was changed" in sign.error
+    (observation,) = collect(tmp_path / "reports")
+    assert isinstance(observation, NotThisRun) and "spec.json was changed" in observation.error
 
 
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3215")
@@ -208,7 +208,7 @@ def test_what_a_rank_says_of_its_own_error_stands_when_others_lose_it(tmp_path: 
     assert _said(tmp_path) == ["failed", "failed"], "a supervisor hears of it by itself"
 
 
-def test_a_lost_connection_is_logged_in_a_line_and_not_at_all_where_a_supervisor_hears_the_cause(
+def test_a_lost_connection_is_logged_in_a_line_and_not_at_all_where_a_supervisor_gets_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = RuntimeError(f"{LOST_PEER}\nException raised from readComplete\nframe #0: c10::Error")
@@ -241,7 +241,7 @@ def test_what_a_run_used_before_and_cannot_reach_is_no_error_of_the_program(
     if isinstance(error, OSError):
         error.filename = error.filename.format(run)
     ending = _unreachable(error, [run, Path("/data")])
-    assert [sign.path for sign in collect(tmp_path / "reports") if isinstance(sign, StoreAway)] == (
+    assert [observation.path for observation in collect(tmp_path / "reports") if isinstance(observation, StoreAway)] == (
         [] if path is None else [path.format(run)]
     )
     assert (ending is None) == (path is None)

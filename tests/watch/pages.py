@@ -29,7 +29,7 @@ def one_page(run: Path, again: Path) -> tuple[dict[int, float], list[str], list[
             with patch("time.time", return_value=event.time):
                 while source.poll():
                     pass
-                told += alerts.look(event.time)
+                told += alerts.check(event.time)
     loss = panels.panel(source, "loss", {"points": "2800"})
     source.close()
     assert set(loss["steps"]) <= {1}, "short enough to be drawn step by step"

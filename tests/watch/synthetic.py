@@ -39,7 +39,7 @@ def write(
     pipeline: int,
     tensor: int,
     slow: int,
-    least: int = pyramid.LEAST,
+    least: int = pyramid.MINIMUM,
     keep: int = pyramid.KEEP,
 ) -> Path:
     """Write a run in which rank `slow` works 1.3 times as long as its peers in the last tenth of the steps."""

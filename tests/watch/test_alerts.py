@@ -18,7 +18,7 @@ from megalith.control.times import Times
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.spec.alerts import AlertsSpec
 from megalith.watch.alerts import Alert, Alerts, post, run
-from megalith.watch.signs import Say
+from megalith.watch.signs import HealthMessage
 from megalith.watch.source import Source
 from tests.report.run_folder import start, step
 
@@ -42,7 +42,7 @@ def _live(folder: Path, *, age: float = 0.2, steps: int = 80, **changes: Any) ->
 def _looked(source: Source, rules: AlertsSpec = ALL) -> list[Alert]:
     """Return the alerts of a process that has followed a run for a while. Each says a cause."""
     alerts = Alerts(source, rules, lambda _: None)
-    found = [*alerts.look(0.0), *alerts.look(50.0)]
+    found = [*alerts.check(0.0), *alerts.check(50.0)]
     assert all(one.cause for one in found if one.sign != "finished")
     return found
 
@@ -70,19 +70,19 @@ def test_a_log_of_a_machine_whose_clock_is_wrong_is_not_silent(tmp_path: Path) -
     """Its clock is an hour behind, so the newest event looks old until the next one comes."""
     source = _live(tmp_path, age=3600.0)
     alerts = Alerts(source, ALL, lambda _: None)
-    assert alerts.look(0.0) == []
+    assert alerts.check(0.0) == []
     _more(tmp_path, source, step(81, seconds=1.0, time=time.time() - 3600.0))
-    assert alerts.look(5.0) == [] == alerts.look(500.0) and (source.age() or 99) < 60
+    assert alerts.check(5.0) == [] == alerts.check(500.0) and (source.age() or 99) < 60
 
 
 def test_silence_of_a_machine_whose_clock_is_ahead_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _live(tmp_path, age=-3600.0)
     alerts = Alerts(source, ALL, lambda _: None)
     _more(tmp_path, source, step(81, seconds=1.0, time=time.time() + 3600.0))
-    assert alerts.look(0.0) == []
+    assert alerts.check(0.0) == []
     later = time.time() + 500.0
     monkeypatch.setattr("time.time", lambda: later)
-    assert [one.sign for one in alerts.look(500.0)] == ["silent"]
+    assert [one.sign for one in alerts.check(500.0)] == ["silent"]
 
 
 def test_a_spike_says_its_likely_cause(tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_an_end_is_told_with_its_error_and_a_good_one_if_asked_for(tmp_path: Pat
 def test_the_same_sign_is_sent_once_until_it_was_gone(tmp_path: Path) -> None:
     source = _live(tmp_path, age=500.0)
     alerts = Alerts(source, ALL, lambda _: None)
-    assert alerts.look(-1000.0) == [] and len(alerts.look(0.0)) == 1
-    assert not any(alerts.look(float(now)) for now in range(2, 8000, 30)), "it lasts"
+    assert alerts.check(-1000.0) == [] and len(alerts.check(0.0)) == 1
+    assert not any(alerts.check(float(now)) for now in range(2, 8000, 30)), "it lasts"
     source.last_time = time.time()
-    assert alerts.look(8000.0) == []
+    assert alerts.check(8000.0) == []
     source.last_time -= 500.0
-    assert len(alerts.look(8200.0)) == 1, "it was gone for a minute, and the last one is more than an hour old"
+    assert len(alerts.check(8200.0)) == 1, "it was gone for a minute, and the last one is more than an hour old"
 
 
 def test_generations_are_not_compared(tmp_path: Path) -> None:
@@ -241,5 +241,5 @@ def test_alerts_of_a_run_file_and_none_of_a_folder(tmp_path: Path) -> None:
 def test_a_cause_is_not_said_twice(tmp_path: Path) -> None:
     source = _live(tmp_path)
     alerts = Alerts(source, ALL, lambda _: None)
-    alert = alerts._judge(Say("bad", "It is over: x", "ended", "x"), None, 0.0)
+    alert = alerts._judge(HealthMessage("bad", "It is over: x", "ended", "x"), None, 0.0)
     assert alert is not None and alert.text.count("x") == 1

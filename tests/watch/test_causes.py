@@ -13,8 +13,8 @@ from megalith.schedule import SCHEDULES
 from megalith.spec.plan import Plan
 from megalith.watch import panels, predict
 from megalith.watch.causes import _of_samples, _of_stages
+from megalith.watch.replay import Replay, levelled
 from megalith.watch.source import Source
-from megalith.watch.whatif import Replay, levelled
 from megalith.watch.window import ENOUGH, WINDOW, Window, slow_ranks, steady
 from tests.report import run_folder
 from tests.specs import tiny_run

@@ -17,7 +17,7 @@ from megalith.control.times import ROWS, Times
 from megalith.events import Incident, RunFinished, Skipped
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.report import units
-from megalith.report.live import Follow
+from megalith.report.live import LiveLine
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import causes, index, panels, predict
@@ -168,7 +168,7 @@ def test_a_kill_another_plan_a_shrink_and_a_rewind_are_one_page_without_a_false_
         object.__setattr__(event, "time", now[0])
         log.write(event)
         source.poll()
-        told.extend(alerts.look(now[0]))
+        told.extend(alerts.check(now[0]))
         assert panels.panel(source, "alive")["health"] in ("good", "warn" if source.incidents or source.problems else "good")
 
     def train(first: int, last: int, *, rate: float = 8192.0, updates: int = 0) -> None:
@@ -311,7 +311,7 @@ def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: P
 
 def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, calls = _live(tmp_path), []
-    monkeypatch.setattr(causes, "_find", lambda one: calls.append(1) or time.sleep(0.05) or causes.Found())
+    monkeypatch.setattr(causes, "_find", lambda one: calls.append(1) or time.sleep(0.05) or causes.CauseReport())
     for _ in range(5):
         source.revision += 1
         causes.causes(source)
@@ -340,7 +340,7 @@ def test_the_live_line_and_the_page_show_the_same_figures(tmp_path: Path) -> Non
     """Speed, MFU and time left are correct in a run that skipped updates and speeds up, also for a page that is opened later."""
     log, console = events.EventLog(tmp_path), Console(file=io.StringIO(), width=200)
     log.write(start())
-    follow = Follow(tmp_path, run_folder.STEPS, console)
+    follow = LiveLine(tmp_path, run_folder.STEPS, console)
     now = time.time() - 40
     for number in range(1, 31):
         rate = 4096.0 if number < 10 else 8192.0 + number

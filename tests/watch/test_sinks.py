@@ -16,7 +16,7 @@ from megalith.check import check
 from megalith.events import EventLog, Step, Validation
 from megalith.spec.run import SERVED, SINKS, LogSpec
 from megalith.watch import sinks
-from megalith.watch.beside import Beside
+from megalith.watch.helpers import WatchHelpers
 from megalith.watch.sinks import Feed, numbers_of
 from tests.patience import PATIENCE
 from tests.specs import tiny_run
@@ -228,10 +228,10 @@ def test_the_process_beside_a_training_feeds_them_and_ends_with_it(tmp_path: Pat
     lacking = [name for name in SINKS if subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode]
     if not lacking:  # each tool's own tests are above; this one covers a missing tool
         pytest.skip("all tools are installed, and none can be given up")
-    with Beside(run, serves=False, log=LogSpec.model_validate(dict.fromkeys(lacking, True))) as beside:
-        beside.poll()
-        assert beside._feeding is not None
-    beside._feeding.wait(PATIENCE)
+    with WatchHelpers(run, serves=False, log=LogSpec.model_validate(dict.fromkeys(lacking, True))) as helpers:
+        helpers.poll()
+        assert helpers._feeding is not None
+    helpers._feeding.wait(PATIENCE)
     text = (run / "events.jsonl").read_text()
     assert all(f"log.{name}: no more numbers are sent" in text for name in lacking)
 

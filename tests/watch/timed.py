@@ -11,10 +11,10 @@ from megalith.control.times import Times
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower, simulate
-from megalith.schedule.action import Action, Slot, parts
+from megalith.schedule.action import Action, RowEntry, parts
 from megalith.spec.plan import Plan
+from megalith.watch.replay import WEIGHTS
 from megalith.watch.source import Source
-from megalith.watch.whatif import WEIGHTS
 from tests.report import run_folder
 
 Work = NDArray[np.float64] | Mapping[str, NDArray[np.float64]]
@@ -24,14 +24,16 @@ Work = NDArray[np.float64] | Mapping[str, NDArray[np.float64]]
 def true_seconds(plan: Plan, work: NDArray[np.float64], microbatches: int = 8) -> float:
     """Simulate a step: `work` seconds of each pipeline rank, divided by WEIGHTS among its computations."""
     program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks), plan.zero)
-    computing = [[a for slot in row for a in parts(slot) if isinstance(a, Action) and a.kind in WEIGHTS] for row in program.rows]
+    computing = [
+        [a for entry in row for a in parts(entry) if isinstance(a, Action) and a.kind in WEIGHTS] for row in program.rows
+    ]
     seconds = {}
     for rank, actions in enumerate(computing):
         whole = sum(WEIGHTS[action.kind] for action in actions)
         seconds |= {action: work[rank] * WEIGHTS[action.kind] / whole for action in actions}
 
-    def cost(slot: Slot) -> float:
-        return sum(seconds.get(action, 0.0) for action in parts(slot))
+    def cost(entry: RowEntry) -> float:
+        return sum(seconds.get(action, 0.0) for action in parts(entry))
 
     return simulate(program, cost).end
 

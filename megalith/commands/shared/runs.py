@@ -19,7 +19,7 @@ from megalith.check.own import admit as admit_parts
 from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, damaged_text, latest, of_run, read_manifest, unreadable
 from megalith.commands.shared.arguments import RunRequest
-from megalith.control import answer
+from megalith.control import stop_response
 from megalith.data import manifest
 from megalith.fleet import causes
 from megalith.fleet.exit_codes import ExitCode
@@ -157,7 +157,7 @@ def refuse(problems: Sequence[Problem], resolved: ResolvedRun | None = None, fol
         raise SpecErrors([*problems, *more])
 
 
-def tell(checked: CheckResult) -> None:
+def print_advice(checked: CheckResult) -> None:
     """Print what this machine is short of for a run that starts nevertheless: to stderr, a line each."""
     for problem in checked.here:
         print(f"advice: {problem}", file=sys.stderr, flush=True)
@@ -200,13 +200,13 @@ def start(
     arguments: dict[str, Any],
     *,
     tick: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = answer.print_line,
+    notify: Callable[[str], None] = stop_response.print_line,
     recover: bool = False,
 ) -> "Outcome":
     """Start the plan's ranks on this machine and wait until they end. With `recover`, restart them after faults as the run's fleet says.
 
     Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process, which owns the run folder. `tick` is called
-    several times a second, `say` is called with messages for the user. Raises LeaseError if it no longer owns the folder.
+    several times a second, `notify` is called with messages for the user. Raises LeaseError if it no longer owns the folder.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
     from megalith.control.owner import LeaseError
@@ -215,13 +215,13 @@ def start(
     files.save(resolved, folder, origin())
     described, store = job(spec, folder, entry, arguments), store_of(owner)
     if not (recover and spec.fleet.recover):
-        return supervisor.run(described, tick=tick, say=say, store=store, owner=owner)
+        return supervisor.run(described, tick=tick, notify=notify, store=store, owner=owner)
     how: dict[str, Any] = {
         "fleet": spec.fleet,
         "identity": identity(spec),
         "store": store,
         "tick": tick,
-        "say": say,
+        "notify": notify,
         "owner": owner,
     }
     while True:

@@ -72,7 +72,7 @@ class Siblings:
 
 
 @contextlib.contextmanager
-def beside(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[str] = ()) -> Iterator[Siblings]:
+def running(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[str] = ()) -> Iterator[Siblings]:
     """Train all other sites while the block trains the first. Starts none if the run file says that this command trains one site
     alone."""
     sites = range(1, spec.sites.count) if spec.sites is not None and spec.sites.site is None else ()

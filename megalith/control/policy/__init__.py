@@ -1,6 +1,6 @@
-"""Decision about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
+"""Decision about a fault: one pure function from (state, observation) to commands. No clock, no files, no processes.
 
-The supervisor of a real run and the goodput simulator obey the same function, so similar signs have similar consequences. The
+The supervisor of a real run and the goodput simulator obey the same function, so similar observations have similar consequences. The
 rules, in
 short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
 time stops with a report; damaged copies are never used, and the run never starts over while it has checkpoints; a broken node's

@@ -12,7 +12,7 @@ HOUR = 3600.0
 
 
 def evict(
-    state: State, slot: int, sign: Observation, fleet: FleetSpec, *, because: str, forced: bool
+    state: State, slot: int, observation: Observation, fleet: FleetSpec, *, because: str, forced: bool
 ) -> tuple[State, list[Order]]:
     """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
 
@@ -25,15 +25,15 @@ def evict(
     placement = (*state.placement[:slot], spare, *state.placement[slot + 1 :])
     nodes = len(placement)
     copies = tiers.without_nodes(state.copies, (slot,), nodes=nodes, distance=fleet.buddy_distance(nodes))
-    out = {**state.quarantined, node: sign.time}
+    out = {**state.quarantined, node: observation.time}
     leaving = tuple(other for other in state.leaving if other != node)
     after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies, leaving=leaving)
     commands: list[Order] = [QuarantineNode(node, because), CheckHealth(node)]
     return after, [*commands, Replace(slot, node, spare)] if spare else commands
 
 
-def blame(state: State, node: str, sign: Observation, fleet: FleetSpec) -> tuple[State, bool]:
+def blame(state: State, node: str, observation: Observation, fleet: FleetSpec) -> tuple[State, bool]:
     """Count a fault of a node; return True if it had enough recent faults to be excluded."""
-    since = sign.time - fleet.lemon_hours * HOUR
-    times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)
+    since = observation.time - fleet.lemon_hours * HOUR
+    times = (*(time for time in state.faults.get(node, ()) if time > since), observation.time)
     return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults

@@ -15,14 +15,14 @@ FREE_STARTS = 2
 
 
 def restart(
-    state: State, commands: list[Order], sign: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
+    state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
     """Restart from `source` (default: the newest whole copy), or fill empty slots first; stop when starting does not help.
     `after`: seconds to wait at least. Nodes that were to leave once the state is saved leave with any start."""
     leaving = state.leaving
     for node in leaving:
-        state, orders = evict(state, state.placement.index(node), sign, fleet, because="it is taken away", forced=True)
+        state, orders = evict(state, state.placement.index(node), observation, fleet, because="it is taken away", forced=True)
         commands = [*commands, *orders]
     if source is None or leaving:  # pieces of the copy may be in the memory of nodes that left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
@@ -82,37 +82,37 @@ def stop(
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
-def repeated(state: State, key: str, sign: Observation) -> tuple[State, int]:
+def repeated(state: State, key: str, observation: Observation) -> tuple[State, int]:
     """Count a failure at its step; return how often it has occurred there."""
-    name = f"{key} @ {sign.step}"
+    name = f"{key} @ {observation.step}"
     times = state.repeats.get(name, 0) + 1
     return replace(state, repeats={**state.repeats, name: times}), times
 
 
 def after_failure(
-    state: State, commands: list[Order], sign: Observation, fleet: FleetSpec, *,
+    state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
     """Restart after a failure; from a slower tier if it occurred before at this step, and in the end not at all."""
-    state, times = repeated(state, key, sign)
+    state, times = repeated(state, key, observation)
     if times >= fleet.same_failure:
         report = (
-            f"{reason}: for the {ordinal(times)} time at step {sign.step}, the last time after restoring {state.restored}. "
+            f"{reason}: for the {ordinal(times)} time at step {observation.step}, the last time after restoring {state.restored}. "
             f"Another copy of the state did not help: the fault is in {_where(blamed)}. "
             "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
         )
         return stop(state, commands, code, report, blamed=blamed, rank=rank)
     if times == 1:
-        return restart(state, commands, sign, fleet, reason=reason, blamed=blamed, rank=rank)
+        return restart(state, commands, observation, fleet, reason=reason, blamed=blamed, rank=rank)
     source = fall_back(state.copies, state.restored)
     if source is None:
-        return restart(state, commands, sign, fleet, reason=f"{reason}, again at step {sign.step}; no slower tier is left",
+        return restart(state, commands, observation, fleet, reason=f"{reason}, again at step {observation.step}; no slower tier is left",
                         blamed=blamed, rank=rank)  # fmt: skip
-    because = f"{reason}, again at step {sign.step} after restoring {state.restored}"
+    because = f"{reason}, again at step {observation.step} after restoring {state.restored}"
     commands = [*commands, RollBack(source, because)]
     newer = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > source.step)
     state = replace(state, bad=(*state.bad, *newer))
-    return restart(state, commands, sign, fleet, reason=because, source=source, blamed=blamed, rank=rank)
+    return restart(state, commands, observation, fleet, reason=because, source=source, blamed=blamed, rank=rank)
 
 
 def _where(blamed: str | None) -> str:

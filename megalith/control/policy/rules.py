@@ -15,15 +15,15 @@ from megalith.fleet.tiers import BEGINNING, Copy, Tier, newest
 from megalith.spec.fleet import FleetSpec
 
 
-def decide(state: State, sign: Observation, *, fleet: FleetSpec) -> Decision:
-    """Decide on the response to a sign. Equal arguments always give equal decisions."""
+def decide(state: State, observation: Observation, *, fleet: FleetSpec) -> Decision:
+    """Decide on the response to an observation. Equal arguments always give equal decisions."""
     if state.stopped:
         return Decision((), state, "the run has been stopped")
-    rule = RULES[type(sign)]
-    return _sparing_checkpoints(rule(_with_trusted_copies(state), sign, fleet), state.copies, sign)
+    rule = RULES[type(observation)]
+    return _sparing_checkpoints(rule(_with_trusted_copies(state), observation, fleet), state.copies, observation)
 
 
-def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Observation) -> Decision:
+def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observation: Observation) -> Decision:
     """Stop rather than start over while there are checkpoints, even if none can be used: a new run's checkpoints would replace
     them."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
@@ -34,7 +34,7 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Obs
         f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Starting over would eventually "
         "delete them. Restore one from a copy, or move their folder away to start over; the same command tries all of them again."
     )
-    code = ExitCode.LOST if isinstance(sign, observations.CopyAway) else ExitCode.FAILED
+    code = ExitCode.LOST if isinstance(observation, observations.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]
     state = replace(decision.state, bad=(), away=None)
     return stop(state, commands, code, report, blamed=decision.blamed, rank=decision.blamed_rank)
@@ -47,7 +47,7 @@ def _with_trusted_copies(state: State) -> State:
     return state if copies == state.copies else replace(state, copies=copies)
 
 
-def _started(state: State, sign: observations.Started, fleet: FleetSpec) -> Decision:
+def _started(state: State, observation: observations.Started, fleet: FleetSpec) -> Decision:
     """Starting, resuming and recovering are one path. Nodes that were out at the last end are checked, and the run waits for
     those that it needs."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
@@ -55,21 +55,21 @@ def _started(state: State, sign: observations.Started, fleet: FleetSpec) -> Deci
         empty = ", ".join(map(str, state.vacant))
         reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
         return Decision((*checks, Wait(fleet.wait_limit, state.vacant)), replace(state, waiting=True), reason)
-    return restart(state, checks, sign, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
+    return restart(state, checks, observation, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
 
 
-def _progressed(state: State, sign: observations.Progressed, fleet: FleetSpec) -> Decision:
+def _progressed(state: State, observation: observations.Progressed, fleet: FleetSpec) -> Decision:
     """A new step was finished: failures at earlier steps are over."""
     if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
-    repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= sign.step}
-    reruns = {step: times for step, times in state.reruns.items() if step >= sign.step}
+    repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= observation.step}
+    reruns = {step: times for step, times in state.reruns.items() if step >= observation.step}
     # copies of steps that were done again since are new ones
-    bad = tuple(piece for piece in state.bad if not state.restored.step <= piece[1] <= sign.step)
+    bad = tuple(piece for piece in state.bad if not state.restored.step <= piece[1] <= observation.step)
     return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad, away=None), "progress")
 
 
-def _saved(state: State, sign: observations.Saved, fleet: FleetSpec) -> Decision:
+def _saved(state: State, observation: observations.Saved, fleet: FleetSpec) -> Decision:
     """The ranks have stopped together and their state is among the copies: commands that waited for the save can be carried
     out."""
     if not state.leaving:
@@ -77,20 +77,20 @@ def _saved(state: State, sign: observations.Saved, fleet: FleetSpec) -> Decision
             source = newest(for_any_plan(state.copies)) or BEGINNING
             grown = replace(state, shrunk=False, restored=source)
             return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
-        return restart(state, [], sign, fleet, reason="no action is needed: resume")
-    return restart(state, [], sign, fleet, reason=f"{', '.join(state.leaving)} was taken away")
+        return restart(state, [], observation, fleet, reason="no action is needed: resume")
+    return restart(state, [], observation, fleet, reason=f"{', '.join(state.leaving)} was taken away")
 
 
-def _stop_requested(state: State, sign: observations.StopRequested, fleet: FleetSpec) -> Decision:
+def _stop_requested(state: State, observation: observations.StopRequested, fleet: FleetSpec) -> Decision:
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command resumes the run")
 
 
-def _ordered(state: State, sign: observations.Ordered, fleet: FleetSpec) -> Decision:
+def _ordered(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
     """Carry out a person's order. To save, the ranks stop together and resume: there is no other way to reach all of them at once."""
-    if sign.what == "stop":
+    if observation.what == "stop":
         return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
-    if sign.what == "quarantine":
-        return nodes.ordered_out(state, sign, fleet)
+    if observation.what == "quarantine":
+        return nodes.ordered_out(state, observation, fleet)
     if state.waiting:
         return Decision((), state, "a person orders the state to be saved, but no ranks run now")
     return Decision(
@@ -123,4 +123,4 @@ RULES: dict[type[observations.Observation], Callable[[State, Any, FleetSpec], De
     observations.Ordered: _ordered,
     observations.Waited: nodes.waited,
 }
-"""Kind of sign -> the function that decides on the response."""
+"""Kind of observation -> the function that decides on the response."""

@@ -11,7 +11,7 @@ from megalith.check.narrow import on_a_rank
 from megalith.cost.constants import calibration
 from megalith.cost.narrow.ways import Ways
 from megalith.cost.profile import PHASES, Phase, Product
-from megalith.cost.software import OURS, practice
+from megalith.cost.software import OURS, software_profile_of
 from megalith.cost.time import Setting, multiplying, rounding, router_of
 from megalith.cost.workload import EXPERTS, Workload, computed
 from megalith.spec.cluster import ClusterSpec
@@ -70,7 +70,9 @@ def pays(spec: RunSpec, cluster: ClusterSpec, choices: PrecisionSpec, *, precisi
     model = spec.model.build()
     format, narrow = computed(precision, choices.model_copy(update={"wide": ()}))
     assert narrow is not None, precision
-    load = Workload(model, plan, cluster, train.seq_len, train.global_batch, format, practice(OURS, plan), narrow=narrow)
+    load = Workload(
+        model, plan, cluster, train.seq_len, train.global_batch, format, software_profile_of(OURS, plan), narrow=narrow
+    )
     setting = Setting.of(load, calibration())
     bare = Ways.on(cluster.accelerator, narrow, format, ranks=plan.tensor * plan.context)
     blocks = dict[tuple[str, tuple[int, ...]], list[int]]()

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 VARIABLE, FILE_VARIABLE = "MEGALITH_KEY", "MEGALITH_KEY_FILE"
-LEAST_CHARACTERS = 32
+MIN_CHARACTERS = 32
 MAC_BYTES = 32
-_MOST_BYTES = 4096  # of a key file that is read
+_MAX_BYTES = 4096  # of a key file that is read
 
 
 class NoKey(RuntimeError):  # noqa: N818  # it says what is missing
@@ -128,9 +128,9 @@ class _Damaged(NoKey):
 
 
 def _checked(text: str, source: str) -> Key:
-    if len(text) < LEAST_CHARACTERS or not text.isascii() or not text.isprintable():
+    if len(text) < MIN_CHARACTERS or not text.isascii() or not text.isprintable():
         raise _Damaged(
-            f"{source} holds no key: {len(text)} characters, and a key has at least {LEAST_CHARACTERS}, all of them printable ASCII"
+            f"{source} holds no key: {len(text)} characters, and a key has at least {MIN_CHARACTERS}, all of them printable ASCII"
         )
     return Key(text)
 
@@ -156,4 +156,4 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
             if not warn_only:
                 raise NoKey(f"{why}: it is not a secret. Remove it and make another with: megalith key; or set {VARIABLE}")
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
-        return file.read(_MOST_BYTES).decode("ascii", errors="replace").strip()
+        return file.read(_MAX_BYTES).decode("ascii", errors="replace").strip()

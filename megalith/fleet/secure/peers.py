@@ -36,7 +36,7 @@ from megalith.fleet.secure.tls import Connection, Tls
 
 PIECE_BYTES = 1 << 20  # of a message in one frame
 READ_BYTES = 1 << 18
-MOST_MESSAGE_BYTES = 1 << 40
+MAX_MESSAGE_BYTES = 1 << 40
 PROOF_SECONDS = 5.0  # that one end of a new connection may take to prove itself
 AGAIN_SECONDS = 0.25  # between attempts to connect
 CUT_SECONDS = 20  # without an acknowledgement, after which a connection counts as broken
@@ -247,7 +247,7 @@ class Peers:
             if part.data and length == RESUMED | len(part.data):
                 came[: _LENGTH.size] = self._parts.pop(peer.site).data
                 continue
-            if length > MOST_MESSAGE_BYTES:
+            if length > MAX_MESSAGE_BYTES:
                 raise TooLong(f"a message says that it has {length} bytes")
             end = _LENGTH.size + length
             if len(came) < end:

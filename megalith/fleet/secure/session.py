@@ -20,7 +20,7 @@ MAGIC = b"megalith store 1"
 NONCE_BYTES = 32
 ACCEPTED, REFUSED = b"+", b"-"
 GREETING_BYTES, PROOF_BYTES, REPLY_BYTES = len(MAGIC) + NONCE_BYTES, NONCE_BYTES + MAC_BYTES, 1 + MAC_BYTES
-MOST_PAYLOAD_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 16 << 20
 _HEAD = struct.Struct(">IQ")  # length of the payload, counter
 _FRAME_BYTES = _HEAD.size + MAC_BYTES
 
@@ -39,9 +39,9 @@ class Sealer:
     sent: int = 0
 
     def seal(self, payload: bytes) -> bytes:
-        """Return the next frame. Raises TooLong for a payload beyond MOST_PAYLOAD_BYTES."""
-        if len(payload) > MOST_PAYLOAD_BYTES:
-            raise TooLong(f"a message of {len(payload)} bytes is longer than {MOST_PAYLOAD_BYTES}")
+        """Return the next frame. Raises TooLong for a payload beyond MAX_PAYLOAD_BYTES."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise TooLong(f"a message of {len(payload)} bytes is longer than {MAX_PAYLOAD_BYTES}")
         self.sent += 1
         head = _HEAD.pack(len(payload), self.sent)
         return head + self.key.mac(self.purpose, self.session, head, payload) + payload
@@ -61,7 +61,7 @@ class Opener:
         self._buffer += data
         while len(self._buffer) >= _FRAME_BYTES:
             length, counter = _HEAD.unpack_from(self._buffer)
-            if length > MOST_PAYLOAD_BYTES:
+            if length > MAX_PAYLOAD_BYTES:
                 raise TooLong(f"a frame says that it has {length} bytes")
             end = _FRAME_BYTES + length
             if len(self._buffer) < end:

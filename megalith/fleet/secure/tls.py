@@ -57,16 +57,16 @@ class Tls(NamedTuple):
         found[1].num_tickets = 0  # nobody resumes a session: a ticket would be written while another thread writes
         return cls(*found)
 
-    def connect(self, connection: socket.socket, host: str) -> "Encrypted":
+    def connect(self, connection: socket.socket, host: str) -> "EncryptedConnection":
         """Encrypt a connection that this end has made to `host`, which the other's certificate must name. Raises OSError."""
-        return Encrypted(connection, self.client, host=host)
+        return EncryptedConnection(connection, self.client, host=host)
 
-    def accept(self, connection: socket.socket) -> "Encrypted":
+    def accept(self, connection: socket.socket) -> "EncryptedConnection":
         """Encrypt a connection that the other end has made. Raises OSError."""
-        return Encrypted(connection, self.server)
+        return EncryptedConnection(connection, self.server)
 
 
-class Encrypted:
+class EncryptedConnection:
     """A connected socket with TLS above it. One thread may receive while another sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:

@@ -14,7 +14,7 @@ from megalith.cost.software import FUSED_2024
 from megalith.cost.workload import Workload
 from megalith.planner.published.flops import step_flops
 from megalith.planner.published.rows import CannotSayError, Row
-from megalith.planner.published.software import SOFTWARE, cluster_of, format_of, practice_of
+from megalith.planner.published.software import SOFTWARE, cluster_of, format_of, software_profile_of
 from megalith.spec.model import (
     AttentionSpec,
     BlockSpec,
@@ -111,7 +111,7 @@ def _choices(row: Row) -> tuple[Workload, ...]:
     model, seq_len = _model(row), row.whole("seq_len") or row.model.get("seq_len") or 0
     if not seq_len or (row.whole("seq_len") is None and (row.whole("global_batch") is None or row.whole("micro_batch") is None)):
         raise CannotSayError("sequence length and batch are not stated")
-    cluster, practice = cluster_of(row), practice_of(row)
+    cluster, software_profile = cluster_of(row), software_profile_of(row)
     sizes = _sizes(row)
     data = row.whole("dp") or cluster.count // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
     global_batch = row.whole("global_batch")
@@ -134,7 +134,9 @@ def _choices(row: Row) -> tuple[Workload, ...]:
                 "layers": _layers(row, model, sizes["pipeline"] * chunks),
             }
         )  # fmt: skip
-        found.append(Workload(model, plan, cluster, int(seq_len), global_batch, format_of(row), practice, frozen=_frozen(row)))
+        found.append(
+            Workload(model, plan, cluster, int(seq_len), global_batch, format_of(row), software_profile, frozen=_frozen(row))
+        )
     return tuple(found)
 
 
@@ -249,7 +251,7 @@ def _sequence(row: Row, tensor: int) -> bool:
         return bool(row.options["sequence_parallel"])
     if row.group == "korthikanti22":
         return "seq-parallel" in row.text("recompute")
-    return SOFTWARE.get(row.group, FUSED_2024).generation != "plain"
+    return SOFTWARE.get(row.group, FUSED_2024).overheads != "plain"
 
 
 def _micro(row: Row, per_rank: int) -> list[int]:

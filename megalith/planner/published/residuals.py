@@ -55,10 +55,10 @@ def predict(said: ExpressedRow, figures: Calibration) -> Result:
 
 
 def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration) -> float:
-    kind, generation = row.text("peak_mem_kind").lower(), figures.generations[workload.practice.generation]
+    kind, overheads = row.text("peak_mem_kind").lower(), figures.overheads[workload.software_profile.overheads]
     if "last rank" not in kind and "rank-0" not in kind:
         return found.memory.allocated
-    ranks = every_rank(workload, parts(workload), generation)
+    ranks = every_rank(workload, parts(workload), overheads)
     return ranks[-1 if "last rank" in kind else 0].allocated
 
 

@@ -1,4 +1,4 @@
-"""The machine and the software of a published row: its cluster, its practice, its number format."""
+"""The machine and the software of a published row: its cluster, its software profile, its number format."""
 
 import re
 from dataclasses import replace
@@ -62,7 +62,7 @@ SOFTWARE = {  # source group -> the software its runs used
     "torchtitan": replace(COMPILED_2024, gradient_bytes=4),
     "torchtitan-a100": replace(EAGER_2023, gradient_bytes=4, loss="copied"),
     "torchtitan-h200": replace(COMPILED_2024, gradient_bytes=4),
-    "megalith": replace(TRAINER, generation="compiled"),
+    "megalith": replace(TRAINER, overheads="compiled"),
 }
 
 _BY_SENDER = {"deduplicated": False, "router": "plain"}
@@ -108,60 +108,62 @@ def cluster_of(row: Row) -> ClusterSpec:
     return ClusterSpec(accelerator=accelerator, count=count, per_node=per_node, scale_out=network)
 
 
-def practice_of(row: Row) -> SoftwareProfile:
+def software_profile_of(row: Row) -> SoftwareProfile:
     """Return what the software of a row overlaps, fuses and keeps."""
-    practice = SOFTWARE.get(row.group, FUSED_2024)
+    software_profile = SOFTWARE.get(row.group, FUSED_2024)
     options = row.options
-    if options.get("compile") is False and practice.generation == "compiled":  # torch's own loss, which copies its logits
-        practice = replace(practice, generation="eager", loss="copied")
+    if options.get("compile") is False and software_profile.overheads == "compiled":  # torch's own loss, which copies its logits
+        software_profile = replace(software_profile, overheads="eager", loss="copied")
     if options.get("async_tp"):
-        practice = replace(practice, overlap_tensor=True)
-    if practice.generation == "plain" and row.text("precision") == "fp16":
-        practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
-    if practice.generation == "fused" and _untuned(row):
-        practice = replace(practice, generation="packaged", overlap_tensor=False)
+        software_profile = replace(software_profile, overlap_tensor=True)
+    if software_profile.overheads == "plain" and row.text("precision") == "fp16":
+        software_profile = replace(
+            software_profile, gradient_bytes=2
+        )  # Megatron sums gradients in fp32 for bf16 alone, unless told to
+    if software_profile.overheads == "fused" and _untuned(row):
+        software_profile = replace(software_profile, overheads="packaged", overlap_tensor=False)
         if row.group == "mlm-golden":  # Megatron-Bridge's recipes have Transformer Engine's fused cross-entropy
-            practice = replace(practice, loss="whole")
-    elif practice.generation == "fused" and "moe" in row.model:
-        practice = _tuned_experts(row, practice)
+            software_profile = replace(software_profile, loss="whole")
+    elif software_profile.overheads == "fused" and "moe" in row.model:
+        software_profile = _tuned_experts(row, software_profile)
     if scopes := _graphed(options):
-        practice = replace(practice, graphs="parts" if "attn" in scopes else "router")
+        software_profile = replace(software_profile, graphs="parts" if "attn" in scopes else "router")
     if options.get("attention") == "unfused":
-        practice = replace(practice, attention="plain", causal_half=False)
-    if practice.generation == "packaged":
-        practice = replace(practice, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
+        software_profile = replace(software_profile, attention="plain", causal_half=False)
+    if software_profile.overheads == "packaged":
+        software_profile = replace(software_profile, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
     if options.get("step") == "baseline":  # sections 2.1.2 to 2.1.4 of its document: two kernels zero scales, two order them
-        practice = replace(practice, router="plain", quantise_kernels=4)
+        software_profile = replace(software_profile, router="plain", quantise_kernels=4)
     if options.get("dispatcher") == "alltoall":
-        practice = replace(practice, deduplicated=False)
+        software_profile = replace(software_profile, deduplicated=False)
     if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
-        practice = replace(practice, waits=False, deduplicated=False)
+        software_profile = replace(software_profile, waits=False, deduplicated=False)
     if options.get("moe_permute_fusion") is False:
-        practice = replace(practice, permute=False)
+        software_profile = replace(software_profile, permute=False)
     if options.get("ep_overlap"):
-        practice = replace(practice, overlap_expert=True)
+        software_profile = replace(software_profile, overlap_expert=True)
     if options.get("adam_moments") == "bf16":
-        practice = replace(practice, moment_bytes=4)
+        software_profile = replace(software_profile, moment_bytes=4)
     if options.get("deterministic"):
-        practice = replace(practice, overlap_data=False, overlap_tensor=False)
-    return practice
+        software_profile = replace(software_profile, overlap_data=False, overlap_tensor=False)
+    return software_profile
 
 
-def _tuned_experts(row: Row, practice: SoftwareProfile) -> SoftwareProfile:
+def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfile:
     """Apply the recorded graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: DeepSeek's all-to-all in
     MXFP8, otherwise none."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
     early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
     if row.text("hardware") in RECORDED and blocks:
-        return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
+        return replace(software_profile, graphs="whole", overlap_expert="mla" in row.model)
     eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
     if row.options.get("router") == "token-drop" and "mla" not in row.model and row.text("hardware") in (*RECORDED, "B200"):
-        return replace(practice, graphs="whole")  # qwen3_30b_a3b_llm_pretrain.py: fixed numbers of tokens, full_iteration
+        return replace(software_profile, graphs="whole")  # qwen3_30b_a3b_llm_pretrain.py: fixed numbers of tokens, full_iteration
     small = row.text("hardware") in RECORDED and "mla" not in row.model  # qwen3_workload_base_configs.py: attention is left out
     across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
     graphs: Literal["none", "router", "parts"] = "none" if eager else "router" if small else "parts"
-    return replace(practice, graphs=graphs, overlap_expert=blocks and across and "mla" in row.model)
+    return replace(software_profile, graphs=graphs, overlap_expert=blocks and across and "mla" in row.model)
 
 
 def _graphed(options: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from megalith.parallel.data import Bucket, Weight, local
-from megalith.parallel.gradients import ROW, Shared
+from megalith.parallel.gradients import ROW, SharedParameters
 from megalith.parallel.groups import Groups
 from megalith.spec.noise import Noise, estimate, parts
 from megalith.spec.run import RunSpec
@@ -20,7 +20,7 @@ class NoiseMeter:
     and weights whose gradients tensor ranks or the ends of a pipeline add up later."""
 
     def __init__(
-        self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: Shared, groups: Groups, spec: RunSpec
+        self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: SharedParameters, groups: Groups, spec: RunSpec
     ) -> None:
         later = {*shared.partial, *shared.tied}
         self.names = frozenset(

@@ -74,7 +74,7 @@ class PrecisionWatch:
         """True if gradients are to be compared when `step` steps are done."""
         return step > 0 and step % self.trainer.spec.precision.watch_every == 0 and not self.trainer.wide
 
-    def look(self, step: int) -> None:
+    def measure(self, step: int) -> None:
         """Compare gradients if that is due when `step` steps are done, and make the worst block wide if `precision.auto` says so. Every
         step must be verified, and the gradients of the last one dropped."""
         if not self.due(step):

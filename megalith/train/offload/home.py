@@ -21,9 +21,9 @@ from megalith.parallel.source import Source
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.plan import StateSpec
 from megalith.spec.state import LOWER, MASTER, Slot, away_names
+from megalith.train.offload.disk_shares import LiveShare
 from megalith.train.offload.slot_file import memory_of, padded
 from megalith.train.offload.slots import Slots
-from megalith.train.offload.stored import Stored
 from megalith.train.offload.stream import Stream
 from megalith.train.optimizers.rule import Part
 
@@ -157,14 +157,14 @@ class Disk:
             if (first := _first(slot, lots[name], sources.get(name))) is not None:
                 stored.fill((0,) * first.dim(), first)
 
-    def _stored(self, name: str, number: int) -> Stored:
+    def _stored(self, name: str, number: int) -> LiveShare:
         lot = self.lots[name]
         slot = lot.slots[number]
         starts = [_starts(lot, count)[number] for _, _, count in self.pieces[name]]
         pieces = [
             (chunk, prod(_shape(slot, lot, first)), prod(_shape(slot, lot, count))) for chunk, first, count in self.pieces[name]
         ]
-        return Stored(self._stream, number, pieces, starts, slot.shape_of(lot.share.shape), DTYPE[slot.number])
+        return LiveShare(self._stream, number, pieces, starts, slot.shape_of(lot.share.shape), DTYPE[slot.number])
 
     @property
     def masters(self) -> bool:

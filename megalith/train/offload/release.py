@@ -18,13 +18,13 @@ from megalith.events import ReleasePaused
 from megalith.parallel import gradients
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Bucket, Weight
-from megalith.parallel.gradients import Norms, Shared
+from megalith.parallel.gradients import Norms, SharedParameters
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 WINDOW = 10
 """Updates that decide how the next step begins."""
-MOST = 5
+MAXIMUM = 5
 """Clipped updates among these up to which a step begins with an update. A second pass costs the same either way; above half, the updates
 that are written in vain cost more than the passes that a guess saves."""
 
@@ -43,7 +43,7 @@ class Pace:
     @property
     def pauses(self) -> bool:
         """True if a step begins with a pass that only measures."""
-        return self.clipped > MOST
+        return self.clipped > MAXIMUM
 
     def note(self, clipped: bool, *, step: int) -> Iterator[ReleasePaused]:
         """Add the update of step `step`. Yield an event if `pauses` changed."""
@@ -54,7 +54,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Asked:
+class UpdateRequest:
     """A pass: the factor of all gradients (None: it only measures them), and the update that it makes."""
 
     factor: float | None
@@ -70,7 +70,7 @@ class Release:
         self,
         weights: Mapping[str, Weight],
         stages: Iterable[Iterable[Bucket]],
-        shared: Shared,
+        shared: SharedParameters,
         *,
         state: State,
         rule: Optimizer,
@@ -93,11 +93,11 @@ class Release:
         """How many elements of them were not finite."""
         self.marks: list[tuple[str, object, object]] = []
         """When the last pass updated."""
-        self.asked: Asked | None = None
+        self.asked: UpdateRequest | None = None
         """The last pass; None: it was taken back, or its update counts."""
 
     @contextmanager
-    def during(self, asked: Asked, *, loss_scale: float) -> Iterator[None]:
+    def during(self, asked: UpdateRequest, *, loss_scale: float) -> Iterator[None]:
         """Free each gradient that is reduced meanwhile, and make the update. `loss_scale`: factor of the gradients until then."""
         self.norms, self.odd, self.marks = {}, {}, []
 
@@ -116,7 +116,7 @@ class Release:
         self.asked = asked
 
     @torch.no_grad()
-    def _take(self, names: Sequence[str], asked: Asked, loss_scale: float) -> None:
+    def _take(self, names: Sequence[str], asked: UpdateRequest, loss_scale: float) -> None:
         start = self.clock.mark()
         there = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
         if not there:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.checkpoint.digests import words_of
-from megalith.parallel.retain import Coming, Copy
+from megalith.parallel.retain import OffloadedCopy, PendingFetch
 from megalith.spec.plan import RetainSpec
 from megalith.train.offload.slot_file import StateFileError, move_all
 
@@ -41,7 +41,7 @@ class TierUsage:
         self.held -= size
 
 
-class Here:
+class CompletedFetch:
     """Memory that is on the device."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -59,8 +59,8 @@ class HostCopy:
         counted.observe(self._content)
         counted.hold(self, memory.nbytes)
 
-    def fetch(self) -> Coming:
-        return Here(self._content.clone())
+    def fetch(self) -> PendingFetch:
+        return CompletedFetch(self._content.clone())
 
 
 class HostMemory:
@@ -69,11 +69,11 @@ class HostMemory:
     def __init__(self) -> None:
         self.counted = TierUsage()
 
-    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+    def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
         return [HostCopy(memory, self.counted) for memory in memories]
 
 
-class Returning:
+class PinnedFetch:
     """Memory that a stream of its own copies back to the GPU."""
 
     def __init__(self, memory: Tensor, event: Any) -> None:
@@ -97,14 +97,14 @@ class PinnedCopy:
         self._left = tier.leaving.record_event()
         tier.counted.hold(self, memory.nbytes)
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> PendingFetch:
         coming = self._tier.coming
         coming.wait_stream(torch.cuda.current_stream(self._device))  # not before the computation has come this far
         coming.wait_event(self._left)
         with torch.cuda.stream(coming):
             memory = torch.empty(self._content.shape, dtype=self._content.dtype, device=self._device)
             memory.copy_(self._content, non_blocking=True)
-            return Returning(memory, coming.record_event())
+            return PinnedFetch(memory, coming.record_event())
 
 
 class PinnedMemory:
@@ -115,7 +115,7 @@ class PinnedMemory:
         self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._under_way: deque[Any] = deque()
 
-    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+    def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
         while len(self._under_way) >= BEHIND:
             self._under_way.popleft().synchronize()
         self.leaving.wait_stream(torch.cuda.current_stream())
@@ -125,7 +125,7 @@ class PinnedMemory:
         return copies
 
 
-class Reading:
+class DiskFetch:
     """Memory that a thread reads from the disk."""
 
     def __init__(self, read: "Future[Tensor]", device: torch.device) -> None:
@@ -146,9 +146,9 @@ class DiskCopy:
         self.written = tier.writer.submit(tier.write, self._start, content)
         tier.counted.hold(self, memory.nbytes)
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> PendingFetch:
         content = torch.empty(self._like.shape, dtype=self._like.dtype)
-        return Reading(self._tier.reader.submit(self._read, content), self._device)
+        return DiskFetch(self._tier.reader.submit(self._read, content), self._device)
 
     def _read(self, content: Tensor) -> Tensor:
         self._tier.read(self._start, content, self.written.result())
@@ -173,7 +173,7 @@ class DiskFile:
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size: steps are alike, so each place is used again
         self._under_way: deque[list[Future[int]]] = deque()
 
-    def put(self, memories: Sequence[Tensor]) -> Sequence[Copy]:
+    def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
         while len(self._under_way) >= BEHIND:
             for written in self._under_way.popleft():
                 written.result()

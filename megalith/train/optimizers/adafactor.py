@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalSum, GlobalTensors, squares
 from megalith.train.optimizers.rule import Part, opened
-from megalith.train.optimizers.whole import Sum, Whole, squares
 
 DECAY = 0.8
 """Second moments of update t (1 is the first) forget with 1 - t^-DECAY (section 7.2)."""
-LEAST_SQUARE = 1e-30
+MIN_SQUARE = 1e-30
 """Added to squares of gradients: epsilon 1 of Algorithms 4 and 5."""
-LEAST_SIZE = 1e-3
+MIN_SIZE = 1e-3
 """The least size of a matrix that relative steps count: epsilon 2."""
-MOST = 1.0
+MAXIMUM = 1.0
 """The root mean square of a matrix's update is clipped to this: d of Algorithm 4."""
 
 
@@ -41,7 +41,7 @@ class Adafactor:
     multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
     """
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec, self.whole = spec, whole
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
@@ -51,7 +51,7 @@ class Adafactor:
         """
         fresh = float(number + 1) ** -DECAY
         seen = self._seen(parts, fresh)
-        found = list[Sum]()
+        found = list[GlobalSum]()
         for part in opened(parts):
             _remember(part, seen[part.name], fresh)
             found.append(squares(part.name, _direction(part, seen[part.name]), self.whole.cuts[part.name]))
@@ -59,9 +59,9 @@ class Adafactor:
         for part, squared in zip(opened(parts), sizes, strict=True):
             rate, size = lr * part.lr, seen[part.name].size
             part.weight.mul_(1 - rate * part.weight_decay)
-            factor = 1 / ((squared / self._numel(part)).sqrt() / MOST).clamp(min=1.0)
+            factor = 1 / ((squared / self._numel(part)).sqrt() / MAXIMUM).clamp(min=1.0)
             if size is not None:
-                rate, factor = min(rate, (number + 1) ** -0.5), factor * size.clamp(min=LEAST_SIZE)
+                rate, factor = min(rate, (number + 1) ** -0.5), factor * size.clamp(min=MIN_SIZE)
             direction = _direction(part, seen[part.name])
             factor = factor.to(direction.dtype)
             part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
@@ -83,22 +83,22 @@ class Adafactor:
             found[part.name] = _Seen(rows / shape[-1], columns / shape[-2], mean, size)
         return found
 
-    def _partial(self, part: Part) -> list[Sum]:
+    def _partial(self, part: Part) -> list[GlobalSum]:
         """This rank's part of the sums over a parameter, in the order in which `_seen` reads them."""
         cut = self.whole.cuts[part.name]
         found = [squares(part.name, part.weight, cut)] if self.spec.relative_step else []
         if part.weight.dim() < 2:
             return found
-        square = part.gradient.double().square_().add_(LEAST_SQUARE)
+        square = part.gradient.double().square_().add_(MIN_SQUARE)
         rows, columns = square.sum(-1), square.sum(-2)
         lead, offset = cut.shape[:-2], cut.offset[:-2]
         before = part.slots["moments.row"].double().sum(-1)
         return [
             *found,
-            Sum(part.name, rows, (*lead, cut.shape[-2]), (*offset, cut.offset[-2]), cut.counted),
-            Sum(part.name, columns, (*lead, cut.shape[-1]), (*offset, cut.offset[-1]), cut.counted),
-            Sum(part.name, rows.sum(-1), lead, offset, cut.counted),
-            Sum(part.name, before, lead, offset, cut.counted and cut.first_column),
+            GlobalSum(part.name, rows, (*lead, cut.shape[-2]), (*offset, cut.offset[-2]), cut.counted),
+            GlobalSum(part.name, columns, (*lead, cut.shape[-1]), (*offset, cut.offset[-1]), cut.counted),
+            GlobalSum(part.name, rows.sum(-1), lead, offset, cut.counted),
+            GlobalSum(part.name, before, lead, offset, cut.counted and cut.first_column),
         ]
 
     def _numel(self, part: Part) -> int:
@@ -110,7 +110,7 @@ def _remember(part: Part, seen: _Seen, fresh: float) -> None:
     """Update the second moments."""
     row, column = part.slots["moments.row"], part.slots["moments.column"]
     if part.weight.dim() < 2:  # not factored: the row is the whole second moment
-        row.mul_(1 - fresh).add_(part.gradient.square().add_(LEAST_SQUARE), alpha=fresh)
+        row.mul_(1 - fresh).add_(part.gradient.square().add_(MIN_SQUARE), alpha=fresh)
         return
     row.mul_(1 - fresh).add_(seen.rows.to(row.dtype), alpha=fresh)
     column.mul_(1 - fresh).add_(seen.columns.to(column.dtype), alpha=fresh)

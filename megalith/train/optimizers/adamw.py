@@ -6,14 +6,14 @@ import torch
 from torch.optim.adamw import adamw
 
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, alike, together
-from megalith.train.optimizers.whole import Whole
 
 
 class AdamW:
     """Decoupled weight decay."""
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec = spec
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:

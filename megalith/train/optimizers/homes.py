@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint.shares import box_of
 from megalith.parallel.groups import ranks_in, wait_for
-from megalith.train.optimizers.whole import Whole
+from megalith.train.optimizers.global_tensors import GlobalTensors
 
 Box: TypeAlias = tuple[slice, slice]
 """Rows and columns of a matrix."""
@@ -33,7 +33,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placed:
+class MatrixHome:
     """A matrix and its ranks, by their numbers in the pipeline place."""
 
     item: Item
@@ -65,16 +65,16 @@ def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, floa
     return homes
 
 
-def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
+def homes_of(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
     """Place the matrices of some of this rank's parameters among the ranks of its own copy of the state.
 
     Every copy assigns them in the same way. No message is sent: each rank computes the shares of all ranks.
     """
     if whole.groups is None:
-        return [Placed(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
+        return [MatrixHome(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
     views = {role: _View(whole, role) for role in ("experts", "dense")}
     loads: dict[int, float] = {}
-    found: dict[str, list[Placed]] = {}
+    found: dict[str, list[MatrixHome]] = {}
     for role, view in views.items():  # experts first: only some ranks hold each of them
         mine = [name for name in names if (whole.described[name].role == "experts") == (role == "experts")]
         held = {item: boxes for name in mine for item, boxes in view.holders(name, whole).items()}
@@ -82,7 +82,7 @@ def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
             loads = {rank: loads.get(views["experts"].twin(rank), 0.0) for rank in view.ranks}
         homes = share_out(((item, tuple(boxes)) for item, boxes in held.items()), loads)
         for item, boxes in held.items():
-            found.setdefault(item.name, []).append(Placed(item, homes[item], boxes))
+            found.setdefault(item.name, []).append(MatrixHome(item, homes[item], boxes))
     return [placed for name in names for placed in found[name]]
 
 
@@ -101,7 +101,7 @@ def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[
 class _View:
     """The ranks of a pipeline place in one of the two meshes of state."""
 
-    def __init__(self, whole: Whole, role: str) -> None:
+    def __init__(self, whole: GlobalTensors, role: str) -> None:
         groups = whole.groups
         assert groups is not None
         place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
@@ -117,7 +117,7 @@ class _View:
         """Return the rank of this copy at the place of `rank`, which may be in another copy."""
         return self._at[self.everyone[rank][1:]]
 
-    def holders(self, name: str, whole: Whole) -> dict[Item, dict[int, Box]]:
+    def holders(self, name: str, whole: GlobalTensors) -> dict[Item, dict[int, Box]]:
         """The matrices of a parameter, and which rank holds which part of them."""
         parameter, found = whole.held[name], dict[Item, dict[int, Box]]()
         for rank, stand in self.ranks.items():
@@ -130,7 +130,7 @@ class _View:
 class MatrixExchange:
     """The messages of this rank: parts of matrices to their homes, and the results back to all ranks that hold parts."""
 
-    def __init__(self, whole: Whole, placed: Sequence[Placed]) -> None:
+    def __init__(self, whole: GlobalTensors, placed: Sequence[MatrixHome]) -> None:
         self.whole, self.placed = whole, placed
         self.group = whole.groups.place if whole.groups else None
         self.rank = self.group.rank() if self.group else 0
@@ -139,7 +139,7 @@ class MatrixExchange:
         """True if any rank sends a message: the same on all ranks of a pipeline place."""
 
     @property
-    def mine(self) -> list[Placed]:
+    def mine(self) -> list[MatrixHome]:
         """The matrices whose home is here."""
         return [each for each in self.placed if each.home == self.rank]
 
@@ -153,7 +153,7 @@ class MatrixExchange:
         received = [[(each, each.senders[rank]) for each in self.mine if rank in each.senders] for rank in range(self.ranks)]
         pieces = [[self._part(shares[each.item.name], each.item) for each, _ in row] for row in sent]
         like = next(iter(shares.values()))
-        arrive = self._travel(pieces, [sum(_numel(box) for _, box in row) for row in received], like)
+        arrive = self._all_to_all(pieces, [sum(_numel(box) for _, box in row) for row in received], like)
 
         def wait() -> dict[Item, Tensor]:
             whole = {each.item: like.new_empty(each.item.shape) for each in self.mine}
@@ -174,7 +174,7 @@ class MatrixExchange:
         ]
         pieces = [[matrices[each.item][box] for each, box in row] for row in sent]
         like = next(iter(shares.values()))
-        arrived = self._travel(pieces, [sum(_numel(box) for _, box in row) for row in received], like)()
+        arrived = self._all_to_all(pieces, [sum(_numel(box) for _, box in row) for row in received], like)()
         for row, flat in zip(received, arrived, strict=True):
             for (each, _), piece in zip(row, flat.split([_numel(box) for _, box in row]), strict=True):
                 target = self._part(shares[each.item.name], each.item)
@@ -184,7 +184,7 @@ class MatrixExchange:
         """This rank's part of a matrix in its share of the parameter."""
         return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
 
-    def _travel(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
+    def _all_to_all(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Send pieces to each rank; return a function that waits and returns the pieces from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalSum, GlobalTensors, squares
 from megalith.train.optimizers.rule import Part, opened
-from megalith.train.optimizers.whole import Sum, Whole, squares
 
 
 class Lamb:
@@ -17,12 +17,12 @@ class Lamb:
     of the norms is 0.
     """
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec, self.whole = spec, whole
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and both moments."""
-        weights, updates = dict[str, Sum](), dict[str, Sum]()
+        weights, updates = dict[str, GlobalSum](), dict[str, GlobalSum]()
         for part in opened(parts):
             self._remember(part)
             if part.weight.dim() >= 2:
@@ -48,7 +48,7 @@ class Lamb:
         deviation = second.div(1 - self.spec.beta2 ** (number + 1)).sqrt_().add_(self.spec.eps)
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
-    def _ratios(self, weights: Mapping[str, Sum], updates: Mapping[str, Sum]) -> dict[str, Tensor]:
+    def _ratios(self, weights: Mapping[str, GlobalSum], updates: Mapping[str, GlobalSum]) -> dict[str, Tensor]:
         """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64. Squares are this rank's
         parts. Directions are computed once for their norms and again for the update, so that only one is in memory at a time.
         """

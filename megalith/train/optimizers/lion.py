@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, opened
-from megalith.train.optimizers.whole import Whole
 
 
 class Lion:
     """w <- w - lr (sign(beta1 m + (1 - beta1) g) + decay w), and then m <- beta2 m + (1 - beta2) g."""
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec = spec
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:

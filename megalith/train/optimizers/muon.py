@@ -9,10 +9,10 @@ from torch import Tensor
 from megalith.kernels.numbers import DTYPE
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Runs, true_matrices
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.homes import MatrixExchange, homes_of
 from megalith.train.optimizers.orthogonal import orthogonal, steps_of
 from megalith.train.optimizers.rule import Part, opened
-from megalith.train.optimizers.whole import Whole
 
 ROOT_MEAN_SQUARE = 0.2
 """The update of a matrix [m, n] has a root mean square of about 0.2, like AdamW's: its orthogonal factor times 0.2 sqrt(max(m,
@@ -26,7 +26,7 @@ class Muon:
     Each matrix is orthogonalised whole, on its home rank, so the result has the same bits under every plan.
     """
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec, self.whole = spec, whole
         self.steps, self.dtype = steps_of(spec.coefficients, spec.iterations), DTYPE[spec.iteration]
         self._exchange: MatrixExchange | None = None

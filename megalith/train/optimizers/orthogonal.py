@@ -30,7 +30,7 @@ SAFETY = 1.01
 """Singular values are assumed to be larger by this factor, so that rounding above 1 does not grow (section 4 of the same
 paper)."""
 
-LEAST = 1e-7
+MINIMUM = 1e-7
 """A matrix with a smaller norm is left small: torch.optim.Muon's eps."""
 
 
@@ -53,7 +53,7 @@ def orthogonal(matrix: Tensor, steps: Sequence[Step]) -> Tensor:
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x.div_(x.norm().clamp(min=LEAST))
+    x.div_(x.norm().clamp(min=MINIMUM))
     for a, b, c in steps:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

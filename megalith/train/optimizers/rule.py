@@ -11,8 +11,8 @@ from torch import Tensor
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Treatment
-from megalith.train.optimizers.small import Small
-from megalith.train.optimizers.whole import Whole
+from megalith.train.optimizers.global_tensors import GlobalTensors
+from megalith.train.optimizers.small import PackedState
 
 
 class Part(NamedTuple):
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """The home of its slots, if they are not on the device: `opened` yields the part with them."""
     first: int = 0
     """The first number of the share, if this is a flat piece of it."""
-    small: Small | None = None
+    small: PackedState | None = None
     """Access to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
 
 
@@ -79,7 +79,7 @@ def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
 class Rule(Protocol):
     """Updates weights. It keeps nothing between two updates: all its state is in slots."""
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         """`whole`: a rule's view of the tensors whose shares other ranks hold."""
         ...
 
@@ -108,7 +108,9 @@ class Optimizer:
     """The rule of each parameter, which its row in `spec.optimizers` names. Ranks of one pipeline place hold shares of the same
     parameters, so they use the same rules."""
 
-    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole, *, target: str | None = None) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None
+    ) -> None:
         """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage.
         `target`: the kind of device that a dry run is for; None: the tensors' own."""
         self.treated, self.whole, self.target = treated, whole, target
@@ -145,7 +147,7 @@ class Optimizer:
         if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":
             alone, cut = OPTIMIZERS[treatment.kind].unit == "element", self.whole.cuts[part.name]
             target = self.target if part.home is None else None  # state elsewhere is updated there
-            small = Small.of(part.name, treatment.slots, number, cut, alone=alone, narrow=narrow, target=target)
+            small = PackedState.of(part.name, treatment.slots, number, cut, alone=alone, narrow=narrow, target=target)
         return part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps, small=small)
 
 

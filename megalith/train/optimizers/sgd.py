@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, alike, together
-from megalith.train.optimizers.whole import Whole
 
 
 class SGD:
@@ -17,7 +17,7 @@ class SGD:
     it.
     """
 
-    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec = spec
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:

@@ -13,7 +13,7 @@ from megalith.kernels import moments
 from megalith.kernels.halves import join, split
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import LOWER, PIECES, Slot
-from megalith.train.optimizers.whole import Cut
+from megalith.train.optimizers.global_tensors import Cut
 
 if TYPE_CHECKING:
     from megalith.train.optimizers.rule import Part
@@ -25,7 +25,7 @@ LANES = 64
 bits."""
 
 
-class Small(NamedTuple):
+class PackedState(NamedTuple):
     """Opens the tensors of one parameter in few bits: moments, master weights in two halves, and its gradient."""
 
     name: str
@@ -52,7 +52,7 @@ class Small(NamedTuple):
         alone: bool,
         narrow: bool = False,
         target: str | None = None,
-    ) -> "Small | None":
+    ) -> "PackedState | None":
         """None if all slots are wide, and the master weights too. `narrow`: the gradient is not in fp32."""
         moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
         lower = next((slot for slot in slots if slot in LOWER.values()), None)

@@ -8,8 +8,8 @@ from torch import Tensor
 from megalith import own
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, Rule, rule_of
-from megalith.train.optimizers.whole import Whole
 
 ROWS, COLUMNS = 8, 4
 PIECES = "in flat pieces (state elsewhere, or kept in few bits)"
@@ -40,7 +40,7 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
         if not torch.allclose(at_once, halves, rtol=1e-5, atol=1e-7):
             raise own.OwnPartError(
                 f'{kind} updates a cut parameter differently from a whole one, but its unit is "element". Say unit = "tensor" or "matrix", '
-                "and add up over all shares with Whole.add_up"
+                "and add up over all shares with GlobalTensors.add_up"
             )
     if away:
         how = PIECES if row.unit == "element" else WHOLE
@@ -85,7 +85,7 @@ def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: boo
         rule: Rule | None = None
         for number, gradient in enumerate(gradients):
             if rule is None or anew:
-                rule = rule_of(kind)(spec, Whole.alone({"trial": share}))
+                rule = rule_of(kind)(spec, GlobalTensors.alone({"trial": share}))
             part = Part("trial", share, gradient[cut].clone(), slots)
             if away:  # a change of its weight outside of `opened` is lost, as it is where the bits that it needs are elsewhere
                 home = _Pieces(share, slots, whole=OPTIMIZERS[kind].unit != "element")

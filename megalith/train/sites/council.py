@@ -20,18 +20,28 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from megalith.fleet.secure.peers import PeerGone
-from megalith.train.sites.correspondence import Correspondence
-from megalith.train.sites.cuts import called
+from megalith.train.sites.checkpoint_offers import called
 from megalith.train.sites.leaving import TURN_SECONDS
 from megalith.train.sites.meeting import Beginning, caller, no_quorum
-from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, End, Hello, Stand, Start, Told, Verdict
+from megalith.train.sites.messages import (
+    LINE_BYTES,
+    CheckpointOffer,
+    Difference,
+    End,
+    Hello,
+    JoinReply,
+    MergePoint,
+    Start,
+    Verdict,
+)
+from megalith.train.sites.messenger import SiteMessenger
 from megalith.train.sites.pending import Pending, are
 
 T = TypeVar("T")
 JOINING = -1  # in place of a merge's number: a site waits for the weights of the others
 
 
-class Council(Correspondence):
+class Council(SiteMessenger):
     """The view that the leader of site `site` has of the others."""
 
     def quorum(self, sites: Collection[int]) -> bool:
@@ -40,7 +50,7 @@ class Council(Correspondence):
 
     # --- beginning ---
 
-    def begin(self, cuts: Sequence[Cut], seconds: float) -> Beginning | None:
+    def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
         """Meet the others, and agree with them where to begin; None if `seconds` were not enough and the caller must call again. `cuts`:
         this site's checkpoints. A site that holds the run's end waits there as at a merge. Raises PeerGone where too few come for the
         limit."""
@@ -49,13 +59,13 @@ class Council(Correspondence):
         if self._wire is None:
             return self._begun(Start("", max(cuts, default=None)), self.site)
         began, all_here = time.monotonic(), set(range(self.spec.count))
-        self._since, self._stand = self._since or began, end.stand if end is not None else None
+        self._since, self._stand = self._since or began, end.merge_point if end is not None else None
         while time.monotonic() - began < seconds:
-            self._hear(TURN_SECONDS)
+            self._receive(TURN_SECONDS)
             # A site that lost the decider of its line comes again once it knows.
             patient = time.monotonic() - self._since < self._start_seconds / 4
-            if end and (line := self._meeting.line_from(end.stand, self._wire.connected, patient=patient)) is not None:
-                self._follow(*line, end.stand)
+            if end and (line := self._meeting.line_from(end.merge_point, self._wire.connected, patient=patient)) is not None:
+                self._follow(*line, end.merge_point)
                 self._roll.begin()
                 return Beginning(end.step)
             fresh = self._start is not None and not self._verdicts.has_any(self._start[1].line)
@@ -121,11 +131,11 @@ class Council(Correspondence):
         began = time.monotonic()
         if self._due != merge.number:
             self._due, self._due_at, self._due_since = merge.number, began, began
-        self._hear(0.0)  # a site connected since the last merge may lack messages of this site
+        self._receive(0.0)  # a site connected since the last merge may lack messages of this site
         while (found := self._in_line(merge, ask)) is None:
             if time.monotonic() - began >= seconds:
                 return None
-            self._hear(TURN_SECONDS)
+            self._receive(TURN_SECONDS)
         return found
 
     def _in_line(self, merge: Pending, ask: Callable[[Pending], T | None]) -> T | None:
@@ -138,7 +148,7 @@ class Council(Correspondence):
         except PeerGone as gone:
             if not self._may_stand(merge):
                 raise
-            self._leave(Stand(merge.number, merge.step, merge.mark), gone)
+            self._leave(MergePoint(merge.number, merge.step, merge.mark), gone)
             return None
 
     def _verdict(self, merge: Pending) -> Verdict | None:
@@ -149,7 +159,7 @@ class Council(Correspondence):
         """True if a merge lacks only this site's difference: a site that does not train loses nothing by joining anew."""
         return self.site in merge.due
 
-    def _leave(self, stand: Stand, gone: PeerGone) -> None:
+    def _leave(self, stand: MergePoint, gone: PeerGone) -> None:
         """Leave the line, and tell the others at which merge this site waits."""
         self._gone, self._since = (self.line, gone), time.monotonic()
         if self._roll.takes_part(self.decider):  # else it was started again or has left too, and said how it stands
@@ -184,7 +194,7 @@ class Council(Correspondence):
         verdict = self._judged(merge._replace(got=got, arrived=arrived, waited=time.monotonic() - self._due_since))
         if verdict is None:
             return None
-        self._verdicts.give(verdict := replace(verdict, line=self.line))
+        self._verdicts.announce(verdict := replace(verdict, line=self.line))
         self._joining.ready -= set(verdict.joined)
         if self._verdicts.full:
             self._stand = None  # a site still waiting where the line began would soon no longer get the verdict due there
@@ -257,7 +267,7 @@ class Council(Correspondence):
                 )
             if time.monotonic() - began >= seconds:
                 return False
-            self._hear(TURN_SECONDS)
+            self._receive(TURN_SECONDS)
         return True
 
     def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
@@ -270,16 +280,16 @@ class Council(Correspondence):
 
     # --- taking part anew ---
 
-    def told(self, seconds: float) -> Told | None:
+    def join_reply(self, seconds: float) -> JoinReply | None:
         """Return the data for a joining site, once they have arrived with the weights of all fragments; None if `seconds` were not
         enough and the caller must call again. Raises PeerGone if the decider is lost."""
         began = time.monotonic()
         self._due, self._due_since = JOINING, self._due_since if self._due == JOINING else began
         self._roll.expect(self.decider)
-        while (found := self._joining.told) is None:
+        while (found := self._joining.join_reply) is None:
             if time.monotonic() - began >= seconds:
                 return None
-            self._hear(TURN_SECONDS)
+            self._receive(TURN_SECONDS)
             self._need_decider(self._due_since, 0)
         self._due = None
         self._verdicts.begin(self.line, found.number)

@@ -7,13 +7,13 @@ import torch
 
 from megalith.spec.sites import Fragment
 from megalith.train.sites.council import Council
-from megalith.train.sites.messages import Held
+from megalith.train.sites.messages import FragmentValues
 from megalith.train.sites.state import OuterState
-from megalith.train.sites.whole import Wholes
+from megalith.train.sites.whole_tensors import WholeTensors
 
 
-def give(
-    fragments: Sequence[Fragment], state: OuterState, wholes: Wholes, council: Council | None, *, sites: Sequence[int]
+def send_weights(
+    fragments: Sequence[Fragment], state: OuterState, wholes: WholeTensors, council: Council | None, *, sites: Sequence[int]
 ) -> None:
     """Send the merged weights to `sites`. `council`: on the rank that leads."""
     for fragment in fragments:
@@ -22,15 +22,15 @@ def give(
         parts = [wholes.gather(fragment, kept) for kept in (state.anchors, still)]
         if council is not None:
             values = torch.cat([whole[piece.name].flatten() for whole in parts for piece in fragment.pieces])
-            council.tell(sites, Held(fragment.number, values))
+            council.send(sites, FragmentValues(fragment.number, values))
 
 
-def take(fragments: Sequence[Fragment], state: OuterState, wholes: Wholes, council: Council | None) -> None:
+def receive_weights(fragments: Sequence[Fragment], state: OuterState, wholes: WholeTensors, council: Council | None) -> None:
     """Keep this rank's shares of the merged weights that have come. `council`: on the rank that leads."""
     for fragment in fragments:
         size = sum(piece.numel for piece in fragment.pieces)
-        values = torch.empty(2 * size) if council is None else council.held(fragment.number).values
-        wholes.tell(values)
+        values = torch.empty(2 * size) if council is None else council.fragment_values(fragment.number).values
+        wholes.broadcast(values)
         for kept, flat in zip((state.anchors, state.velocities), values.split(size), strict=True):
             for piece, whole in zip(fragment.pieces, flat.split([piece.numel for piece in fragment.pieces]), strict=True):
                 if piece.name in kept:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from megalith.train.sites.messages import Held, Hello, Ready, Told
+from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, Ready
 
 
 class Joining:
@@ -17,8 +17,8 @@ class Joining:
         """Sites that ask this one for the weights."""
         self.ready: set[int] = set()
         """Sites that have all merges so far, and can train."""
-        self._told: Told | None = None
-        self._held: dict[int, Held] = {}
+        self._told: JoinReply | None = None
+        self._held: dict[int, FragmentValues] = {}
 
     def forget(self, site: int) -> None:
         """Forget a site that was started again."""
@@ -36,20 +36,20 @@ class Joining:
         self.asking -= set(found)
         return found
 
-    def note(self, message: Told | Held) -> None:
+    def note(self, message: JoinReply | FragmentValues) -> None:
         """Keep what the decider has sent."""
-        if isinstance(message, Told):
+        if isinstance(message, JoinReply):
             self._told = message
             self._held.clear()
         else:
             self._held[message.fragment] = message
 
     @property
-    def told(self) -> Told | None:
+    def join_reply(self) -> JoinReply | None:
         """The decider's answer to this site, once the weights of all fragments are there."""
         return self._told if len(self._held) == self._fragments else None
 
-    def held(self, fragment: int) -> Held:
+    def fragment_values(self, fragment: int) -> FragmentValues:
         """Return the weights of a fragment, once."""
         self._told = None
         return self._held.pop(fragment)

@@ -16,12 +16,12 @@ from megalith.spec.sites import HEAD_BYTES, Fragment, SitesSpec, folder_of, frag
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.merge import Sites
-from megalith.train.sites.messages import Cut
+from megalith.train.sites.messages import CheckpointOffer
 from megalith.train.sites.progress import Progress
-from megalith.train.sites.record import Recorded, recorded
+from megalith.train.sites.record import ReplayedCouncil, recorded
 from megalith.train.sites.state import OuterState
-from megalith.train.sites.together import All, Together
-from megalith.train.sites.whole import Wholes
+from megalith.train.sites.synchronous import AllSitesCouncil, SynchronousSites
+from megalith.train.sites.whole_tensors import WholeTensors
 
 LOOPBACK = "127.0.0.1"
 SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
@@ -45,7 +45,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     assert spec is not None
     lanes = another(trainer.groups.world, timeout=timedelta(seconds=run.launch.timeout))
     tensors = {name.removeprefix("weights."): tensor for name, tensor in trainer.state.tensors("weights").items()}
-    wholes = Wholes(tensors, lanes)
+    wholes = WholeTensors(tensors, lanes)
     cut = fragments({name: wholes.shapes[name] for name in sorted(wholes.shapes)}, spec)
     leads = trainer.groups.rank == 0
     state = OuterState(trainer.state, cut, spec, leads=leads)
@@ -54,10 +54,10 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
-        usual = partial(All, every=run.checkpoint.every) if spec.exchanges_gradients else Council
-        kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
+        usual = partial(AllSitesCouncil, every=run.checkpoint.every) if spec.exchanges_gradients else Council
+        kind = partial(ReplayedCouncil, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
-    kind_of_merge = Together if spec.exchanges_gradients else Sites
+    kind_of_merge = SynchronousSites if spec.exchanges_gradients else Sites
     return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat, asked=asked)
 
 
@@ -108,7 +108,7 @@ def parsed(address: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-def cuts_in(folder: Path, *, at_most: int | None, total: int) -> list[Cut]:
+def cuts_in(folder: Path, *, at_most: int | None, total: int) -> list[CheckpointOffer]:
     """Return the checkpoints in a folder from which a run of `total` samples across sites can be resumed, of at most so many steps."""
     found = []
     for path in committed(folder):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
-from megalith.train.sites.messages import LINE_BYTES, Hello, Stand
-from megalith.train.sites.roll import Roll
+from megalith.train.sites.messages import LINE_BYTES, Hello, MergePoint
+from megalith.train.sites.roster import SiteRoster
 from megalith.train.sites.wire import Wire
 
 
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 class Meeting:
     """The words of the others about themselves, since site `site` last began to take part in a line."""
 
-    def __init__(self, spec: SitesSpec, site: int, roll: Roll) -> None:
+    def __init__(self, spec: SitesSpec, site: int, roll: SiteRoster) -> None:
         self._spec, self._site, self._roll = spec, site, roll
         self._hellos: dict[int, Hello] = {}
 
@@ -62,7 +62,7 @@ class Meeting:
                 return Line(hello.line, hello.decides)
         return None
 
-    def line_from(self, stand: Stand, connected: Callable[[int], bool], *, patient: bool) -> Line | None:
+    def line_from(self, stand: MergePoint, connected: Callable[[int], bool], *, patient: bool) -> Line | None:
         """Return a line that continues from this site's merge: one that another site has begun there, or a new one if this site calls
         the others and a quorum has met. None if there is neither. `patient`: wait for all connected sites to come."""
         for site, hello in self._hellos.items():
@@ -79,7 +79,7 @@ class Meeting:
         line = self.under_way()
         return line is not None and (line.name != left or not patient)
 
-    def has_left(self, line: str, stand: Stand | None, site: int, hello: Hello) -> bool:
+    def has_left(self, line: str, stand: MergePoint | None, site: int, hello: Hello) -> bool:
         """True if a site waits at a merge and no longer takes part in this site's line, which began at `stand`. A site that waits there
         and never sent a message in the line will follow."""
         if not line or hello.line or hello.stand is None:

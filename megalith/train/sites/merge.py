@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.party import Party
+from megalith.checkpoint.object_collectives import ObjectCollectives
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import Fragment, sent_after
@@ -21,11 +21,11 @@ from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import Cut, Difference, Told
-from megalith.train.sites.progress import Made, Midway, Progress, Round, StopAsked, Turn
+from megalith.train.sites.messages import CheckpointOffer, Difference, JoinReply
+from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
 from megalith.train.sites.reported import merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
-from megalith.train.sites.whole import Wholes
+from megalith.train.sites.whole_tensors import WholeTensors
 from megalith.train.step_hooks import StepHook
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Sites:
         spec: RunSpec,
         fragments: Sequence[Fragment],
         state: OuterState,
-        wholes: Wholes,
+        wholes: WholeTensors,
         *,
         site: int,
         council: Council | None,
@@ -59,7 +59,7 @@ class Sites:
         self._phases = Phases.of(spec)
         self.total = self._phases.after(0, spec.train.steps)
         """Samples of the run."""
-        self._wholes, self._council, self._party = wholes, council, Party(wholes.group)
+        self._wholes, self._council, self._ranks = wholes, council, ObjectCollectives(wholes.group)
         self._beat, self._asked = beat, asked
         self._stop = False
         self._taken = set[int]()  # fragments whose differences were taken after the last step
@@ -69,7 +69,7 @@ class Sites:
         self._losses = deque[float](maxlen=self.spec.inner_steps)
         self._shares: dict[int, Share] = {}
         self._refused = 0
-        self.watchers: tuple[StepHook, ...] = ()
+        self.step_hooks: tuple[StepHook, ...] = ()
         """Watchers of the trainer's steps that these merges need."""
 
     @property
@@ -93,11 +93,11 @@ class Sites:
 
     def agree(self, flag: bool) -> bool:
         """True if the flag is set on any rank of this site."""
-        return self._party.any(flag)
+        return self._ranks.any(flag)
 
     # --- beginning ---
 
-    def begin(self, cuts: Sequence[Cut]) -> Beginning:
+    def begin(self, cuts: Sequence[CheckpointOffer]) -> Beginning:
         """Agree with the other sites where to begin. `cuts`: the site's checkpoints, on the rank that leads it."""
         beginning = self._wait_for(lambda council: council.begin(cuts, WAIT_SECONDS))
         self.enters = beginning.anew
@@ -110,24 +110,24 @@ class Sites:
         for step, number, message in self.state.flying:
             if self._council is not None and self.site in deal.due(step):
                 self._council.post(Difference(number, step, False, math.nan, message.clone()))
-        self._say_ready()
+        self._send_ready()
 
     def enter(self) -> int:
         """Join the others: wait for their merged weights, and return the steps that they have done."""
-        told = self._wait_for(lambda council: council.told(WAIT_SECONDS))
-        handover.take(self.fragments, self.state, self._wholes, self._council)
+        reply = self._wait_for(lambda council: council.join_reply(WAIT_SECONDS))
+        handover.receive_weights(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
         self.state.begin_anew()
-        self.state.sent.copy_(torch.tensor(told.sent))
-        self.progress = Progress(Deal.of(told.deal), told.number, told.mark)
+        self.state.sent.copy_(torch.tensor(reply.sent))
+        self.progress = Progress(Deal.of(reply.deal), reply.number, reply.mark)
         self._trains = False
-        self._say_ready()
-        return told.step
+        self._send_ready()
+        return reply.step
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         """Say that this site could train, if it does not."""
         if not self._trains and self._council is not None:
-            self._council.say_ready()
+            self._council.send_ready()
 
     def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
         """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and each time all
@@ -136,22 +136,22 @@ class Sites:
         began = time.monotonic()
         while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
             self._beat()
-            if self._party.any(self._asked() and time.monotonic() - began >= LEAVE_SECONDS):
+            if self._ranks.any(self._asked() and time.monotonic() - began >= LEAVE_SECONDS):
                 raise StopAsked
         return found
 
     def _tell(self, value: T) -> T:
         """The leading rank's value, on every rank of the site."""
-        return self._party.tell(value) if self._wholes.size > 1 else value
+        return self._ranks.broadcast(value) if self._wholes.size > 1 else value
 
     # --- steps ---
 
-    def deal(self, step: int) -> Turn:
+    def deal(self, step: int) -> StepShare:
         """Deal out the samples of the step that `step` steps were done before."""
         deal = self.progress.deal
         schedule = self._phases.steps_in(deal.dealt)
         shares = deal.deal(step, self._phases, self.total)
-        turn = Turn(shares.get(self.site), sum(share.size for share in shares.values()), schedule)
+        turn = StepShare(shares.get(self.site), sum(share.size for share in shares.values()), schedule)
         if turn.share is not None:
             self._shares[step] = turn.share
         self._shares.pop(step - REMEMBERED, None)
@@ -173,7 +173,7 @@ class Sites:
         if self._council is not None:
             self._council.listen()
         trained, merges = self._trains, self.progress.merges
-        made = list[Made]()
+        made = list[MergeResult]()
         with suppress(StopAsked):
             for one in self._merges(step):
                 made.append(one)  # those before the stop count
@@ -182,12 +182,12 @@ class Sites:
             self._losses.clear()
             self._trains = True
         elif trained and not self._trains:
-            self._say_ready()
+            self._send_ready()
         if self.progress.merges > merges and self.progress.midway is None:
             self._serve(step, self.progress.deal.members)
         return self._outcome(made)
 
-    def _outcome(self, made: Sequence[Made]) -> Round:
+    def _outcome(self, made: Sequence[MergeResult]) -> Round:
         """Return the outcome of merges."""
         alone = self.progress.midway is not None or (self._stop and not self._trains)
         stopping = alone or any(verdict.stop for verdict, _ in made)
@@ -218,7 +218,7 @@ class Sites:
             if sent != NOT_SENT and sent + self.spec.overlap == step
         ]
 
-    def _merges(self, step: int) -> Iterator[Made]:
+    def _merges(self, step: int) -> Iterator[MergeResult]:
         """Send and merge what is due after `step` steps, without what was done there before a stop interrupted it."""
         before, self.progress.midway = self.progress.midway, None
         self._taken = set(before.taken) if before is not None else set()
@@ -233,7 +233,7 @@ class Sites:
             self.progress.midway = Midway(tuple(sorted(self._taken)), ends)
             raise
 
-    def _some(self, step: int) -> Iterator[Made]:
+    def _some(self, step: int) -> Iterator[MergeResult]:
         """Merge the fragments that arrive at this step, and send those whose turn it is."""
         for number in self._arriving(step):
             yield self._merge(number, step)
@@ -241,7 +241,7 @@ class Sites:
             if number not in self._taken:
                 yield from self._take(number, step, wait=not self.spec.overlap)
 
-    def _all(self, step: int) -> Iterator[Made]:
+    def _all(self, step: int) -> Iterator[MergeResult]:
         """Merge the fragments in flight, in the order in which they were sent; then send and merge those that this step did not send.
         All sites end with the merged weights."""
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
@@ -255,7 +255,7 @@ class Sites:
 
     # --- one fragment ---
 
-    def _take(self, number: int, step: int, *, wait: bool) -> Iterator[Made]:
+    def _take(self, number: int, step: int, *, wait: bool) -> Iterator[MergeResult]:
         """Send the difference of a fragment and, if `wait`, merge it. A stop before that merge takes the sending back, unless a checkpoint
         holds differences in flight."""
         left_out = self._send(number, step)
@@ -292,7 +292,7 @@ class Sites:
             torch.cat([pieces.encode(whole[piece.name], piece) for piece in fragment.pieces], out=message)
         loses = any(piece.loses for piece in fragment.pieces)
         if loses and (self.spec.feeds_back or self.spec.eager):
-            told = self._decoded(fragment, wholes.tell(message))
+            told = self._decoded(fragment, wholes.broadcast(message))
             told = {name: each.to(values[name].device) for name, each in told.items()}
         else:
             told = values
@@ -317,7 +317,7 @@ class Sites:
         }
 
     @torch.no_grad()
-    def _merge(self, number: int, step: int) -> Made:
+    def _merge(self, number: int, step: int) -> MergeResult:
         """Wait for the verdict about a fragment and for what it merges, and update the merged weights and the site's own."""
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
@@ -332,7 +332,7 @@ class Sites:
         table = torch.zeros(len(taken), fragment.bytes, dtype=torch.uint8)
         for row, message in zip(table, messages, strict=False):
             row.copy_(message.encoded)
-        theirs = [self._decoded(fragment, row) for row in self._wholes.tell(table)]
+        theirs = [self._decoded(fragment, row) for row in self._wholes.broadcast(table)]
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
             if piece.name in state.anchors and theirs:
@@ -349,12 +349,12 @@ class Sites:
         progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
         self._trains &= self.site not in verdict.left
         if self._council is None:
-            return Made(verdict, None)
+            return MergeResult(verdict, None)
         event = merge_event(
             verdict, fragment, taken, messages, site=self.site, decider=self._council.decider, others=others, deal=deal,
             total=self.total, mark=progress.mark, spread=spread.tolist(), waited=waited, seconds=time.perf_counter() - began,
         )  # fmt: skip
-        return Made(verdict, event)
+        return MergeResult(verdict, event)
 
     def _serve(self, step: int, members: Collection[int]) -> None:
         """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the site that decides gather
@@ -364,11 +364,11 @@ class Sites:
             return
         progress, state = self.progress, self.state
         if self._council is not None:
-            told = Told(
+            reply = JoinReply(
                 self._council.line, step, progress.merges, progress.mark, tuple(state.sent.tolist()), progress.deal.record()
             )
-            self._council.tell(asking, told)
-        handover.give(self.fragments, state, self._wholes, self._council, sites=asking)
+            self._council.send(asking, reply)
+        handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
         """This rank's boxes of the values that `encoded` stands for, fp32 on the CPU."""

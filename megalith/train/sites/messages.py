@@ -23,7 +23,7 @@ assert _DIFFERENCE.size + LENGTH_BYTES == HEAD_BYTES
 assert _VERDICT.size + LENGTH_BYTES == VERDICT_BYTES
 
 
-class Cut(NamedTuple):
+class CheckpointOffer(NamedTuple):
     """A checkpoint from which a run across sites can be resumed. Two sites hold the same one if all fields are equal."""
 
     step: int
@@ -37,12 +37,12 @@ class Cut(NamedTuple):
     """True if it holds the run's end: no sample and no merge is left."""
 
     @property
-    def stand(self) -> "Stand":
+    def merge_point(self) -> "MergePoint":
         """The merge that comes next."""
-        return Stand(self.merges, self.step, self.mark)
+        return MergePoint(self.merges, self.step, self.mark)
 
 
-class Stand(NamedTuple):
+class MergePoint(NamedTuple):
     """A merge that a site waits at, with all of its state. Two sites stand at the same one if all fields are equal."""
 
     number: int
@@ -52,9 +52,9 @@ class Stand(NamedTuple):
     """The digest of these merges."""
 
 
-def _cut(fields: list[Any]) -> Cut:
+def _cut(fields: list[Any]) -> CheckpointOffer:
     step, mark, samples, members, *rest = fields
-    return Cut(step, mark, samples, tuple(members), *rest)
+    return CheckpointOffer(step, mark, samples, tuple(members), *rest)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Hello:
     line: str = ""
     decides: int = -1
     asks: bool = False
-    cuts: tuple[Cut, ...] = ()
-    stand: Stand | None = None
+    cuts: tuple[CheckpointOffer, ...] = ()
+    stand: MergePoint | None = None
 
     def pack(self) -> bytes:
         return self.kind + json.dumps(asdict(self)).encode()
@@ -78,7 +78,7 @@ class Hello:
     def unpack(cls, data: bytes) -> "Hello":
         fields = json.loads(data[1:])
         stand = fields["stand"]
-        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"])), "stand": None if stand is None else Stand(*stand)})
+        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"])), "stand": None if stand is None else MergePoint(*stand)})
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Start:
 
     kind = b"s"
     line: str
-    cut: Cut | None
+    cut: CheckpointOffer | None
 
     def pack(self) -> bytes:
         return self.kind + json.dumps([self.line, self.cut]).encode()
@@ -175,7 +175,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Told:
+class JoinReply:
     """The data, besides tensors, that a joining site needs: steps done, merges recorded and their digest, `sent` (for each
     fragment, the step at which differences were taken that are not merged yet), and the deal as it records itself."""
 
@@ -191,13 +191,13 @@ class Told:
         return self.kind + json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Told":
+    def unpack(cls, data: bytes) -> "JoinReply":
         fields = json.loads(data[1:])
         return cls(**fields | {"sent": tuple(fields["sent"])})
 
 
 @dataclass(frozen=True)
-class Held:
+class FragmentValues:
     """The merged weights of a fragment, and then its velocities: fp32 bytes of whole tensors."""
 
     kind = b"w"
@@ -208,7 +208,7 @@ class Held:
         return self.kind + struct.pack(">I", self.fragment) + self.values.numpy().tobytes()
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Held":
+    def unpack(cls, data: bytes) -> "FragmentValues":
         (fragment,) = struct.unpack_from(">I", data, 1)
         return cls(fragment, torch.frombuffer(bytearray(data[5:]), dtype=torch.float32))
 
@@ -246,8 +246,8 @@ class End:
         return cls(*json.loads(data[1:]))
 
 
-Message = Hello | Start | Difference | Verdict | Told | Held | Ready | End
-_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, Told, Held, Ready, End)}
+Message = Hello | Start | Difference | Verdict | JoinReply | FragmentValues | Ready | End
+_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, JoinReply, FragmentValues, Ready, End)}
 
 
 def unpack(data: bytes) -> Message:

@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median
 
-LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
+MIN_GRACE = 5.0  # seconds: how long a busy machine may do something else
 ROUNDS = 16  # whose lengths the grace follows
 
 
@@ -27,4 +27,4 @@ class Pace:
         """Seconds that a merge waits for a site: those of the run file, or as many as a whole round takes here."""
         if self._grace is not None:
             return self._grace
-        return max(LEAST_GRACE, median(self.rounds)) if self.rounds else self._first
+        return max(MIN_GRACE, median(self.rounds)) if self.rounds else self._first

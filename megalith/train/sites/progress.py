@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megalith.events import Merge
 from megalith.spec.sites.deal import Deal, Share
-from megalith.train.sites.messages import Cut, Verdict
+from megalith.train.sites.messages import CheckpointOffer, Verdict
 
 
 class StopAsked(Exception):  # noqa: N818  # no error
@@ -37,10 +37,10 @@ class Progress:
         """True if no sample of a run of `total` and no merge is left."""
         return self.deal.left(total) == 0 and self.midway is None
 
-    def cut(self, step: int, total: int) -> Cut:
+    def cut(self, step: int, total: int) -> CheckpointOffer:
         """Return the checkpoint of `step` as other sites know it. `total`: samples of the run."""
         members = tuple(sorted(self.deal.members))
-        return Cut(step, self.mark, self.deal.dealt, members, self.merges, self.ended(total))
+        return CheckpointOffer(step, self.mark, self.deal.dealt, members, self.merges, self.ended(total))
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -66,7 +66,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepShare:
     """A step as it is dealt out: what this site reads in it (None: nothing), how many samples all read, and how many steps came before it
     in the schedule of learning rates, which follows the samples dealt out."""
 
@@ -75,7 +75,7 @@ class Turn:
     schedule: int
 
 
-class Made(NamedTuple):
+class MergeResult(NamedTuple):
     """A merge: as it was decided, and on the rank that leads, its event."""
 
     verdict: Verdict

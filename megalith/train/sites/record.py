@@ -91,7 +91,7 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
     return found
 
 
-class Recorded(Council):
+class ReplayedCouncil(Council):
     """A council that takes its verdicts from a record. All sites must be there, however long they take."""
 
     def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:

@@ -19,7 +19,7 @@ class Verdicts:
         """Keep a verdict that has come."""
         self._there[verdict.line, verdict.number] = verdict
 
-    def give(self, verdict: Verdict) -> None:
+    def announce(self, verdict: Verdict) -> None:
         """Keep a verdict of this site."""
         self.given.append(verdict)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalith.parallel import gradients
 from megalith.parallel.data import local
-from megalith.parallel.gradients import Shared
+from megalith.parallel.gradients import SharedParameters
 from megalith.parallel.groups import Groups
 from megalith.spec.run import OptimizerSpec
 
@@ -30,7 +30,7 @@ class AdaptiveClip:
         names: Sequence[str],
         *,
         parameters: Mapping[str, nn.Parameter],
-        shared: Shared,
+        shared: SharedParameters,
         groups: Groups,
     ) -> None:
         """`usual`: fp32 [parameters of the model], a part of the state, which `commit` changes. `names`: of these parameters. `parameters`,

@@ -18,8 +18,8 @@ from megalith.parallel.context import ContextCore
 from megalith.parallel.groups import Groups
 from megalith.spec.model import ModelSpec
 from megalith.spec.treatment import Heads, heads_of
+from megalith.train.optimizers.global_tensors import Cut
 from megalith.train.optimizers.rule import Part, opened
-from megalith.train.optimizers.whole import Cut
 
 
 class HeadClip:

@@ -22,20 +22,20 @@ from megalith.parallel.groups import Groups
 from megalith.spec.model import ModelSpec
 from megalith.spec.treatment import attentions
 
-KEPT = 8  # earlier looks that a new one is compared with
-JUDGED_FROM = 4  # earlier looks without which nothing is compared
+KEPT = 8  # earlier measurements that a new one is compared with
+JUDGED_FROM = 4  # earlier measurements without which nothing is compared
 RISEN = 1.5  # factor above the largest of them from which a number has risen
 LOGITS = "logits of "
 
 
-class Look(NamedTuple):
+class StepExtremes(NamedTuple):
     """Extremes of one step, the same on all ranks: the largest output by part of the model, and the bound by `logits of LAYER`."""
 
     step: int
     largest: dict[str, float]
 
 
-class Risen(NamedTuple):
+class FirstRise(NamedTuple):
     """The first extreme, in the order of the model, that is far above its earlier values."""
 
     name: str
@@ -53,12 +53,12 @@ class Extremes:
     def __init__(
         self, model: ModelSpec, stages: Mapping[int, Stage], *, every: int, groups: Groups, device: torch.device, compiled: bool
     ) -> None:
-        """`every`: steps from one look to the next; 0: only demanded looks. `compiled`: no looks at all."""
+        """`every`: steps from one measurement to the next; 0: only demanded measurements. `compiled`: no measurements at all."""
         self.every, self._groups, self._compiled = every, groups, compiled
-        self.looks = deque[Look](maxlen=KEPT + 1)
-        """Regular looks, newest last."""
-        self.last = Look(-1, {})
-        """The newest look, regular or demanded."""
+        self.measurements = deque[StepExtremes](maxlen=KEPT + 1)
+        """Regular measurements, newest last."""
+        self.last = StepExtremes(-1, {})
+        """The newest measurement, regular or demanded."""
         self._parts, self._layers = list(model.part_names), [name for name, _ in attentions(model)]
         self._stages, self._hooks = stages, list[Any]()
         self._looking, self._demanded = False, False
@@ -69,13 +69,13 @@ class Extremes:
         self._seen = set[int]()
 
     def demand(self) -> None:
-        """Measure the next step, in addition to the regular looks."""
+        """Measure the next step, in addition to the regular measurements."""
         self._demanded = True
 
     def begin(self, step: int) -> None:
         """Add the hooks if the following forwards, of step `step`, must be measured."""
         self._unhook()
-        # nothing but the step decides: ranks that joined later have no looks, and take part in the same all-reduces
+        # nothing but the step decides: ranks that joined later have no measurements, and take part in the same all-reduces
         regular = self.every > 0 and (step + 1) % self.every == 0
         self._looking = (regular or self._demanded) and not self._compiled
         if self._looking:
@@ -138,29 +138,29 @@ class Extremes:
         self._found = torch.empty(0)
         outputs = {name: value for name, value in zip(self._parts, found, strict=False) if value}
         bounds = zip(self._layers, found[parts::2], found[parts + 1 :: 2], strict=True)
-        self.last = Look(step, outputs | {LOGITS + name: q * k for name, q, k in bounds if q and k})
+        self.last = StepExtremes(step, outputs | {LOGITS + name: q * k for name, q, k in bounds if q and k})
         if not demanded:
             self.forget(step)
-            self.looks.append(self.last)
+            self.measurements.append(self.last)
 
     def forget(self, first: int) -> None:
-        """Forget regular looks from step `first` on, because the run went back to it."""
-        self.looks = deque((look for look in self.looks if look.step < first), maxlen=self.looks.maxlen)
+        """Forget regular measurements from step `first` on, because the run went back to it."""
+        self.measurements = deque((one for one in self.measurements if one.step < first), maxlen=self.measurements.maxlen)
 
-    def risen(self, *, before: int | None = None) -> Risen | None:
-        """Return the first extreme of the newest look that is above RISEN times its largest value in the regular looks before.
+    def risen(self, *, before: int | None = None) -> FirstRise | None:
+        """Return the first extreme of the newest look that is above RISEN times its largest value in the regular measurements before.
 
-        `before`: use the newest regular look before that step. Also returns None if there are too few looks.
+        `before`: use the newest regular look before that step. Also returns None if there are too few measurements.
         """
-        regular = [look for look in self.looks if before is None or look.step < before]
+        regular = [one for one in self.measurements if before is None or one.step < before]
         newest = self.last if before is None else regular[-1] if regular else None
         past = [look.largest for look in regular if newest and look.step < newest.step][-KEPT:]
         if newest is None or len(past) < JUDGED_FROM:
             return None
         for name in self._order():
-            was = max((look[name] for look in past if name in look), default=0.0)
+            was = max((largest[name] for largest in past if name in largest), default=0.0)
             if was and name in newest.largest and not newest.largest[name] <= RISEN * was:
-                return Risen(name, newest.step, was, newest.largest[name])
+                return FirstRise(name, newest.step, was, newest.largest[name])
         return None
 
     def _order(self) -> Iterator[str]:

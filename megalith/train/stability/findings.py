@@ -13,7 +13,7 @@ from typing import Literal
 from megalith.events import Lowered, Spike
 from megalith.spec.run import StabilitySpec
 from megalith.train.decide import Decision, Rewind, Skip, Stop, Update, Vitals
-from megalith.train.stability.extremes import LOGITS, Risen
+from megalith.train.stability.extremes import LOGITS, FirstRise
 from megalith.train.stability.history import Departure
 
 Reason = Literal["not finite", "spike"]
@@ -27,7 +27,7 @@ class SpikeError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Jump:
+class LearningRateJump:
     """A learning rate that changed from one update to the next."""
 
     step: int
@@ -36,7 +36,7 @@ class Jump:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleLoss:
     """A sample of a step and its loss. `place`: domain, and the file that its tokens begin in."""
 
     number: int
@@ -45,7 +45,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class RecomputedWindow:
     """A window of recomputed steps. `step`: the first with other numbers; None: there is none. `was`, `now`: its loss."""
 
     steps: int
@@ -55,19 +55,19 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Return the first part of the model whose largest output differs between the damaged weights and those of the copy."""
+class OutputGrowth:
+    """The first part of the model whose largest output differs between the damaged weights and those of the copy."""
 
     part: str
     was: float
     now: float
 
 
-def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Sequence[str]) -> Moved | None:
+def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Sequence[str]) -> OutputGrowth | None:
     """Return the first part, in the `order` of the model, whose largest output grew by half or is not finite; None: none did."""
     for part in order:
         if part in was and part in now and math.isfinite(was[part]) and not now[part] <= MOVED * was[part]:
-            return Moved(part, was[part], now[part])
+            return OutputGrowth(part, was[part], now[part])
     return None
 
 
@@ -76,7 +76,7 @@ class Findings:
     """Facts about a spike, the same on all ranks."""
 
     departures: tuple[Departure, ...] = ()
-    tell: bool = False
+    to_log: bool = False
     """True if the log must have an event for it."""
     repeated: bool | None = None
     """True if the recomputed step gave the same numbers; None: not recomputed."""
@@ -86,26 +86,26 @@ class Findings:
     """True if the batch before still gives its old loss; None: not examined."""
     batch_before: str = ""
     """The losses of the batch before, in words."""
-    jump: Jump | None = None
-    samples: tuple[Sampled, ...] = ()
+    jump: LearningRateJump | None = None
+    samples: tuple[SampleLoss, ...] = ()
     """The step's samples with the largest losses, largest first."""
     typical: float = 0.0
     """The median loss of the step's samples."""
     read: tuple[int, int] = (0, 0)
     """The first sample of the step, and the one after the last."""
-    replayed: Replayed | None = None
-    moved: Moved | None = None
-    risen: Risen | None = None
+    replayed: RecomputedWindow | None = None
+    moved: OutputGrowth | None = None
+    risen: FirstRise | None = None
     """The first extreme that rose: in the spike, or before it if nothing was recomputed."""
     compared: bool = False
     """True if the outputs of all parts were compared with those of the copy's weights."""
-    heard: bool = False
+    reported: bool = False
     """True if numbers that are not finite were reported to the fleet, which logs its own event."""
 
     @property
     def accident(self) -> bool:
         """True if the recomputed step gave other numbers."""
-        return self.repeated is False and not self.heard
+        return self.repeated is False and not self.reported
 
     @property
     def causes(self) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.memory import Damaged, Memory
+from megalith.checkpoint.memory import CopyError, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.events import Event, Lowered, Rewound
 from megalith.fleet.observations import CopyCorrupt
@@ -30,7 +30,7 @@ from megalith.train.decide import Decision, Rewind, Update
 from megalith.train.guard import StateGuard
 from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
-from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
+from megalith.train.stability.findings import JUMP, NAMED, Findings, LearningRateJump, RecomputedWindow, SampleLoss, first_moved
 from megalith.train.stability.samples import SampleLosses
 from megalith.train.step import AllGatherTotals, accumulate, seed_step
 from megalith.train.step_hooks import FirstComputation
@@ -72,7 +72,7 @@ class _Past:
 
 
 class Healer:
-    """Per-rank examiner of spikes, a `watchers.Healer`. Construction and every method are collective."""
+    """Per-rank examiner of spikes, a `step_hooks.Healer`. Construction and every method are collective."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Healer:
 
     # --- causes ---
 
-    def look(self, before: FirstComputation, step: int) -> Findings:
+    def examine(self, before: FirstComputation, step: int) -> Findings:
         """Recompute the batch before, and prepare to recompute this step."""
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
@@ -158,7 +158,7 @@ class Healer:
         if not losses:
             return found
         largest = sorted(losses, key=lambda number: -losses[number])[:NAMED]
-        named = tuple(Sampled(number, losses[number], self.data.place(number)) for number in largest)
+        named = tuple(SampleLoss(number, losses[number], self.data.place(number)) for number in largest)
         return replace(found, samples=named, typical=median(losses.values()))
 
     def _in_order(self) -> bool:
@@ -168,13 +168,13 @@ class Healer:
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
         return order == list(range(program.microbatches))
 
-    def _jump(self) -> Jump | None:
+    def _jump(self) -> LearningRateJump | None:
         """The largest change of the learning rate shortly before the spike, or in it."""
         began = self.trainer.state.history.began
-        found = list[Jump]()
+        found = list[LearningRateJump]()
         for one, other in zip(list(self._past), list(self._past)[1:], strict=False):
             if began - RECENT <= other.step and one.lr > 0 and other.lr > 0 and not other.rewound:
-                found.append(Jump(other.step, one.lr, other.lr))
+                found.append(LearningRateJump(other.step, one.lr, other.lr))
         largest = max(found, key=lambda jump: abs(_rise(jump.before, jump.after)), default=None)
         return largest if largest and abs(_rise(largest.before, largest.after)) >= math.log(JUMP) else None
 
@@ -247,7 +247,7 @@ class Healer:
         rewound = Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left)
         return [rewound, *self._hold(findings.jump, step)], findings
 
-    def _hold(self, jump: Jump | None, step: int) -> list[Event]:
+    def _hold(self, jump: LearningRateJump | None, step: int) -> list[Event]:
         """Hold the learning rate at what it was before it jumped, if the run may lower it: it would cause the same spike again."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         if jump is None or jump.after < jump.before or "lower" not in spec.answers:
@@ -261,10 +261,10 @@ class Healer:
             assert self.memory is not None
             try:
                 label = self.memory.go_back(target.step, now=step + 1)
-            except Damaged as error:
+            except CopyError as error:
                 report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
             self.trainer.state.loaded()
-            return Position(label.step, label.samples, label.updates, history_in(self.memory.told))
+            return Position(label.step, label.samples, label.updates, history_in(self.memory.text))
         loaded = receive(self.trainer, partial(self.checkpointer.load, step=target.step))
         assert loaded is not None
         self.trainer.state.loaded()
@@ -281,7 +281,7 @@ class Healer:
         window = [known.get(number) for number in range(first, step)]
         return all(past is not None and not past.rewound for past in window) and step in known
 
-    def _replay(self, first: int, step: int, updates: int) -> tuple[Replayed, dict[str, float]]:
+    def _replay(self, first: int, step: int, updates: int) -> tuple[RecomputedWindow, dict[str, float]]:
         """Recompute the steps from `first` to `step`, until one gives other numbers; also return the largest outputs of the step
         with damaged weights. The state cannot be used afterwards."""
         sound = dict[str, float]()
@@ -298,11 +298,11 @@ class Healer:
             finite = math.isfinite(past.loss) and math.isfinite(past.squares)
             if not same and (finite or (math.isfinite(totals.loss) and math.isfinite(totals.squares))):
                 self.trainer.drop()
-                return Replayed(done, number + 1, past.loss, totals.loss), sound
+                return RecomputedWindow(done, number + 1, past.loss, totals.loss), sound
             if past.factor is not None and number < step:
                 updates = self._update(past, updates)
             self.trainer.drop()
-        return Replayed(step + 1 - first), sound
+        return RecomputedWindow(step + 1 - first), sound
 
     @torch.no_grad()
     def _update(self, past: _Past, updates: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
-LEAST = {"loss": math.log(1.1), "norm": math.log(10.0)}
+MINIMUM = {"loss": math.log(1.1), "norm": math.log(10.0)}
 """The least distance from the median to the end of a band, in logarithms. Without it, numbers with little scatter would leave
 their band by noise. Norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
@@ -85,7 +85,7 @@ class History:
             return ()
         found = []
         for name, value, past in (("loss", loss, self.losses), ("norm", norm, self.norms)):
-            middle, end = band(past, width=spec.width, least=LEAST[name])
+            middle, end = band(past, width=spec.width, least=MINIMUM[name])
             if value > end:
                 found.append(Departure(name, value, middle, end))
         return tuple(found)

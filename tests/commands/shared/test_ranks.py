@@ -22,7 +22,7 @@ def test_copies_in_memory_of_a_run_on_other_data_are_not_this_runs(run: Path):
     assert runs.identity(spec) != before
 
 
-def test_ranks_hear_of_the_files_that_their_run_is_computed_from_as_they_are_now(run: Path):
+def test_ranks_get_the_digests_of_the_files_that_their_run_is_computed_from_as_they_are_now(run: Path):
     """This also holds under the fallback plan. The command writes its own description, even if the folder had another one."""
     Path("order.txt").write_text("an order")
     fallback = 'fleet = { nodes = 2, fallback = { data = 2, schedule = "file:order.txt" } }'

@@ -28,7 +28,7 @@ def _ending(monkeypatch: pytest.MonkeyPatch, statuses: dict[int, str]) -> None:
 def _train(spec: RunSpec, folder: Path) -> None:
     """Watch the other sites for as long as the first site would train."""
     began = time.monotonic()
-    with siblings.beside(RunRequest(folder / "run.toml"), spec, folder) as others:
+    with siblings.running(RunRequest(folder / "run.toml"), spec, folder) as others:
         while time.monotonic() - began < PATIENCE:
             others.poll()
             time.sleep(0.01)
@@ -58,7 +58,7 @@ def test_a_quorum_goes_on(
     """The same holds if one site was asked to stop: the merge tells all sites."""
     _ending(monkeypatch, lines)
     spec = tiny_run(sites={"count": count, "decides": decides})
-    with siblings.beside(RunRequest(tmp_path / "run.toml"), spec, tmp_path) as others:
+    with siblings.running(RunRequest(tmp_path / "run.toml"), spec, tmp_path) as others:
         others._processes[0].wait(PATIENCE)
         others.poll()
         for process in others._processes:

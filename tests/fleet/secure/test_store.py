@@ -263,7 +263,7 @@ def test_injected_and_altered_messages_are_dropped_and_the_connection_goes_on(st
     client = run.client()
     assert client.get("a") == b"1"
     assert client.strangers()["dropped"] == 2
-    connection.sendall(struct.pack(">IQ", session.MOST_PAYLOAD_BYTES + 1, 2) + bytes(32))
+    connection.sendall(struct.pack(">IQ", session.MAX_PAYLOAD_BYTES + 1, 2) + bytes(32))
     assert _is_closed(connection), "nothing that follows can be read"
 
 
@@ -308,7 +308,7 @@ def test_the_store_is_bounded_and_says_when_it_is_full(store: Callable[..., Stor
     client.set("a", "1")
     client.set("b", "1" * 100)
     with pytest.raises(session.TooLong):
-        client.set("c", b"1" * session.MOST_PAYLOAD_BYTES)
+        client.set("c", b"1" * session.MAX_PAYLOAD_BYTES)
     assert client.get("b") == b"1" * 100
 
 

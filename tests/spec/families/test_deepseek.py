@@ -74,7 +74,7 @@ def test_a_run_file_may_say_yarn():
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "deepseek-tiny"])
 @pytest.mark.parametrize(("layers", "unit", "heads_unit"), [(1, 1, 1), (4, 8, 2), (6, 6, 3)])
-def test_a_small_one_is_legal_and_divides_evenly(name, layers, unit, heads_unit):
+def test_a_small_one_is_valid_and_divides_evenly(name, layers, unit, heads_unit):
     large = preset(name)
     small = large.small(layers, unit, heads_unit)
     DeepSeek.model_validate(small.model_dump())  # `small` copies without checking

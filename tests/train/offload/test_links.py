@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
-from megalith.checkpoint.checkpointer import Checkpointer, Saved
+from megalith.checkpoint.checkpointer import Checkpointer, SaveResult
 from megalith.checkpoint.read import read_full
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
@@ -36,7 +36,7 @@ def _train(trainer: Trainer, first: int, steps: int) -> None:
 
 
 def _state(trainer: Trainer) -> Held:
-    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+    return {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def _linked(checkpoint: Path) -> list[str]:
@@ -59,7 +59,7 @@ def _ten_steps_later(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, bool
     for step in range(2, 12, 2):
         _train(trainer, step, 2)
         saver.save(step + 2, trainer.state.laid(), {})
-    assert all(isinstance(outcome, Saved) for outcome in saver.wait())
+    assert all(isinstance(outcome, SaveResult) for outcome in saver.wait())
     return before, saved == _bytes_of(folder / files.name(2))
 
 
@@ -108,7 +108,7 @@ def _copied(rank: int, spec: RunSpec, folder: Path) -> Held:
         _train(trainer, 2, 3)
         trained.set()
         (outcome,) = saver.wait()
-    assert isinstance(outcome, Saved), outcome
+    assert isinstance(outcome, SaveResult), outcome
     return before
 
 
@@ -132,7 +132,7 @@ def _without_room(rank: int, spec: RunSpec, folder: Path) -> Held:
         saver.save(2, trainer.state.laid(), {}, asynchronous=True)
     before = _state(trainer)
     _train(trainer, 2, 1)
-    assert isinstance(saver.wait()[0], Saved)
+    assert isinstance(saver.wait()[0], SaveResult)
     return before
 
 

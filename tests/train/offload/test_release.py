@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
 from megalith.events import ReleasePaused, Step, of_kind, read
 from megalith.parallel.gradients import NotFinite
@@ -18,7 +18,7 @@ from megalith.prove.meter import CATEGORIES
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
-from megalith.train.offload.release import MOST, WINDOW, Pace
+from megalith.train.offload.release import MAXIMUM, WINDOW, Pace
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import StepResult
@@ -51,7 +51,7 @@ def _placed(spec: RunSpec, state: dict[str, Any], clip: float | None = None) -> 
 
 
 def _held(trainer: Trainer) -> dict[str, Tensor]:
-    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+    return {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def _trained(rank: int, specs: list[RunSpec], steps: int) -> list[Trained]:
@@ -125,12 +125,12 @@ def test_no_bit_changes_under_any_rule_that_looks_at_one_number(kind: str, more:
 def test_a_share_of_clipped_steps_above_half_pauses_updates_before_the_norm() -> None:
     """Steps then measure the norm first, and no bit changes."""
     spec = _run({}, {"layers": 2}, optimizer={"clip": 0.05})
-    (found,) = run_ranks(_trained, 1, [_placed(spec, place) for place in (DISK, RELEASED)], MOST + 3)
+    (found,) = run_ranks(_trained, 1, [_placed(spec, place) for place in (DISK, RELEASED)], MAXIMUM + 3)
     _assert_same(found)
     told = found[1][0]
     (paused,) = [event for each in told for event in each.outcome.events]
     assert isinstance(paused, ReleasePaused)
-    assert (paused.step, paused.clipped, paused.window, paused.paused) == (MOST + 1, MOST + 1, WINDOW, True)
+    assert (paused.step, paused.clipped, paused.window, paused.paused) == (MAXIMUM + 1, MAXIMUM + 1, WINDOW, True)
     assert {each.passes for each in told} == {2}
 
 
@@ -138,7 +138,7 @@ def test_a_pause_ends_once_few_of_the_last_updates_were_clipped() -> None:
     pace, told = Pace(), list[ReleasePaused]()
     for step in range(1, 40):
         told += pace.note(step <= 12, step=step)
-    assert [(each.step, each.paused) for each in told] == [(MOST + 1, True), (12 + WINDOW - MOST, False)]
+    assert [(each.step, each.paused) for each in told] == [(MAXIMUM + 1, True), (12 + WINDOW - MAXIMUM, False)]
 
 
 def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
@@ -161,8 +161,8 @@ def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
 
 def test_a_step_that_measures_first_writes_nothing_in_vain() -> None:
     spec = _placed(_run({}, {"layers": 2}, optimizer={"clip": 0.05}), RELEASED)
-    ((chunks, *written),) = run_ranks(_writes, 1, spec, MOST + 3)
-    assert written == [2 * chunks] * (MOST + 1) + [chunks] * 2
+    ((chunks, *written),) = run_ranks(_writes, 1, spec, MAXIMUM + 3)
+    assert written == [2 * chunks] * (MAXIMUM + 1) + [chunks] * 2
 
 
 def _poisoned(rank: int, spec: RunSpec) -> tuple[str, bool]:
@@ -230,9 +230,9 @@ def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[st
 
 def _counted(rank: int, spec: RunSpec) -> list[Any]:
     made = [single_documents(spec)] * spec.microbatches
-    return [(found.memory, found.work) for found in (count(spec, made, unreal=unreal) for unreal in (False, True))]
+    return [(found.memory, found.work) for found in (count(spec, made, fake_tensors=fake) for fake in (False, True))]
 
 
 def test_a_real_step_holds_what_a_dry_one_counts() -> None:
-    real, unreal = run_ranks(_counted, 1, _placed(_run({"recompute": "full"}), RELEASED))[0]
-    assert real == unreal
+    real, fake = run_ranks(_counted, 1, _placed(_run({"recompute": "full"}), RELEASED))[0]
+    assert real == fake

@@ -6,8 +6,8 @@ from torch import nn
 
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Treatment
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Optimizer
-from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
 LR = 3e-3
@@ -21,7 +21,7 @@ class Trained:
         decays = {name: spec.weight_decay if parameter.dim() >= 2 else 0.0 for name, parameter in held.items()}
         treated = {name: Treatment("adamw", weight_decay=decay) for name, decay in decays.items()}
         self.state = State(held, {}, {name: each.slots for name, each in treated.items()})
-        self.rule = Optimizer(spec, treated, Whole.alone(held))
+        self.rule = Optimizer(spec, treated, GlobalTensors.alone(held))
 
     def step(self, number: int, *, lr: float) -> None:
         with torch.no_grad():

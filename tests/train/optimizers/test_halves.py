@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.checkpointer import Checkpointer, Saved
-from megalith.checkpoint.shares import shares, whole_of
+from megalith.checkpoint.checkpointer import Checkpointer, SaveResult
+from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
 from megalith.events import RunStarted, of_kind, read
 from megalith.kernels.halves import split
@@ -26,7 +26,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.state import PIECES
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
-from megalith.train.optimizers.small import Small
+from megalith.train.optimizers.small import PackedState
 from megalith.train.received import receive
 from tests.full import FULL, sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
@@ -43,7 +43,7 @@ HALF, DISK = {"optimizer": "host", "share": 0.5}, {"optimizer": "disk"}
 
 def _state(trainer: Trainer) -> Held:
     """Return this rank's shares in the form of a checkpoint."""
-    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+    return {key: as_tensor(share).clone() for key, share in shares(trainer.state.laid()).items()}
 
 
 def _train(trainer: Trainer, first: int = 0, steps: int = 3) -> list[float]:
@@ -234,7 +234,7 @@ def _resumed(rank: int, folder: Path, number: int) -> tuple[Held, Held, list[str
     with torch.no_grad():
         for share in trainer.state.shares("weights").values():
             share.zero_()  # while the copy is written, if the state is in memory
-    assert [type(outcome) for outcome in checkpointer.wait()] == [Saved]
+    assert [type(outcome) for outcome in checkpointer.wait()] == [SaveResult]
     return loaded, saved, warned
 
 
@@ -278,7 +278,7 @@ def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], 
     moments = range(1, 41, 2) if FULL else (23,)  # the next checkpoint comes after 42 calls
     for at in moments:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Small, "_split", _dying(1, at=at))
+            patch.setattr(PackedState, "_split", _dying(1, at=at))
             assert finish(start(spec, folder))[1] == -signal.SIGKILL
     train(spec, folder)
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
@@ -286,10 +286,10 @@ def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], 
 
 
 def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `Small._split` that kills the rank at its `at`-th call."""
-    whole, calls = Small._split, count_up()
+    """A `PackedState._split` that kills the rank at its `at`-th call."""
+    whole, calls = PackedState._split, count_up()
 
-    def split_up(self: Small, *tensors: Tensor) -> None:
+    def split_up(self: PackedState, *tensors: Tensor) -> None:
         if os.environ.get("RANK") == str(rank) and next(calls) == at:
             os.kill(os.getpid(), signal.SIGKILL)
         whole(self, *tensors)
@@ -323,15 +323,15 @@ def test_bytes_are_those_of_the_formula(master: str, size: int, ranks: int, zero
 
 def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
     made = [single_documents(spec)] * spec.microbatches
-    return [count(spec, made, unreal=unreal).state for unreal in (False, True)]
+    return [count(spec, made, fake_tensors=fake).state for fake in (False, True)]
 
 
 @sampled(3, together=True)
 @pytest.mark.parametrize(("master", "place"), [("split8", HALF), *[("split16", {})] * FULL], ids=str)
 def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, Any]) -> None:
     spec = brief_run(plan={"data": 2, "zero": 1, "state": place}, train=BF16, optimizer={"master": master})
-    for real, unreal in run_ranks(_both, 2, spec):
-        assert real == unreal
+    for real, fake in run_ranks(_both, 2, spec):
+        assert real == fake
 
 
 @sampled(3, together=True)

@@ -12,9 +12,9 @@ from megalith.prove.updates import INDEPENDENT, Update, update_of
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import Treatment, is_matrix, treatments, true_matrices
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.orthogonal import orthogonal, steps_of
 from megalith.train.optimizers.rule import Optimizer
-from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 from tests.specs import tiny_run
 
@@ -49,7 +49,7 @@ def rule_of(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, model: Any
     """Run the trainer's rules on whole tensors."""
     treated = treatments(model, spec)
     state = State(parameters, {}, {name: each.slots for name, each in treated.items()})
-    rule = Optimizer(spec, treated, Whole.alone(parameters, model_parameters(model)))
+    rule = Optimizer(spec, treated, GlobalTensors.alone(parameters, model_parameters(model)))
 
     @torch.no_grad()
     def update(number: int, lr: float) -> None:
@@ -100,7 +100,7 @@ def alone(shape: tuple[int, ...], spec: OptimizerSpec, **described: Any) -> tupl
     parameter = nn.Parameter(gradient(torch.Size(shape), 7) * 0.1)
     treated = {"w": Treatment(spec.kind, weight_decay=spec.weight_decay)}
     role = "experts" if len(shape) == 3 else "matrix"
-    whole = Whole.alone({"w": parameter}, {"w": Parameter("w", shape, role, **described)})
+    whole = GlobalTensors.alone({"w": parameter}, {"w": Parameter("w", shape, role, **described)})
     state, rule = State({"w": parameter}, {}, {"w": treated["w"].slots}), Optimizer(spec, treated, whole)
 
     @torch.no_grad()

@@ -20,8 +20,8 @@ from megalith.spec.treatment import treatments
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.optimizers import homes as homes_module
 from megalith.train.optimizers import muon as muon_module
-from megalith.train.optimizers.homes import Item, MatrixExchange, Placed
-from megalith.train.optimizers.whole import Sum, Whole
+from megalith.train.optimizers.global_tensors import GlobalSum, GlobalTensors
+from megalith.train.optimizers.homes import Item, MatrixExchange, MatrixHome
 from tests.full import sampled
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks
@@ -147,15 +147,15 @@ def differences(name: str, found: Mapping[str, Tensor], expected: Mapping[str, T
 # --- faults on purpose ---
 
 
-def _own_sums(whole: Whole, parts: Sequence[Sum]) -> list[Tensor]:
+def _own_sums(whole: GlobalTensors, parts: Sequence[GlobalSum]) -> list[Tensor]:
     return [part.value.double() for part in parts]
 
 
-def _replicas_twice(whole: Whole, parts: Sequence[Sum]) -> list[Tensor]:
+def _replicas_twice(whole: GlobalTensors, parts: Sequence[GlobalSum]) -> list[Tensor]:
     return ADD_UP(whole, [part._replace(counts=True) for part in parts])
 
 
-def _own_matrices(whole: Whole, names: Sequence[str]) -> list[Placed]:
+def _own_matrices(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
     """Plant: each rank orthogonalises only its own share of each matrix."""
     assert whole.groups is not None
     found = []
@@ -164,7 +164,7 @@ def _own_matrices(whole: Whole, names: Sequence[str]) -> list[Placed]:
             rows, columns = (side.stop - side.start for side in box)
             item = each.item._replace(shape=(rows, columns))
             found.append(
-                Placed(item, whole.groups.place.rank(), {whole.groups.place.rank(): (slice(0, rows), slice(0, columns))})
+                MatrixHome(item, whole.groups.place.rank(), {whole.groups.place.rank(): (slice(0, rows), slice(0, columns))})
             )
     return found
 
@@ -175,11 +175,11 @@ def _swapped(exchange: MatrixExchange, matrices: Mapping[Item, Tensor], shares: 
         share.zero_()
 
 
-ADD_UP, HOMES_OF = Whole.add_up, homes_module.homes_of
+ADD_UP, HOMES_OF = GlobalTensors.add_up, homes_module.homes_of
 FAULTS: list[tuple[str, dict[str, Any], Any, str, Any]] = [
-    ("lamb", {"data": 2, "zero": 1}, Whole, "add_up", _own_sums),
-    ("adafactor", {"data": 2, "zero": 1}, Whole, "add_up", _own_sums),
-    ("adafactor", {"tensor": 4}, Whole, "add_up", _replicas_twice),
+    ("lamb", {"data": 2, "zero": 1}, GlobalTensors, "add_up", _own_sums),
+    ("adafactor", {"data": 2, "zero": 1}, GlobalTensors, "add_up", _own_sums),
+    ("adafactor", {"tensor": 4}, GlobalTensors, "add_up", _replicas_twice),
     ("muon", {"data": 2, "zero": 1}, muon_module, "homes_of", _own_matrices),
     ("muon", {"tensor": 2}, MatrixExchange, "scatter", _swapped),
 ]

@@ -19,8 +19,8 @@ from megalith.spec.sizes import Parameter
 from megalith.spec.state import PIECES
 from megalith.spec.treatment import Treatment, treatment, treatments
 from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Optimizer, Part
-from megalith.train.optimizers.whole import Whole
 from megalith.train.received import receive
 from tests.full import sampled
 from tests.parallel.running import CPU
@@ -94,7 +94,7 @@ def _in_bf16(rank: int, spec: RunSpec) -> dict[str, Tensor]:
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("master", ["fp32", "split16", "split8"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
-def test_a_piece_takes_the_bytes_foreseen(
+def test_a_piece_takes_the_bytes_predicted(
     moments: str, master: str, gradients: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is the most that an update holds besides what it changes, for each number of a piece."""
@@ -103,7 +103,7 @@ def test_a_piece_takes_the_bytes_foreseen(
     shape = (64, 1024)
     described = Parameter("w", shape, "matrix")
     treated = treatment(described, optimizer, Growth())
-    rule = Optimizer(optimizer, {"w": treated}, Whole.alone({"w": nn.Parameter(torch.zeros(shape))}, {"w": described}))
+    rule = Optimizer(optimizer, {"w": treated}, GlobalTensors.alone({"w": nn.Parameter(torch.zeros(shape))}, {"w": described}))
     slots = {slot.name: torch.zeros(slot.shape_of(shape), dtype=DTYPE[slot.number]) for slot in treated.slots}
     weight = torch.zeros(shape, dtype=torch.float32 if master == "fp32" else torch.bfloat16)
     part = Part("w", weight, torch.zeros(shape, dtype=gradients), slots)

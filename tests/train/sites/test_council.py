@@ -16,12 +16,22 @@ import torch
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SitesSpec
 from megalith.train.sites import messages
+from megalith.train.sites.checkpoint_offers import called
 from megalith.train.sites.council import Council
-from megalith.train.sites.cuts import called
 from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
-from megalith.train.sites.together import All
+from megalith.train.sites.messages import (
+    LENGTH_BYTES,
+    CheckpointOffer,
+    Difference,
+    FragmentValues,
+    Hello,
+    JoinReply,
+    Ready,
+    Start,
+    Verdict,
+)
+from megalith.train.sites.synchronous import AllSitesCouncil
 from tests.full import only_full
 
 LINE = "ab" * 8
@@ -152,7 +162,7 @@ def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
     assert (verdict.merged, verdict.left, verdict.joined) == ((0, 1), (2,), ())
     councils[2].post(_difference(4))  # its difference comes too late, and it is told so
     assert councils[2].decide(0, 0, 4, 4, members=MEMBERS) == verdict
-    councils[2].say_ready()
+    councils[2].send_ready()
     rest = {0: 0, 1: 0}
     for one in councils[:2]:
         one.post(_difference(8))
@@ -222,12 +232,12 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     assert again.begin([], 5.0) == Beginning(None, anew=True)
     councils[0].listen()
     assert councils[0].asking({0: 0, 1: 0}) == [2] and councils[0].asking({0: 0, 1: 0}) == [], "once"
-    told = Told(councils[0].line, 4, 1, verdict.mark(""), (-1,), {"count": 3})
-    councils[0].tell([2], told)
-    assert again.told(0.05) is None, "the weights are not there"
-    councils[0].tell([2], Held(0, torch.ones(3)))
-    assert again.told(5.0) == told and again.held(0).values.tolist() == [1, 1, 1]
-    again.say_ready()
+    reply = JoinReply(councils[0].line, 4, 1, verdict.mark(""), (-1,), {"count": 3})
+    councils[0].send([2], reply)
+    assert again.join_reply(0.05) is None, "the weights are not there"
+    councils[0].send([2], FragmentValues(0, torch.ones(3)))
+    assert again.join_reply(5.0) == reply and again.fragment_values(0).values.tolist() == [1, 1, 1]
+    again.send_ready()
     for one in councils[:2]:
         one.post(_difference(8))
     verdict = councils[0].decide(1, 0, 8, 8, members={0: 0, 1: 0})
@@ -238,7 +248,7 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
 def test_a_site_that_decides_and_does_not_train_may_join() -> None:
     """The site left, or began from a checkpoint from a time when it did not train."""
     councils = _all(Hub())
-    councils[0].say_ready()
+    councils[0].send_ready()
     for one in councils[1:]:
         one.post(_difference(4))
     assert councils[0].decide(0, 0, 4, 4, members={1: 0, 2: 0}).joined == (0,)
@@ -350,7 +360,7 @@ def test_a_connection_that_breaks_in_between_loses_nothing() -> None:
     assert len(councils[1].differences(verdict, bytes_each=7)) == 3
 
 
-def test_a_site_that_hears_of_a_beginning_and_of_its_line_at_once_takes_part_from_there() -> None:
+def test_a_site_that_receives_a_beginning_and_of_its_line_at_once_takes_part_from_there() -> None:
     """The site asks to join a line that is already training, unless that line has merged nothing yet."""
     hub = Hub()
     councils = [
@@ -358,7 +368,7 @@ def test_a_site_that_hears_of_a_beginning_and_of_its_line_at_once_takes_part_fro
     ]
     _listen(councils)
     assert councils[0].begin([], 5.0) == Beginning(None)
-    councils[0]._hear(0.0)  # it also names its line
+    councils[0]._receive(0.0)  # it also names its line
     assert councils[1].begin([], 5.0) == Beginning(None)
 
 
@@ -366,7 +376,9 @@ def test_gradients_that_a_broken_connection_lost_are_sent_again() -> None:
     """This includes the gradients of the step before, if the decider has taken one more step meanwhile."""
     hub, two = Hub(), {0: 0, 1: 0}
     spec = SitesSpec(method="data-parallel", count=2, grace=0.1)
-    councils = [All(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0, every=10) for site in range(2)]
+    councils = [
+        AllSitesCouncil(spec, site, Wire(hub, site, "first"), patience=2.0, start=0.4, limit=20.0, every=10) for site in range(2)
+    ]
     _listen(councils)
     assert [one.begin([], 5.0) for one in councils] == [Beginning(None)] * 2
     councils[1].post(_difference(1))
@@ -416,8 +428,8 @@ def test_the_grace_follows_the_rounds() -> None:
     assert council.pace.grace == 5
 
 
-def _cut(step: int, *members: int, mark: str = "") -> Cut:
-    return Cut(step, mark or f"m{step}", 12 * step, members)
+def _cut(step: int, *members: int, mark: str = "") -> CheckpointOffer:
+    return CheckpointOffer(step, mark or f"m{step}", 12 * step, members)
 
 
 def test_sites_begin_from_the_newest_checkpoint_that_all_who_trained_have() -> None:
@@ -484,7 +496,7 @@ def test_sites_that_enter_anew_count_for_the_quorum(trained: int, count: int) ->
     assert (verdict.merged, verdict.left, verdict.stop) == (tuple(range(trained)), (), False)
     assert councils[0].asking(members) == entering
     for one in councils[trained:]:
-        one.say_ready()
+        one.send_ready()
     for one in councils[:trained]:
         one.post(_difference(12))
     with _waiting(councils[trained:]):
@@ -540,8 +552,8 @@ def test_a_follower_that_is_silent_does_not_count(monkeypatch: pytest.MonkeyPatc
 
 def test_messages_come_back_as_they_were() -> None:
     cut = _cut(3, 0, 1)
-    told = Told(LINE, 4, 1, "m", (-1, 4), {"count": 2})
-    every = [Hello(LINE, 1, asks=True, cuts=(cut,)), Hello(), Start(LINE, cut), Start(LINE, None), told, Ready(LINE)]
+    reply = JoinReply(LINE, 4, 1, "m", (-1, 4), {"count": 2})
+    every = [Hello(LINE, 1, asks=True, cuts=(cut,)), Hello(), Start(LINE, cut), Start(LINE, None), reply, Ready(LINE)]
     every += [Verdict(7, 1, 4, 6, (0, 63), (1,), (2,), 64, True, LINE), Verdict(0, 0, 1, 1, (0,), line=LINE)]
     for message in every:
         assert messages.unpack(message.pack()) == message
@@ -549,8 +561,8 @@ def test_messages_come_back_as_they_were() -> None:
     found = messages.unpack(difference.pack())
     assert isinstance(found, Difference) and torch.equal(found.encoded, difference.encoded)
     assert (found.fragment, found.step, found.stop, found.loss, found.line) == (1, 4, True, 2.5, LINE)
-    held = messages.unpack(Held(3, torch.tensor([1.0, -0.0])).pack())
-    assert isinstance(held, Held) and held.fragment == 3 and held.values.tolist() == [1.0, 0.0]
+    held = messages.unpack(FragmentValues(3, torch.tensor([1.0, -0.0])).pack())
+    assert isinstance(held, FragmentValues) and held.fragment == 3 and held.values.tolist() == [1.0, 0.0]
     assert len(difference.pack()) - 7 + LENGTH_BYTES == HEAD_BYTES
     assert len(every[-1].pack()) + LENGTH_BYTES == VERDICT_BYTES
 

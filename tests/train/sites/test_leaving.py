@@ -8,11 +8,11 @@ import pytest
 from megalith.fleet.secure.peers import PeerGone
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import Cut, Held, Told, Verdict
+from megalith.train.sites.messages import CheckpointOffer, FragmentValues, JoinReply, Verdict
 from tests.train.sites.test_council import MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
 from tests.train.sites.test_meeting import TWO, _answers, _together, _verdict
-from tests.train.sites.test_together import _all as _exchanging
-from tests.train.sites.test_together import _one
+from tests.train.sites.test_synchronous import _all as _exchanging
+from tests.train.sites.test_synchronous import _one
 
 Ending = bool | PeerGone | None
 
@@ -68,7 +68,7 @@ def test_a_last_merge_that_was_made_alone_is_undone() -> None:
         (gone,) = _ends(councils[:1], alone, members=MEMBERS)
     assert isinstance(gone, PeerGone)
     again = _council(hub, 0, start="again", patience=5.0)
-    ended = Cut(4, alone.mark(""), 48, (0, 1, 2), 1, ended=True)
+    ended = CheckpointOffer(4, alone.mark(""), 48, (0, 1, 2), 1, ended=True)
     with _waiting(councils[1:]):
         assert again.begin([ended], 5.0) == Beginning(None, anew=True)
 
@@ -85,7 +85,7 @@ def test_the_runs_end_is_further_than_any_merge(stands: bool) -> None:
     hub.cut([0], [1])
     last = councils[0].decide(0, 0, 4, 4, members=TWO)
     assert last is not None
-    older, ended = Cut(2, "", 24, (0, 1)), Cut(4, last.mark(""), 48, (0, 1), 1, ended=True)
+    older, ended = CheckpointOffer(2, "", 24, (0, 1)), CheckpointOffer(4, last.mark(""), 48, (0, 1), 1, ended=True)
     hub.broken.clear()
     holder = _council(hub, 0, start="again", count=2, patience=20.0)
     other = councils[1] if stands else _council(hub, 1, start="again", count=2, patience=20.0)
@@ -103,15 +103,15 @@ def test_the_runs_end_is_further_than_any_merge(stands: bool) -> None:
             joined = joined or other.begin([older], 0.05)
     assert (began, joined) == (Beginning(4), Beginning(None, anew=True)) and holder.decides
     assert _ends([holder], last, members=TWO) == [False] and holder.asking(()) == [1]
-    holder.tell([1], Told(holder.line, 4, 1, last.mark(""), (-1,), {}))
-    holder.tell([1], Held(0, _difference(4).encoded.float()))
-    assert other.told(5.0) is not None
-    other.say_ready()
+    holder.send([1], JoinReply(holder.line, 4, 1, last.mark(""), (-1,), {}))
+    holder.send([1], FragmentValues(0, _difference(4).encoded.float()))
+    assert other.join_reply(5.0) is not None
+    other.send_ready()
     assert _ends([holder, other], last, members=TWO) == [True, True]
 
 
 def test_sites_that_all_hold_the_runs_end_end_again() -> None:
-    hub, ended = Hub(), Cut(4, "m", 48, (0, 1, 2), 1, ended=True)
+    hub, ended = Hub(), CheckpointOffer(4, "m", 48, (0, 1, 2), 1, ended=True)
     councils = [_council(hub, site) for site in range(3)]
     found, end = dict[int, Beginning](), time.monotonic() + 10.0
     while len(found) < 3 and time.monotonic() < end:

@@ -11,7 +11,7 @@ import pytest
 from megalith.fleet.secure.peers import PeerGone
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning, caller
-from megalith.train.sites.messages import Hello, Stand, Verdict
+from megalith.train.sites.messages import Hello, MergePoint, Verdict
 from tests.full import only_full
 from tests.train.sites.test_council import MEMBERS, Hub, _all, _council, _difference, _listen, _waiting
 
@@ -84,7 +84,7 @@ def test_a_site_that_decided_and_comes_back_takes_the_weights_of_the_other() -> 
     assert verdict is not None and (verdict.merged, verdict.left) == ((1,), (0,))
     councils[1].listen()
     assert councils[1].asking({1: 0}) == [0]
-    again.say_ready()
+    again.send_ready()
     councils[1].post(_difference(8))
     with _waiting([again]):
         verdict = councils[1].decide(1, 0, 8, 8, members={1: 0})
@@ -111,7 +111,7 @@ def test_a_site_that_decides_and_has_no_quorum_stands_until_there_is_one() -> No
         assert councils[0].decide(0, 0, 4, 4, members=TWO, seconds=0.01) is None
     again = _council(hub, 1, start="again", count=2, patience=20.0)
     councils[0]._limit = 20.0
-    again._hear(0.0)
+    again._receive(0.0)
     with _waiting([again]):
         assert councils[0].decide(0, 0, 4, 4, members=TWO, seconds=0.1) is None
     assert again.begin([], 5.0) == Beginning(None, anew=True)
@@ -199,14 +199,14 @@ def test_words_of_the_line_that_was_left_do_not_count() -> None:
     _listen(councils)
     assert councils[0]._roll.present(0.0) == {0, 1, 2}
     for site in (1, 2):
-        councils[0]._note(site, Hello(stand=Stand(0, 4, "")))
+        councils[0]._note(site, Hello(stand=MergePoint(0, 4, "")))
     assert councils[0]._roll.present(0.0) == {0}
     with pytest.raises(PeerGone, match="do not form a quorum"):
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
 def test_the_first_of_those_that_are_furthest_calls() -> None:
-    near, far = Hello(stand=Stand(3, 8, "a")), Hello(stand=Stand(4, 8, "b"))
+    near, far = Hello(stand=MergePoint(3, 8, "a")), Hello(stand=MergePoint(4, 8, "b"))
     assert caller({0: Hello(), 1: near, 2: far, 3: far}) == 2
     assert caller({0: Hello()}) is None
 
@@ -296,7 +296,7 @@ def test_a_site_that_stood_and_is_lost_keeps_nobody_from_beginning() -> None:
     for one in councils:
         one._limit = 20.0
     gone = _council(hub, 3, count=5)
-    gone._post(Hello(stand=Stand(7, 28, "m")))
+    gone._post(Hello(stand=MergePoint(7, 28, "m")))
     for one in councils:
         one.listen()
     del hub.wires[3]

@@ -14,7 +14,7 @@ from megalith.spec.sites import SitesSpec
 from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Verdict
-from megalith.train.sites.record import Recorded, RecordError, _chained, recorded
+from megalith.train.sites.record import RecordError, ReplayedCouncil, _chained, recorded
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
 
 VERDICTS = [
@@ -68,13 +68,13 @@ def test_a_run_without_a_merge_is_refused(tmp_path: Path) -> None:
         recorded([tmp_path])
 
 
-def _all(hub: Hub, **named: float) -> list[Recorded]:
+def _all(hub: Hub, **named: float) -> list[ReplayedCouncil]:
     spec, record = SitesSpec(count=3, grace=60.0), dict(enumerate(VERDICTS))
     times = {"patience": 0.3, "start": 0.4, "limit": 0.4} | named
-    return [Recorded(spec, site, Wire(hub, site, "first"), record=record, **times) for site in range(3)]
+    return [ReplayedCouncil(spec, site, Wire(hub, site, "first"), record=record, **times) for site in range(3)]
 
 
-def _begun(hub: Hub) -> list[Recorded]:
+def _begun(hub: Hub) -> list[ReplayedCouncil]:
     councils = _all(hub)
     _listen(councils)
     assert [one.begin([], 1.0) for one in councils] == [Beginning(None)] * 3
@@ -115,7 +115,7 @@ def test_nobody_begins_before_all_are_there() -> None:
     councils = _all(hub)
     hub.cut([0, 1], [2])
     again = [
-        Recorded(one.spec, one.site, Wire(hub, one.site, "again"), record={}, patience=0.3, start=0.1, limit=0.2)
+        ReplayedCouncil(one.spec, one.site, Wire(hub, one.site, "again"), record={}, patience=0.3, start=0.1, limit=0.2)
         for one in councils[:2]
     ]
     _listen(again)

@@ -14,7 +14,7 @@ from megalith.prove.spikes import train
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop
-from megalith.train.stability.extremes import LOGITS, Look, Risen
+from megalith.train.stability.extremes import LOGITS, FirstRise, StepExtremes
 from megalith.train.stability.findings import Findings
 from megalith.train.step import accumulate
 from megalith.train.step_hooks import StepHook
@@ -82,11 +82,11 @@ def _messages(rank: int, spec: RunSpec) -> list[int]:
 def test_a_step_without_a_look_costs_nothing(stability: dict[str, Any]) -> None:
     """A measurement costs one message, and hooks exist during measurements only."""
     ((none, first, between, second),) = run_ranks(_messages, 1, tiny_run(stability=stability))
-    looks = stability.get("extremes_every") == 2
-    assert none == between == first - looks == second - looks
+    measurements = stability.get("extremes_every") == 2
+    assert none == between == first - measurements == second - measurements
 
 
-def _damaged(rank: int, spec: RunSpec) -> tuple[list[int], Risen | None, Risen | None]:
+def _damaged(rank: int, spec: RunSpec) -> tuple[list[int], FirstRise | None, FirstRise | None]:
     """Measure some steps, and then one whose second block is damaged."""
     trainer = trainer_of(spec)
     for step in range(12):
@@ -99,12 +99,12 @@ def _damaged(rank: int, spec: RunSpec) -> tuple[list[int], Risen | None, Risen |
     trainer.extremes.demand()
     trainer.state.updates += 1
     accumulate(trainer, microbatches(trainer))
-    return [look.step for look in trainer.extremes.looks], calm, trainer.extremes.risen()
+    return [measured.step for measured in trainer.extremes.measurements], calm, trainer.extremes.risen()
 
 
 def test_the_first_part_that_rose_is_named() -> None:
-    ((looks, calm, risen),) = run_ranks(_damaged, 1, tiny_run(stability={"extremes_every": 2}))
-    assert looks == [1, 3, 5, 7, 9, 11] and calm is None
+    ((measurements, calm, risen),) = run_ranks(_damaged, 1, tiny_run(stability={"extremes_every": 2}))
+    assert measurements == [1, 3, 5, 7, 9, 11] and calm is None
     assert risen is not None and risen.name == "blocks.1" and risen.now > 10 * risen.was
 
 
@@ -122,10 +122,10 @@ def test_nan_on_one_rank_is_infinite_on_all() -> None:
         assert found[LOGITS + "blocks.2.attention"] == found["blocks.2"] == float("inf") > found["blocks.1"]
 
 
-def _trained(rank: int, spec: RunSpec) -> list[Look]:
+def _trained(rank: int, spec: RunSpec) -> list[StepExtremes]:
     trainer = trainer_of(spec)
     record(trainer)
-    return list(trainer.extremes.looks)
+    return list(trainer.extremes.measurements)
 
 
 def test_a_look_is_at_forwards_that_count() -> None:
@@ -136,38 +136,38 @@ def test_a_look_is_at_forwards_that_count() -> None:
         run_ranks(_trained, 2, tiny_run(plan=plan | more, optimizer=clip, stability=stability))[0]
         for more in ({}, {"post_validation": True})
     )
-    assert [look.step for look in ahead] == [0, 1, 2] and ahead == late
+    assert [measured.step for measured in ahead] == [0, 1, 2] and ahead == late
 
 
 def test_samples_alone_are_no_reason_to_blame_weights() -> None:
     """If nothing was recomputed, only extremes that rose in a measurement before the spike count."""
-    risen = Risen("logits of blocks.0.attention", 39, 3.0, 300.0)
+    risen = FirstRise("logits of blocks.0.attention", 39, 3.0, 300.0)
     assert Findings(risen=risen).causes[0][0] == "numerics"
     assert "step 40 logits of blocks.0.attention rose to 300" in Findings(risen=risen).causes[0][1]
     assert Findings(sound=True, risen=risen).causes[0][0] == "data" and len(Findings(sound=True, risen=risen).causes) == 1
 
 
-def _of_looks(rank: int, spec: RunSpec) -> list[Risen | None]:
+def _of_looks(rank: int, spec: RunSpec) -> list[FirstRise | None]:
     extremes = trainer_of(spec).extremes
-    extremes.looks.extend(Look(step, {"blocks.0": 1.0}) for step in range(0, 50, 10))
-    extremes.looks.append(Look(50, {"blocks.0": 9.0}))
-    extremes.last = extremes.looks[-1]
+    extremes.measurements.extend(StepExtremes(step, {"blocks.0": 1.0}) for step in range(0, 50, 10))
+    extremes.measurements.append(StepExtremes(50, {"blocks.0": 9.0}))
+    extremes.last = extremes.measurements[-1]
     found = [extremes.risen(before=50), extremes.risen(before=51)]
     extremes.forget(30)
     return [*found, extremes.risen()]
 
 
-def test_looks_before_a_spike_are_told_from_the_spike() -> None:
+def test_measurements_before_a_spike_are_distinguished_from_the_spike() -> None:
     """After a rewind too few measurements are left for a comparison."""
     ((before, after, rewound),) = run_ranks(_of_looks, 1, tiny_run())
-    assert before is None and after == Risen("blocks.0", 50, 1.0, 9.0) and rewound is None
+    assert before is None and after == FirstRise("blocks.0", 50, 1.0, 9.0) and rewound is None
 
 
 class Damaged(StepHook):
-    """A watcher that fills the first MLP with large random numbers after step 40."""
+    """A step hook that fills the first MLP with large random numbers after step 40."""
 
     @torch.no_grad()
-    def resting(self, trainer: Trainer, step: int) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         if step == 40:
             for name in ("gate", "up", "down"):
                 share = trainer.state.shares("weights")[f"weights.blocks.0.mlp.{name}.weight"]
@@ -179,9 +179,9 @@ def _train(rank: int, spec: RunSpec, folder: Path) -> list[int]:
     found = list[int]()
 
     def keep(loop: Loop, step: int) -> None:
-        found[:] = [look.step for look in loop.trainer.extremes.looks]
+        found[:] = [measured.step for measured in loop.trainer.extremes.measurements]
 
-    train(rank, spec, folder, (), key=KEY, watchers=[Damaged()], after=keep)
+    train(rank, spec, folder, (), key=KEY, step_hooks=[Damaged()], after=keep)
     return found
 
 

@@ -4,10 +4,18 @@ import math
 from dataclasses import replace
 
 from megalith.train.decide import Rewind, Skip, Stop, Update, Vitals
-from megalith.train.stability.findings import Findings, Jump, Moved, Replayed, Sampled, first_moved, spike_event
+from megalith.train.stability.findings import (
+    Findings,
+    LearningRateJump,
+    OutputGrowth,
+    RecomputedWindow,
+    SampleLoss,
+    first_moved,
+    spike_event,
+)
 from megalith.train.stability.history import Departure
 
-FOUND = Findings(departures=(Departure("loss", 9.0, 3.0, 4.0),), tell=True, repeated=True, first="loss 9", read=(320, 328))
+FOUND = Findings(departures=(Departure("loss", 9.0, 3.0, 4.0),), to_log=True, repeated=True, first="loss 9", read=(320, 328))
 
 
 def causes(found: Findings) -> list[str]:
@@ -20,20 +28,20 @@ def test_nothing_is_named_where_nothing_points_to_it() -> None:
 
 
 def test_causes_come_in_the_order_of_what_they_prove() -> None:
-    jump = Jump(39, 1e-3, 2e-2)
+    jump = LearningRateJump(39, 1e-3, 2e-2)
     damaged = replace(FOUND, sound=False, batch_before="the samples of step 40 have loss 8 now, and had 3")
     assert causes(damaged) == ["numerics"]
-    assert causes(replace(damaged, replayed=Replayed(5))) == ["numerics"]
+    assert causes(replace(damaged, replayed=RecomputedWindow(5))) == ["numerics"]
     assert causes(replace(damaged, jump=jump)) == ["schedule", "numerics"]
-    assert causes(replace(damaged, jump=jump, replayed=Replayed(3, 40, 3.0, 2.0))) == ["hardware", "schedule", "numerics"]
+    assert causes(replace(damaged, jump=jump, replayed=RecomputedWindow(3, 40, 3.0, 2.0))) == ["hardware", "schedule", "numerics"]
     assert causes(replace(FOUND, sound=True)) == ["data"]
     assert causes(replace(FOUND, sound=True, jump=jump)) == ["schedule", "data"]
     assert causes(replace(FOUND, repeated=False)) == ["hardware"]
-    assert causes(replace(FOUND, repeated=False, heard=True)) == [], "the fleet's own report says that"
+    assert causes(replace(FOUND, repeated=False, reported=True)) == [], "the fleet's own report says that"
 
 
 def test_samples_and_parts_are_named() -> None:
-    found = replace(FOUND, sound=True, batch_before="all well", samples=(Sampled(323, 7.5, "letters in 0.bin"),), typical=5.5)
+    found = replace(FOUND, sound=True, batch_before="all well", samples=(SampleLoss(323, 7.5, "letters in 0.bin"),), typical=5.5)
     (cause, evidence), *_ = found.causes
     assert cause == "data"
     assert evidence == (
@@ -41,7 +49,7 @@ def test_samples_and_parts_are_named() -> None:
     )
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
     assert "shows in the head first" in damaged.causes[0][1]
-    moved = replace(damaged, moved=Moved("blocks.1", 3.0, 300.0))
+    moved = replace(damaged, moved=OutputGrowth("blocks.1", 3.0, 300.0))
     assert "blocks.1 is the first part whose largest output moved, from 3 to 300" in moved.causes[0][1]
 
 
@@ -49,7 +57,7 @@ def test_the_first_part_that_moved_is_the_first_in_the_models_order() -> None:
     order = ("embedding", "blocks.0", "blocks.1", "head")
     was = {"blocks.1": 4.0, "embedding": 1.0, "blocks.0": 2.0}
     assert first_moved(was, was, order) is None
-    assert first_moved(was, was | {"blocks.1": 40.0, "blocks.0": 3.5}, order) == Moved("blocks.0", 2.0, 3.5)
+    assert first_moved(was, was | {"blocks.1": 40.0, "blocks.0": 3.5}, order) == OutputGrowth("blocks.0", 2.0, 3.5)
     found = first_moved(was, was | {"blocks.1": math.nan}, order)
     assert found is not None and found.part == "blocks.1"
     assert first_moved({}, was, order) is None

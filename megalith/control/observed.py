@@ -1,0 +1,105 @@
+"""Record of a controller: observations with their evidence, their meaning for the running generation, and the reason for its end."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.control.outcome import Outcome
+from megalith.control.watch import Hang
+from megalith.fleet import commands, observations
+from megalith.fleet.causes import Failure
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.observations import Observation
+from megalith.fleet.rank_info import slot_of
+
+OF_NODES = (observations.NodesLost, observations.NodeJoined, observations.HealthChecked, observations.Preempted)
+NO_INCIDENT = (
+    observations.Started, observations.Saved, observations.StopRequested, observations.NodeJoined, observations.HealthChecked,
+    observations.Waited, observations.SaveWorks, observations.Ordered,
+)  # fmt: skip
+ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.SaveFailed, observations.NodesLost)
+"""Signs that are incidents even if nothing is ordered."""
+
+CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
+"""Signs that cause a warning if they delay the run or a node, and the commands that delay it."""
+
+_ENDING = (
+    observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,
+    observations.GradientWrong, observations.DataDamaged,
+    observations.NotThisRun, observations.StoreAway,
+)  # fmt: skip
+"""Signs after which a generation is over, if `ends`."""
+
+
+@dataclass(frozen=True)
+class TimedObservation:
+    """An observation, the time at which its cause began (seconds since the epoch), and further evidence."""
+
+    observation: Observation
+    began: float
+    evidence: dict[str, Any]
+
+
+def ends(observation: Observation) -> bool:
+    """True if a generation is over with this observation. Ranks recover without help if they can repeat the step or read the shard
+    elsewhere."""
+    if isinstance(observation, observations.DataDamaged):
+        return observation.other_copy is None
+    if isinstance(observation, observations.Nonfinite):
+        return observation.elsewhere != "not asked"
+    return isinstance(observation, _ENDING)
+
+
+@dataclass(frozen=True)
+class GenerationEnd:
+    """The end of a generation. `beats`: each rank's last sign of life; `placement`: the node of each slot; `step`: the furthest step that
+    any generation began."""
+
+    outcome: Outcome
+    beats: Sequence[Beat]
+    placement: tuple[str, ...]
+    ranks: int
+    step: int
+
+    def failed(self, failure: Failure) -> TimedObservation:
+        """Return the observation of a rank that failed."""
+        slot = self._slot_of(failure.rank or 0)
+        step = self._step_of(failure.rank)
+        observation = observations.of_failure(failure, time=time.time(), step=step, slot=slot, node=self.placement[slot])
+        return TimedObservation(observation, failure.time, self.evidence())
+
+    def hung(self, hang: Hang) -> TimedObservation:
+        """Return the observation of a hang, with the stack and the collectives of each rank as evidence."""
+        slot = self._slot_of(hang.rank) if hang.rank is not None else None
+        observation = observations.Hang(
+            time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self.placement[slot],
+            rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
+        )  # fmt: skip
+        stacks = {str(rank): inspection.stack or "(no answer)" for rank, inspection in sorted(hang.inspections.items())}
+        stands = {
+            str(rank): {"begun": inspection.begun, "recorded": inspection.recorded}
+            for rank, inspection in sorted(hang.inspections.items())
+            if inspection.begun
+        }
+        return TimedObservation(
+            observation, hang.since, self.evidence() | {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind}
+        )
+
+    def evidence(self) -> dict[str, Any]:
+        """Return the other evidence: the first cause, exit statuses and phases by rank."""
+        cause, found = self.outcome.first_cause, {}
+        if cause is not None:
+            found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
+        exits = {str(end.rank): end.code for end in self.outcome.exits}
+        phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self.beats)}
+        return found | {"exits": exits, "phases": phases}
+
+    def _step_of(self, rank: int | None) -> int:
+        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
+        steps = [beat.step for number, beat in enumerate(self.beats) if rank in (None, number)]
+        begun = max(steps, default=-1)
+        return begun if begun >= 0 else self.step
+
+    def _slot_of(self, rank: int) -> int:
+        return slot_of(rank, world=self.ranks, slots=len(self.placement))

@@ -1,0 +1,203 @@
+"""Verified bytes of a prepared folder: checked as they are read, from the first folder with an intact copy.
+
+`x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. It follows from the shard, so the manifest
+does not name it: data without it is read unchecked, and `megalith data verify` writes it. An index is compared with the manifest's sha256
+when a process first opens it.
+"""
+
+import errno
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from megalith import disk
+from megalith.data.errors import AwayDataError, DataError
+from megalith.data.manifest import FILE, Shard, file_digest
+
+BLOCK = 4096  # bytes summed together: a page, so that checking reads no more from the disk than reading does
+MAX_FILES = 256  # of each sort that a reader keeps open: a process often may have 1,024
+
+
+class DamagedDataError(DataError):
+    """A prepared file of which every copy is damaged."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that has changed since it was prepared. `elsewhere`: the folder it is read from instead; None: no copy is right."""
+
+    file: str
+    error: str
+    elsewhere: Path | None
+
+
+class BlockChecksums:
+    """The sums of a shard's blocks, made while it is written."""
+
+    def __init__(self) -> None:
+        self._done, self._open, self._sum = array("I"), 0, 0
+
+    def update(self, content: bytes) -> None:
+        """Further bytes of the shard."""
+        view = memoryview(content)
+        while len(view):
+            piece = view[: BLOCK - self._open]
+            self._sum = crc32(piece, self._sum)
+            self._open += len(piece)
+            view = view[len(piece) :]
+            if self._open == BLOCK:
+                self._done.append(self._sum)
+                self._open = self._sum = 0
+
+    def file_content(self) -> bytes:
+        """Contents of `x.sum`."""
+        sums = [*self._done, self._sum] if self._open else self._done
+        return np.array(sums, "<u4").tobytes()
+
+
+def sums_file(shard: Shard) -> str:
+    """The name of the file with a shard's sums."""
+    return f"{shard.file.removesuffix('.bin')}.sum"
+
+
+class VerifiedFiles:
+    """Shards of one split, in a prepared folder and in `copies` of it. `on_damage` is called once for each damaged file or block."""
+
+    def __init__(
+        self, folder: Path, copies: Sequence[Path] = (), *, on_damage: Callable[[Damage], None] = lambda damage: None
+    ) -> None:
+        self._folders, self._on_damage = (folder, *copies), on_damage
+        self._reported: set[tuple[str, str]] = set()
+        self._file = lru_cache(maxsize=3 * MAX_FILES // 4)(_open)  # a shard and its sums
+        self._index = lru_cache(maxsize=MAX_FILES // 4)(self._map_index)
+        self._right: dict[str, Path] = {}  # indices that have been compared -> where
+
+    def tokens(self, shard: Shard, low: int, high: int) -> npt.NDArray[Any]:
+        """Tokens low to high of a shard, uint16 or uint32 [high - low]. Raises DamagedDataError."""
+        dtype = np.dtype("<u2" if shard.dtype == "uint16" else "<u4")
+        first, last = low * dtype.itemsize // BLOCK, -(-high * dtype.itemsize // BLOCK)
+        end = min(last * BLOCK, shard.tokens * dtype.itemsize)
+        content = self._from_first(shard.file, lambda folder: self._blocks(folder, shard, first, end))
+        skipped = low - first * BLOCK // dtype.itemsize
+        return np.frombuffer(content, dtype)[skipped : skipped + high - low]
+
+    def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """A shard's index, int64 [documents + 1], read in place. Raises DamagedDataError."""
+        return self._index(shard.index, shard.index_sha256)
+
+    def folder_of(self, shard: Shard) -> Path:
+        """Return the folder in which a shard is looked for first."""
+        return self._folders[0] / shard.file
+
+    def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """Return the result from the first folder whose copy is intact. Raises AwayDataError if there is none and a folder cannot
+        be reached."""
+        wrong: list[str] = []
+        away: Path | None = None
+        for folder in self._folders:
+            try:
+                found = read(folder)
+            except (OSError, _WrongError) as error:
+                wrong.append(f"{folder / name} {_words(error)}")
+                away = away or (folder / name if _is_away(folder, error) else None)
+                continue
+            if wrong:
+                self._note(Damage(name, "; ".join(wrong), folder))
+            return found
+        if away is not None:
+            raise AwayDataError(away, "; ".join(wrong))
+        self._note(Damage(name, "; ".join(wrong), None))
+        more = "" if len(self._folders) > 1 else ", or name a folder with a copy of the data in data.copies"
+        raise DamagedDataError(f"{'; '.join(wrong)}. Copy it back{more}; `megalith data verify` names everything damaged.")
+
+    def _note(self, damage: Damage) -> None:
+        key = damage.file, damage.error
+        if key not in self._reported:
+            self._reported.add(key)
+            self._on_damage(damage)
+
+    def _blocks(self, folder: Path, shard: Shard, first: int, end: int) -> bytes:
+        """A folder's bytes from block `first` to byte `end`; copied, so that the checked bytes are the ones that are used."""
+        begin = first * BLOCK
+        file, sums = self._file(folder, shard.file), self._file(folder, sums_file(shard))
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / shard.file))
+        content = file.read(begin, end - begin)
+        if len(content) < end - begin:
+            raise _WrongError(f"ends at byte {begin + len(content)}, and was prepared with {end} bytes or more")
+        if sums is None:
+            if not (folder / FILE).exists():  # they may be there, and only their folder is away
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+            return content
+        known = np.frombuffer(sums.read(4 * first, 4 * -(-len(content) // BLOCK)), "<u4").tolist()
+        view = memoryview(content)
+        found = [crc32(view[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
+        if found != known:
+            which = next((i for i, (a, b) in enumerate(zip(found, known, strict=False)) if a != b), len(known))
+            at, told = begin + which * BLOCK, f"{known[which]:08x}" if which < len(known) else "missing"
+            raise _WrongError(
+                f"is not what was prepared: from byte {at} on, the checksum of a block is {found[which]:08x}, not {told}"
+            )
+        return content
+
+    def _map_index(self, name: str, digest: str) -> npt.NDArray[np.int64]:
+        if name not in self._right:
+            self._right[name] = self._from_first(name, lambda folder: _with_digest(folder, name, digest))
+        # a plain array over the map: slicing np.memmap itself costs several microseconds
+        return np.asarray(np.memmap(self._right[name] / name, "<i8", "r"))
+
+
+class _WrongError(Exception):
+    """A copy of a file is damaged; the message says how."""
+
+
+def _is_away(folder: Path, error: Exception) -> bool:
+    """True if a prepared folder cannot be reached. A missing file is damage instead if the folder's manifest is there."""
+    if isinstance(error, FileNotFoundError):
+        return not (folder / FILE).exists()
+    return disk.is_away(error)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+
+
+class _Opened:
+    """A file that is read in pieces; closed when nothing refers to it any more. Unlike a map, it survives a file that is cut
+    off."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes from an offset on; fewer where the file ends."""
+        return os.pread(self._file, size, offset)
+
+
+def _open(folder: Path, name: str) -> _Opened | None:
+    """A file; None where there is none."""
+    try:
+        return _Opened(folder / name)
+    except FileNotFoundError:
+        return None
+
+
+def _with_digest(folder: Path, name: str, digest: str) -> Path:
+    found = file_digest(folder / name)
+    if found != digest:
+        raise _WrongError(f"has sha256 {found}, and the manifest says {digest}")
+    return folder

@@ -1,0 +1,117 @@
+"""How sure an answer is: 80 % intervals around its times and bytes, their evidence, and the effect of the user's measurements. No
+torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, sqrt
+from typing import Any
+
+from megalith.cost import doubt
+from megalith.cost.constants import calibration
+from megalith.cost.doubt import Interval, LearnedSpread, Spread
+from megalith.cost.software import SOFTWARE
+from megalith.planner.measured import Own
+from megalith.planner.published.shapes import Beyond, beyond
+from megalith.planner.request import ResolvedRequest
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import MoeSpec
+from megalith.spec.sizes import count_model
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """80 % intervals, as factors on predicted values."""
+
+    time: Interval
+    memory: Interval
+    apart: float
+    """Two layouts of one answer whose steps differ by a smaller factor may be equally fast, because their stack's factor is the
+    same."""
+    words: str
+    """Evidence that the interval of time rests on."""
+    factor: float = 1.0
+    """Factor on a predicted time, from own measurements; the intervals are around the product."""
+
+    def to_json(self) -> dict[str, Any]:
+        intervals = {"time": self.time._asdict(), "memory": self.memory._asdict()}
+        return intervals | {"apart": self.apart, "factor": self.factor, "rests_on": self.words}
+
+
+def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
+    """Return how sure predictions for a request are, given measurements of the same software on the same machines."""
+    kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(request.model.blocks)) else "time.dense"
+    sizes = {
+        "parameters": float(count_model(request.model).total), "tokens a sequence": float(request.run.train.seq_len),
+        "devices": float(request.cluster.count),
+    }  # fmt: skip
+    outside = {name: beyond(name, sizes) for name in (kind, "memory")}
+    known = _device(request) in calibration().fitted["devices"]
+    time = _wider(doubt.bundled()[kind], outside[kind], also=0.0 if known else 1.0)
+    memory = _wider(doubt.bundled()["memory"], outside["memory"])
+    lacking = [] if known else [f"a device like {request.cluster.accelerator.name}"]
+    far = " or ".join(lacking + [_amount(one) for one in outside[kind][:1]])
+    far = far and f"no measured row has {far}"
+    peaks = [one.memory for one in own if one.memory is not None and one.software == request.software]
+    held = memory.interval(memory.learn(peaks) if peaks else None)
+    stack = request.software, request.cluster.machine, kind
+    timed = [one for one in own if one.time is not None]
+    mine = [one for one in timed if (one.software, one.machine, one.kind) == stack]
+    learnt = time.learn([one.time or 0.0 for one in mine]) if mine else None
+    factor = exp(learnt.mean) if learnt else 1.0
+    around = Interval(*(end / factor for end in time.interval(learnt)))
+    within = learnt.within if learnt else time.within
+    words = _words(request, mine, learnt, far) + _apart([one for one in timed if one not in mine]) + _rates(request.cluster)
+    return Confidence(around, held, exp(time.reach_known * within * sqrt(2)), words, factor)
+
+
+def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
+    """Return the spread of predictions for a shape outside of the measured ones. A device's own factor is as uncertain as a stack's (`also`
+    = 1), and we assume that each doubling beyond the measured sizes adds as much."""
+    more = also + max((one.doublings for one in outside), default=0.0)
+    return replace(spread, between=spread.between * sqrt(1 + more))
+
+
+def _amount(one: Beyond) -> str:
+    few = "so few" if one.size < one.edge else "as many"
+    return f"{few} {one.name} ({_count(one.size)}; measured: {_count(one.edge)})"
+
+
+def _count(number: float) -> str:
+    """Return a number as people write it: 671B, 4.2M, 8,192."""
+    return next((f"{number / unit:.3g}{letter}" for letter, unit in (("B", 1e9), ("M", 1e6)) if number >= unit), f"{number:,.0f}")
+
+
+def _device(request: ResolvedRequest) -> str | None:
+    return calibration().families.get(request.cluster.accelerator.name)
+
+
+def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:
+    """Return the evidence of an interval, and the rows of the same stack that were ignored."""
+    where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
+    if learnt is None:
+        return f"{where} was not measured: the interval is the one for unmeasured software{f', and {far}' * bool(far)}"
+    wrong = [mine[place] for place in learnt.wrong]
+    followed = len(mine) - len(wrong)
+    said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"
+    for one in wrong:
+        said += f"; {one.name} is ignored: it took {one.ratio:.2f} of its prediction, which is very unlikely given the other rows"
+    return said
+
+
+def _apart(others: Sequence[Own]) -> str:
+    """Describe the rows that do not affect the predicted times, because their software, machine or kind of model differs."""
+    kinds = {"time.dense": "a dense model", "time.expert": "experts"}
+    counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
+    return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: not followed" for what, number in counts.items())
+
+
+def _rates(cluster: ClusterSpec) -> str:
+    """Return the source of rates that `megalith doctor --calibrate` measured; nothing for fitted ones."""
+    found = cluster.measured
+    if found is None:
+        return ""
+    beside = found.processor if cluster.accelerator.is_processor else f"{found.device} beside {found.processor}"
+    threads = f" of {found.threads} thread{'s' * (found.threads != 1)}" * found.in_turn
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}{threads}"
+    return f"; rates were measured on {beside} at {found.at} UTC with {ranks} and torch {found.torch}"

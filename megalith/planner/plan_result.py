@@ -1,0 +1,442 @@
+"""The best plans for a request, as a value: for a table, for programs, and for a run file. No torch unless a part must be
+traced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+from megalith.check.software import COMPILES
+from megalith.cost import host
+from megalith.cost.constants import calibration
+from megalith.cost.estimate import Estimate
+from megalith.cost.memory import Memory
+from megalith.cost.segments import decided
+from megalith.cost.software import SOFTWARE
+from megalith.cost.workload import Workload
+from megalith.planner.candidates import Space, candidates
+from megalith.planner.confidence import Confidence, confidence_of
+from megalith.planner.explain import Neighbour, explain
+from megalith.planner.formats import Gains, follows_others, is_rehearsed
+from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
+from megalith.planner.measured import Own
+from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import Candidate, Scorer, SearchResult, Training, assumed, search
+from megalith.planner.site_plans import SitesResult, plan_sites, single_site
+from megalith.schedule.table import kind
+from megalith.spec.cluster import ClusterSpec, catalogue
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors
+
+PREFILL = "FLOPs of forward, attention without what the causal mask hides, over the bf16 peak"
+
+CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
+"""Definition of MFU here (PaLM's, Chowdhery et al. 2022, appendix B)."""
+
+OFF = "errors of predictions: docs/planner.md"
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Result of a search. `own` is the run file's plan, predicted in the same way; `trainings` belong to `found.choices`, if a
+    length is known."""
+
+    request: ResolvedRequest
+    found: SearchResult
+    trainings: tuple[Training, ...]
+    own: Candidate | None
+    neighbours: tuple[Neighbour, ...]
+    frontier: "tuple[Point, ...]" = ()
+    what_ifs: "tuple[WhatIf, ...]" = ()
+    phases: tuple[InPhase, ...] = ()
+    """The best plan in each phase of the run, if it has several."""
+    measured: tuple[Own, ...] = ()
+    """The user's own rows; predicted times move toward them as far as they can be trusted."""
+    linked: LinkChoice | None = None
+    """Prediction of the run's sites; None without a link between them."""
+    site_plans: SitesResult | None = None
+    """Result for each site; None where sites have no clusters of their own."""
+    gains: Gains | None = None
+    """Gain of products in 8 bits for each layer under the best plan, where the trainer multiplies so."""
+
+    @cached_property
+    def confidence(self) -> Confidence:
+        """How far off the figures may be."""
+        return confidence_of(self.request, self.measured)
+
+    @property
+    def convention(self) -> str:
+        """The FLOPs that MFU counts, and the peak it divides by."""
+        return (PREFILL if self.request.forward_only else CONVENTION).replace("bf16", self.request.cluster.accelerator.half)
+
+    @property
+    def assumption(self) -> str:
+        """The software that predictions assume."""
+        request = self.request
+        return assumption(request.software, compiled=request.compiles) + (
+            f"; {request.format} is rehearsed" if request.ours and is_rehearsed(request.run, request.cluster) else ""
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything by name, with each plan also in short form."""
+        request, cluster = self.request, self.request.cluster
+        found, best = self.found.to_json(), self.found.runnable
+        found["runnable"] = None if best is None else best.to_json() | self._said(best)
+        for key in ("choices", "pareto"):
+            for row, choice in zip(found[key], getattr(self.found, key), strict=True):
+                row.update(self._said(choice))
+        for row, one in zip(found["choices"], self.trainings, strict=False):
+            row["training"] = vars(one)
+        return {
+            "model": request.run.model.name,
+            "cluster": {
+                "name": request.run.cluster, "accelerator": cluster.accelerator.name, "count": cluster.count, "nodes": cluster.nodes,
+                "per_node": cluster.per_node, "price_per_hour": cluster.price_per_hour, "watts": cluster.accelerator.power,
+                "peak": cluster.accelerator.wide, "memory": cluster.accelerator.memory,
+            },
+            "seq_len": request.run.train.seq_len,
+            "global_batch": request.run.train.global_batch,
+            "format": request.format,
+            "forward_only": request.forward_only,
+            "convention": self.convention,
+            "software": request.software,
+            "assumption": self.assumption,
+            "sure": self.confidence.to_json(),
+            "spare": headroom(),
+            "host_memory": host.room(cluster),
+            "notes": list(request.notes),
+            **found,
+            "own": None if self.own is None else self.own.to_json() | self._said(self.own),
+            "neighbours": [one.to_json() for one in self.neighbours],
+            "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
+            "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
+            "phases": [one.to_json() for one in self.phases],
+            **(dict.fromkeys(("across", "proposed", "gain", "together")) if self.linked is None else self.linked.to_json()),
+            "sites": [] if self.site_plans is None else self.site_plans.to_json(),
+            "gains": None if self.gains is None else self.gains.to_json(),
+        }  # fmt: skip
+
+    def _said(self, choice: Candidate | None) -> dict[str, Any]:
+        """Return a choice in short form, and whether the trainer cannot run it."""
+        if choice is None:
+            return {"layout": None, "predicted_only": None}
+        only = self.request.forward_only or not self.request.ours
+        return {"layout": short(choice.plan), "predicted_only": only}
+
+
+def best_plans(
+    request: ResolvedRequest,
+    *,
+    top: int = 10,
+    why: bool = False,
+    pareto: bool = False,
+    what_ifs: Sequence[tuple[str, ResolvedRequest]] = (),
+    measured: Sequence[Own] = (),
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> PlanResult:
+    """Search; with `why` also compute the cost of each neighbour of the best plan; with `pareto` also search fewer devices; and
+    find the best plan for each of `what_ifs` (words, the changed request). `tick` gets the number of new parts that the search
+    has traced, and of all new parts. `measured` are the user's own rows. Raises SpecErrors where nothing fits."""
+    request = replace(request, factor=confidence_of(request, measured).factor)
+
+    def must(other: ResolvedRequest) -> SearchResult:
+        some = find(other, top=top, tick=tick)
+        if some.best is None:
+            raise SpecErrors(_nothing(other, some, scorer_of(other)))
+        return some
+
+    def whole() -> float | None:
+        others, batch = (request,) if each is None else each.asks, whole_batch(request).train.global_batch
+        bests = (find(single_site(one, batch), top=1, tick=tick).best for one in others)
+        return min((one.estimate.time.step for one in bests if one is not None), default=None)
+
+    if (each := plan_sites(request, must)) is None:
+        found = must(request)
+        while (wider := request.widened(found.choices[0].plan)) is not None:
+            request, found = wider, must(wider)
+    else:
+        number = (request.sites and request.sites.site) or 0
+        request, found = replace(each.asks[number], sites=each.sites), each.found[number]
+    scorer, step = scorer_of(request), found.choices[0].estimate.time.step
+    tokens = request.tokens
+    trainings = () if tokens is None else tuple(whole_training(one, request, scorer) for one in found.choices)
+    own = request.own
+    mine = None if own is None or not request.is_valid(own) else choice_of(request, own, scorer)
+    near = explain(workload_of(request, found.choices[0].plan), scorer) if why and not request.forward_only else ()
+    return PlanResult(
+        request, found, trainings, mine, tuple(one for one in near if request.is_valid(one.plan)),
+        frontier(request, found) if pareto else (),
+        tuple(_what_if(words, replace(other, factor=request.factor)) for words, other in what_ifs),
+        in_phases(request, found.choices[0].plan, scorer), tuple(measured),
+        linked(request, step if each is None else max(each.steps), whole), each, request.gains(found.choices[0].plan),
+    )  # fmt: skip
+
+
+def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> SearchResult:
+    """The search that was asked for."""
+    train, scorer = request.run.train, scorer_of(request)
+
+    known: dict[Plan, Memory] = {}
+
+    def held(plan: Plan) -> Memory:
+        if plan not in known:
+            known[plan] = scorer.held(workload_of(request, plan))
+        return known[plan]
+
+    def valid(plan: Plan) -> bool:
+        return request.is_valid(plan) and scorer.fits(workload_of(request, plan), held(plan)) and fits_all(request, plan, scorer)
+
+    format, narrow = request.computes
+    found = search(
+        request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
+        optimizer=request.run.optimizer.kind, moments=request.run.optimizer.small, master=request.run.optimizer.master,
+        gradients=train.gradients, outer=outer(request.sites), software=request.software,
+        top=top, valid=valid, scorer=scorer, space=space_of(request), tick=tick, differ=skeleton,
+    )  # fmt: skip
+
+    def weighed(choice: Candidate) -> Candidate:
+        return _held(request, choice.plan, scorer, choice.estimate, held(choice.plan))
+
+    runnable = None if found.runnable is None else weighed(found.runnable)
+    choices, thrifty = tuple(map(weighed, found.choices)), tuple(map(weighed, found.pareto))
+    return replace(found, choices=choices, pareto=thrifty, runnable=runnable)
+
+
+def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
+    """Return a plan with its prediction, its memory as the trainer's own program takes it."""
+    workload = workload_of(request, plan)
+    return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
+
+
+def _held(request: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estimate, memory: Memory) -> Candidate:
+    return Candidate(plan, replace(estimate, memory=memory, fits=scorer.fits(workload_of(request, plan), memory)))
+
+
+def skeleton(plan: Plan) -> tuple[Any, ...]:
+    """Return the essential properties of a layout. Microbatch, chunks, order, copies of the state and the segments of full
+    recomputation are not among them."""
+    split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
+    whole = plan.recompute.startswith(("full", *Space().again))
+    return *split, plan.zero == 3, "full" if whole else plan.recompute
+
+
+def space_of(request: ResolvedRequest) -> Space:
+    """Return the search space."""
+    if request.forward_only:
+        return Space.of_prefill()
+    shares = Space().offload if request.offload else ()
+    installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
+    again = Space().again if request.ours else ()
+    split = installed >= COMPILES and not (request.ours and follows_others(request.run))
+    return Space(again=again, offload=shares, compile=request.compiles, compile_split=split)
+
+
+def scorer_of(request: ResolvedRequest) -> Scorer:
+    """Return the scorer of the requested plans."""
+    return Scorer(calibration(), forward_only=request.forward_only, factor=request.factor)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout on the Pareto frontier of time, cost and free memory; it may use only some of the devices."""
+
+    devices: int
+    choice: Candidate
+    dollars: float | None
+    """Cost of a billion tokens; None if no price is known."""
+
+    @property
+    def device_hours(self) -> float:
+        """Device hours of a billion tokens."""
+        return self.devices * self.choice.estimate.time.step / self.choice.estimate.tokens * 1e9 / 3600
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"devices": self.devices, "dollars": self.dollars, "device_hours": self.device_hours}
+        return named | self.choice.to_json()
+
+
+def frontier(request: ResolvedRequest, found: SearchResult) -> tuple[Point, ...]:
+    """The fastest first: on all devices, and on a half, a quarter and an eighth of them, unless a processor was measured with all of
+    them at work. Fewer take longer and waste less."""
+    points = [_point(request.cluster, choice) for choice in found.pareto]
+    for share in (2, 4, 8):
+        if request.cluster.count % share:
+            break
+        if (smaller := request.cluster.resized(request.cluster.count // share)) is None:
+            break
+        fewer = replace(request, cluster=smaller)
+        points += [_point(fewer.cluster, choice) for choice in find(fewer, top=1).pareto]
+    best = [one for one in points if not any(_beats(other, one) for other in points)]
+    return tuple(sorted(best, key=lambda one: one.choice.estimate.time.step))
+
+
+def _point(cluster: ClusterSpec, choice: Candidate) -> Point:
+    point = Point(cluster.count, choice, None)
+    price = cluster.price_per_hour
+    return point if price is None else replace(point, dollars=price * point.device_hours)
+
+
+def _beats(one: Point, other: Point) -> bool:
+    """True if `one` is nowhere worse than `other`, and somewhere better."""
+    pairs = [(key(one), key(other)) for key in (_seconds, lambda p: p.device_hours, lambda p: p.choice.estimate.memory.total)]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _seconds(point: Point) -> float:
+    return point.choice.estimate.time.step
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The best layout after one change of the request; None if nothing fits then."""
+
+    change: str
+    choice: Candidate | None
+    training: Training | None
+
+    def to_json(self) -> dict[str, Any]:
+        whole = None if self.training is None else vars(self.training)
+        return {"change": self.change, "training": whole} | (
+            self.choice.to_json() if self.choice else {"plan": None, "estimate": None}
+        )
+
+
+def _what_if(words: str, request: ResolvedRequest) -> WhatIf:
+    best = find(request, top=1).best
+    known = best is not None and request.tokens is not None
+    return WhatIf(words, best, whole_training(best, request, scorer_of(request)) if known and best else None)
+
+
+def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
+    """A step of the request's training under a plan."""
+    train, optimizer, (format, narrow) = request.run.train, request.run.optimizer, request.computes
+    return decided(
+        Workload(
+            request.model,
+            plan,
+            request.cluster,
+            train.seq_len,
+            train.global_batch,
+            format,
+            assumed(plan, request.software),
+            optimizer.kind,
+            optimizer.small,
+            optimizer.master,
+            train.gradients,
+            narrow=narrow,
+            outer=outer(request.sites),
+        )
+    )
+
+
+def assumption(software: str, *, compiled: bool = False) -> str:
+    """Return the software that is planned for, and where to read how far off predictions are."""
+    return f"runs as {SOFTWARE[software].title} does{', compiled' if compiled else ''}; {OFF}"
+
+
+def headroom() -> float:
+    """Return the share of a device's memory that plans leave free."""
+    return calibration().overheads["fused"].slack
+
+
+def short(plan: Plan) -> str:
+    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; values of 1 are left out, except for data, ZeRO and microbatch. A
+    schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
+    each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Context ranks that
+    exchange heads (Ulysses) stand behind all of them, and then a gather of keys and values: c16u4 d8 z1 m1, c16 gather d8 z1 m1.
+    Behind all, percents of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with
+    gradients released: d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights. Last, percents of the
+    blocks whose activations wait in host memory: d8 z1 m1 a50; or on disk: d8 z1 m1 a-disk100.
+    """
+    tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
+    context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""
+    parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
+    expert = f"e{plan.expert}{parts} " if plan.expert > 1 or parts else ""
+    chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+    name = "" if kind(plan.schedule).fills_and_drains else f"{plan.schedule} "
+    pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
+    copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
+    place = "disk" if plan.state.optimizer == "disk" else "o"
+    more = " weights" * (plan.state.weights != "device") + " released" * plan.state.release
+    away = f" {place}{100 * plan.state.away:.0f}{more}" if plan.state.away else ""
+    retain = "a-disk" if plan.retain.blocks == "disk" else "a"
+    away += f" {retain}{100 * plan.retain.away:.0f}" if plan.retain.away else ""
+    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
+
+
+def _exchange(plan: Plan) -> str:
+    heads = f"u{plan.ulysses}" if plan.ulysses > 1 else ""
+    return heads + (" gather" if plan.context_method == "gather" and plan.ulysses < plan.context else "")
+
+
+def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> list[Problem]:
+    """Return the reasons why there is no plan."""
+    name = request.run.cluster
+    if found.closest is None:  # plans fit, and all were denied
+        reasons = request.problems(next(_plans(request, request.cluster)))
+        return reasons or [
+            _problem(name, "no plan that fits passes megalith check", "Use more devices, or another global batch.")
+        ]
+    memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
+    kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host", "disk")}
+    largest = max(kinds, key=lambda key: kinds[key])
+    parts = ", ".join(
+        f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
+    )
+    room = f"{host.room(request.cluster) / 2**30:.0f} GiB a device"
+    away = f", nor with state and activations in host memory ({room}) or on disk" if space_of(request).offload else ""
+    reason = (
+        f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
+        f"{found.closest.plan.recompute}) "
+        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its worst rank, most of it {largest} ({parts} GiB)"
+    )
+    return [_problem(name, reason, _ways_out(request, memory, largest, scorer))]
+
+
+def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
+    """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
+    remedy = cheapest_remedy(request) if request.ours and not request.forward_only else ""
+    ways = [f"{remedy} would fit on these devices"] if remedy else []
+    cluster, batch = request.cluster, request.run.train.global_batch
+    for times in (2, 4, 8, 16, 32, 64):
+        if (larger := cluster.resized(cluster.count * times)) is None:
+            break
+        if any(_fits(request, larger, plan, scorer) for plan in _plans(request, larger)):
+            ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough, at {batch:,} sequences a step")
+            break
+    need = memory.total * (1 + headroom())
+    roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
+    if roomy:
+        ways.append(f"the same number of {' or '.join(roomy)} would be enough")
+    if largest in ("activations", "working", "logits"):
+        ways.append(f"so may shorter sequences than {request.run.train.seq_len:,}")
+    else:
+        ways.append("so would a smaller model")
+    text = "; ".join(ways)
+    return f"{text if remedy else text[0].upper() + text[1:]}."
+
+
+def cheapest_remedy(request: ResolvedRequest) -> str:
+    """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps."""
+    small, away = request.run.optimizer.moments != "fp8", not request.offload
+    few = "--small-state, which rounds moments,"
+    remedies = [(few, request.changed(small=True))] if small else []
+    remedies += [("--offload", request.changed(offload=True))] if away else []
+    remedies += [(f"{few} with --offload", request.changed(small=True, offload=True))] if small and away else []
+    return next((words for words, changed in remedies if find(changed, top=1).best is not None), "")
+
+
+def _plans(request: ResolvedRequest, cluster: ClusterSpec) -> Any:
+    train = request.run.train
+    return candidates(request.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space_of(request))
+
+
+def _fits(request: ResolvedRequest, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
+    workload = replace(workload_of(request, plan), cluster=cluster)
+    return scorer.fits(workload, scorer.memory(workload))
+
+
+def _problem(name: str, reason: str, way_out: str) -> Problem:
+    return Problem("error", "--cluster", name, reason, way_out)

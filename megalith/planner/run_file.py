@@ -1,0 +1,44 @@
+"""The best plan in a run file. No torch unless a part must be traced."""
+
+from megalith.planner.linked import whole_batch
+from megalith.planner.plan_result import PlanResult, short
+from megalith.planner.request import DATA, STEPS
+from megalith.spec import files
+from megalith.spec.files import ResolvedRun
+from megalith.spec.plan import Plan
+from megalith.spec.toml import dotted
+from megalith.spec.validate import leaves
+
+
+def as_run(result: PlanResult) -> str:
+    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
+    request, best = result.request, result.found.best
+    assert best is not None
+    plan, sites = _written(best.plan), (result.linked and result.linked.chosen) or request.sites
+    if sites is not None and result.site_plans is not None:
+        each = tuple(one.model_copy(update={"plan": one.plan and _written(one.plan)}) for one in sites.each)
+        sites = sites.model_copy(update={"each": each})
+    spec = (request.whole or whole_batch(request)).model_copy(update={"plan": plan, "sites": sites})
+    before = request.resolved.provenance if request.resolved else {}
+    old = {dotted(leaf.path): leaf.value for leaf in leaves(request.resolved.spec)} if request.resolved else {}
+    origins: dict[str, str] = {}
+    for leaf in leaves(spec):
+        name = dotted(leaf.path)
+        kept = name in before and old.get(name) == leaf.value
+        origins[name] = before[name] if kept else "megalith plan"
+    text = files.dump(ResolvedRun(spec, origins), brief=True)
+    estimate = best.estimate
+    head = (
+        f"# {request.run.model.name} on {request.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "
+        f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the worst rank.\n"
+    )
+    if request.resolved is None:
+        head += f"# data.path = {DATA!r} is a guess: put your own"
+        head += "." if request.tokens else f"; so is train.steps = {STEPS}."
+        head += "\n"
+    return head + text.partition("\n")[2]
+
+
+def _written(plan: Plan) -> Plan:
+    """The plan without parts to be recomputed that have no effect."""
+    return plan if plan.recompute == "selective" else plan.model_copy(update={"recompute_parts": Plan().recompute_parts})

@@ -1,0 +1,195 @@
+"""Sites on clusters of their own: how many samples each reads, so that none waits long for another, and the best plan for it. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import gcd
+from typing import Any
+
+from megalith.planner.candidates import splits
+from megalith.planner.formats import unable
+from megalith.planner.problems import problem, unpublished
+from megalith.planner.request import ResolvedRequest
+from megalith.planner.search import SearchResult
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import SiteSpec, SitesSpec
+
+PARTS = 64
+"""The most parts into which a step's samples are cut."""
+CLOSE = 1.02
+"""Shares of fewer parts are taken although a step would take this many times as long."""
+TRIES = 4
+"""Most times that shares are corrected by the steps that their plans would take."""
+
+
+@dataclass(frozen=True)
+class SiteRequest(ResolvedRequest):
+    """The request for one site. `part`: the samples of one part of a step, which the site's data ranks must share out evenly."""
+
+    part: int = 1
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        """See `ResolvedRequest.problems`."""
+        if self.part % (plan.data * plan.microbatch):
+            reason = f"does not divide {self.part}, the samples of one part that sites share out"
+            return [problem("plan.data", plan.data, reason, "Use another global batch.")]
+        return super().problems(plan)
+
+
+@dataclass(frozen=True)
+class SitesResult:
+    """Results of all sites, in the order of their numbers."""
+
+    asks: tuple[SiteRequest, ...]
+    found: tuple[SearchResult, ...]
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """Seconds of a step of each site with its best plan."""
+        return tuple(one.choices[0].estimate.time.step for one in self.found)
+
+    @property
+    def sites(self) -> SitesSpec:
+        """The table `[sites]` with the plans and shares that were found."""
+        sites = self.asks[0].sites
+        assert sites is not None
+        plans = (one.choices[0].plan for one in self.found)
+        each = (one.model_copy(update={"plan": plan}) for one, plan in zip(sites.each, plans, strict=True))
+        return sites.model_copy(update={"each": tuple(each)})
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return a row for each site."""
+        longest = max(self.steps)
+        return [
+            {
+                "cluster": ask.run.cluster,
+                "share": share,
+                "samples": ask.run.train.global_batch,
+                "step": step,
+                "idle": 1 - step / longest,
+                "plan": found.choices[0].plan.model_dump(),
+                "memory": found.choices[0].estimate.memory.total,
+            }
+            for ask, share, step, found in zip(self.asks, _shares(self.sites), self.steps, self.found, strict=True)
+        ]
+
+
+def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], SearchResult]) -> SitesResult | None:
+    """Share a step's samples out among sites on clusters of their own, so that the slowest site takes as little time as was found; None
+    where the run file names no such clusters. `search` finds the best plan of a request. Raises SpecErrors where a site has none."""
+    sites, resolved = request.sites, request.resolved
+    if sites is None or resolved is None or not sites.each or sites.each[0].cluster is None:
+        return None
+    batch, there = resolved.spec.train.global_batch, _clusters(request, sites)
+    rates: list[float] = [one.count * (one.accelerator.peak.get(one.accelerator.half) or 1.0) for one in there]
+    best, known = None, dict[tuple[int, ...], SitesResult]()
+    for _ in range(TRIES):
+        shares = share_out(rates, batch, lambda part: all(_deals_out(request, one, part) for one in there))
+        if shares is None:
+            reason = (
+                f"cannot be shared out among the {sites.count} sites in up to {PARTS} parts that their clusters deal out evenly"
+            )
+            raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two leave the most choice.")])
+        if shares in known:
+            break
+        try:
+            known[shares] = found = _planned(request, shares, there, search)
+        except SpecErrors:
+            if best is None:
+                raise
+            break  # these shares leave a site without a plan; the ones before did not
+        best = found if best is None or max(found.steps) < max(best.steps) else best
+        rates = [share / step for share, step in zip(shares, found.steps, strict=True)]
+    return best
+
+
+def _clusters(request: ResolvedRequest, sites: SitesSpec) -> list[ClusterSpec]:
+    """Return the clusters of the sites. Raises SpecErrors for those that steps cannot be predicted on."""
+    there, problems = list[ClusterSpec](), list[Problem]()
+    for number, name in enumerate(str(one.cluster) for one in sites.each):
+        try:
+            there.append(clusters.load(name))
+            found = [*unpublished(name, there[-1]), *unable(request.format, there[-1], ours=request.ours)]
+        except SpecErrors as errors:
+            found = errors.problems
+        problems += [replace(one, key=f"sites.each.{number}.cluster", value=name) for one in found]
+    if problems:
+        raise SpecErrors(problems)
+    return there
+
+
+def single_site(request: ResolvedRequest, batch: int) -> ResolvedRequest:
+    """The request for a site that trains the whole batch without the others."""
+    return ResolvedRequest(**_fields(request) | {"run": _with_batch(request.run, batch), "sites": None})
+
+
+def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
+    """Return whole shares of a batch for sites that train so many samples a second: of few parts, and with a step that is hardly longer
+    than the shortest. `able`: can all sites deal out parts of so many samples? None: in no number of parts."""
+    found = list[tuple[float, tuple[int, ...]]]()
+    for parts in range(len(rates), PARTS + 1):
+        if batch % parts or not able(batch // parts):
+            continue
+        shares = [max(1, int(parts * rate / sum(rates))) for rate in rates]
+        while sum(shares) != parts:  # the site that is least slow with one more, or stays least slow with one less
+            change = 1 if sum(shares) < parts else -1
+            able_ones = [n for n, share in enumerate(shares) if share + change > 0]
+            number = min(able_ones, key=lambda n: (shares[n] + change) / rates[n] if change > 0 else -shares[n] / rates[n])
+            shares[number] += change
+        slowest = max(share / parts / rate for share, rate in zip(shares, rates, strict=True))
+        found.append((slowest, tuple(share // gcd(*shares) for share in shares)))
+    least = min(found, default=(0.0, None))[0]
+    return next((shares for slowest, shares in found if slowest <= CLOSE * least), None)
+
+
+def _deals_out(request: ResolvedRequest, cluster: ClusterSpec, part: int) -> bool:
+    """True if some split of a cluster leaves data ranks that can share out so many samples."""
+    return any(
+        part % (cluster.count // (tensor * context * pipeline)) == 0
+        for tensor, context, pipeline in splits(request.model, cluster, request.run.train.seq_len)
+    )
+
+
+def _planned(
+    request: ResolvedRequest,
+    shares: Sequence[int],
+    there: Sequence[ClusterSpec],
+    search: Callable[[ResolvedRequest], SearchResult],
+) -> SitesResult:
+    """Find the best plan of each site for its share."""
+    assert request.sites is not None and request.resolved is not None
+    each = tuple(
+        SiteSpec(cluster=one.cluster, plan=one.plan, share=share) for one, share in zip(request.sites.each, shares, strict=True)
+    )
+    sites = request.sites.model_copy(update={"each": each})
+    part = request.resolved.spec.train.global_batch // sites.parts
+    tokens = None if request.tokens is None else request.tokens * part / request.run.train.global_batch
+    asks = list[SiteRequest]()
+    for one, share, cluster in zip(each, _shares(sites), there, strict=True):
+        run = _with_batch(request.run.model_copy(update={"cluster": one.cluster}), share * part)
+        here = {"run": run, "cluster": cluster, "sites": sites, "tokens": tokens and share * tokens}
+        asks.append(SiteRequest(**_fields(request) | here, part=part))
+    found, problems = list[SearchResult](), list[Problem]()
+    for number, ask in enumerate(asks):
+        try:
+            found.append(search(ask))
+        except SpecErrors as errors:
+            problems += [replace(one, key=f"sites.each.{number}.cluster") for one in errors.problems]
+    if problems:
+        raise SpecErrors(problems)
+    return SitesResult(tuple(asks), tuple(found))
+
+
+def _shares(sites: SitesSpec) -> tuple[int, ...]:
+    return sites.shares or (1,) * sites.count
+
+
+def _fields(request: ResolvedRequest) -> dict[str, Any]:
+    return {one.name: getattr(request, one.name) for one in fields(ResolvedRequest)}
+
+
+def _with_batch(run: RunSpec, batch: int) -> RunSpec:
+    return run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})

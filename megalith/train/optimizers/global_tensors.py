@@ -1,0 +1,121 @@
+"""A rule's view of tensors whose shares other ranks hold: sums over whole tensors, in one message, under every plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megalith.checkpoint.shares import box_of
+from megalith.parallel.gradients import SharedParameters, counted
+from megalith.parallel.groups import Groups
+from megalith.spec.sizes import Parameter
+
+
+class Cut(NamedTuple):
+    """Location of this rank's share of a parameter in the whole parameter."""
+
+    shape: tuple[int, ...]
+    """The whole parameter's shape."""
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    counted: bool = True
+    """True on the first of the ranks that hold the same share; only this rank contributes to a sum over ranks."""
+
+    @property
+    def first_column(self) -> bool:
+        """True if the share begins with the whole parameter's first column, so that it is the first of those with the same rows."""
+        return not self.offset or self.offset[-1] == 0
+
+
+class GlobalSum(NamedTuple):
+    """This rank's part of a sum: `value` lies at `offset` of a tensor of `shape`, to which other ranks add theirs."""
+
+    name: str
+    """The name of the parameter."""
+    value: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    counts: bool = True
+    """False: this rank contributes nothing, because another one contributes the same."""
+
+
+@dataclass(frozen=True)
+class GlobalTensors:
+    """The ranks that hold shares of the same parameters. `cuts`: the cut of each parameter of this rank."""
+
+    cuts: Mapping[str, Cut]
+    held: Mapping[str, Tensor]
+    """The parameters themselves, including their layout."""
+    described: Mapping[str, Parameter] = field(default_factory=dict)
+    """The model's description of its parameters; for rules that split them into matrices."""
+    groups: Groups | None = None
+    """None: this process holds all of every parameter."""
+    tied: frozenset[str] = frozenset()
+    """Parameters that both ends of the pipeline hold. Each end makes its own update, and both must be equal."""
+
+    @classmethod
+    def of(
+        cls, parameters: Mapping[str, nn.Parameter], described: Mapping[str, Parameter], shared: SharedParameters, groups: Groups
+    ) -> "GlobalTensors":
+        """Inspect this rank's shares. `described`: by names in the whole model."""
+        first = {name for name, p in parameters.items() if not isinstance(p, DTensor)}
+        first.update(counted(parameters, SharedParameters(shared.partial, ()), groups))
+        cuts = {name: _cut(name, parameter, name in first) for name, parameter in parameters.items()}
+        return cls(cuts, parameters, described, groups, frozenset(shared.tied))
+
+    @classmethod
+    def alone(cls, parameters: Mapping[str, Tensor], described: Mapping[str, Parameter] | None = None) -> "GlobalTensors":
+        """One process that holds whole parameters."""
+        cuts = {name: Cut(tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for name, p in parameters.items()}
+        return cls(cuts, parameters, described or {})
+
+    def add_up(self, parts: Sequence[GlobalSum]) -> list[Tensor]:
+        """Return for each part its box of the sum over all ranks, in fp64. One all-reduce takes them all; ranks of a pipeline place call
+        it together, with the same names and shapes in the same order."""
+        if self.groups is None or self.groups.place.size() == 1 or not parts:
+            return [part.value.double() for part in parts]
+        sizes = [max(1, torch.Size(part.shape).numel()) for part in parts]
+        packed = torch.zeros(sum(sizes), dtype=torch.float64, device=parts[0].value.device)
+        boxes = [_box(flat, part) for flat, part in zip(packed.split(sizes), parts, strict=True)]
+        for box, part in zip(boxes, parts, strict=True):
+            if part.counts:
+                box.copy_(part.value)
+        dist.all_reduce(packed, group=self.groups.place)
+        self._agree([box for box, part in zip(boxes, parts, strict=True) if part.name in self.tied])
+        return boxes
+
+    def _agree(self, boxes: list[Tensor]) -> None:
+        """Give both ends of the pipeline the same bits of their own sums."""
+        if boxes and self.groups is not None and self.groups.ends.size() > 1:
+            packed = torch.cat([box.flatten() for box in boxes])
+            dist.all_reduce(packed, group=self.groups.ends)
+            for box, both in zip(boxes, packed.split([box.numel() for box in boxes]), strict=True):
+                box.copy_(both.view_as(box) / 2)
+
+
+def squares(name: str, tensor: Tensor, cut: Cut) -> GlobalSum:
+    """Return a share's part of the sum of squares of each matrix in fp64, or of that of a vector. Each expert is a matrix of its own."""
+    dims = tuple(range(max(0, tensor.dim() - 2), tensor.dim()))
+    total = torch.linalg.vector_norm(tensor, dim=dims or None, dtype=torch.float64).square_()
+    return GlobalSum(name, total, cut.shape[:-2], cut.offset[:-2], cut.counted)
+
+
+def _cut(name: str, parameter: nn.Parameter, first: bool) -> Cut:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Cut(shape, (0,) * len(shape), shape, first)
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None
+    return Cut(shape, *box_of(name, parameter, place), first)
+
+
+def _box(flat: Tensor, part: GlobalSum) -> Tensor:
+    """The part's box in a flat tensor of its whole shape."""
+    found = flat.view(part.shape)
+    for dim, (start, size) in enumerate(zip(part.offset, part.value.shape, strict=True)):
+        found = found.narrow(dim, start, size)
+    return found

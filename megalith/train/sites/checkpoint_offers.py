@@ -1,0 +1,36 @@
+"""Checkpoints that sites offer each other when they meet, and the one that they begin from."""
+
+from collections.abc import Mapping, Sequence
+
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites.messages import CheckpointOffer
+
+
+def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) -> tuple[CheckpointOffer | None, int]:
+    """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
+
+    `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The newest
+    checkpoint that all of these hold (of those present that have any) loses no site's state, so it comes first. If there is none,
+    the newest that a quorum holds is taken, and the other sites get its weights. Otherwise it is the newest of all. The site that
+    the run file names decides; else the first that holds the checkpoint. Raises ValueError where a named site has no checkpoint,
+    but others do.
+    """
+    age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
+    every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides
+    holders = {cut: [site for site, cuts in offered.items() if cut in cuts] for cut in every}
+    newest = max(every, key=age, default=None)
+    if newest is None:
+        return None, min(offered) if decides is None else decides
+    if decides is not None and not offered.get(decides):
+        raise ValueError(
+            f"sites.decides = {decides}, and site {decides} has no checkpoint of the run, but others have one of step {newest.step}. "
+            "Copy its run folder back, or name a site that has one"
+        )
+    trained = {site for site, cuts in offered.items() if cuts and site in newest.members}
+    usable = {cut for cut in every if trained and trained <= set(holders[cut])} or {
+        cut for cut in every if spec.quorum(holders[cut])
+    }
+    if decides is not None:
+        usable = {cut for cut in usable if decides in holders[cut]} or set(offered[decides])
+    cut = max(usable or every, key=age)
+    return cut, min(holders[cut]) if decides is None else decides

@@ -1,0 +1,206 @@
+"""Messages of the rank that leads a site to the leading ranks of the others, and what it keeps of theirs."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from megalith.fleet.secure.peers import News, PeerGone
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites import messages
+from megalith.train.sites.differences import Differences
+from megalith.train.sites.joining import Joining
+from megalith.train.sites.leaving import Leaving
+from megalith.train.sites.meeting import Meeting
+from megalith.train.sites.messages import (
+    CheckpointOffer,
+    Difference,
+    End,
+    FragmentValues,
+    Hello,
+    JoinReply,
+    MergePoint,
+    Message,
+    Ready,
+    Start,
+    Verdict,
+)
+from megalith.train.sites.pace import Pace
+from megalith.train.sites.roster import SiteRoster
+from megalith.train.sites.verdicts import Verdicts
+from megalith.train.sites.wire import Wire
+
+KEEPALIVE_SECONDS = 0.5  # between words of a site to the one that decides
+
+
+class SiteMessenger:
+    """The messages of site `site`, and the line that it takes part in."""
+
+    def __init__(
+        self,
+        spec: SitesSpec,
+        site: int,
+        wire: Wire | None,
+        *,
+        patience: float,
+        start: float,
+        limit: float,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left, and that
+        a site which has ended stays at most, so that the others get its last messages. `start`: seconds that a site may take for its first
+        round; after a quarter of them a quorum begins alone. `limit`: seconds to wait for it. `beat`: called several times a second."""
+        self.spec, self.site, self._wire = spec, site, wire
+        self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
+        self._since: float | None = None  # when this site began to wait for the others
+        self.line, self.decider = "", site
+        self._cuts: Sequence[CheckpointOffer] = ()
+        self._roll = SiteRoster(site)
+        self._meeting = Meeting(spec, site, self._roll)
+        self._stand: MergePoint | None = (
+            None  # the merge at which the line began; without a line, the merge at which this site waits
+        )
+        self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
+        self._start: tuple[int, Start] | None = None
+        kept = 2 if spec.exchanges_gradients else 1 + spec.staleness  # who decides may be a step ahead
+        self._differences = Differences(site, kept=kept, late=spec.staleness)
+        self._waiting: Mapping[int, Sequence[int]] = {}  # of the newest merge with a verdict, as in `Pending`
+        self._verdicts = Verdicts(kept=(2 + spec.staleness) * spec.fragments + 2)
+        self._joining, self._leaving = Joining(spec.fragments), Leaving(site)
+        self._due: int | None = None  # the number of the merge that waits for its verdict
+        self._due_at = 0.0  # when it became due here
+        self._due_since = 0.0  # the same, or when the line was entered in which it is decided
+        self._decided_at = 0.0  # when the newest verdict was there
+        self._said = 0.0  # when this site last sent a sign of life
+        self.pace = Pace(start, spec.grace)
+        self._lost_since: float | None = None  # the connection to the site that decides
+
+    @property
+    def decides(self) -> bool:
+        """True if this site decides."""
+        return self.decider == self.site
+
+    def _follow(self, line: str, decider: int, stand: MergePoint | None = None) -> None:
+        self.line, self.decider, self._stand = line, decider, stand
+        self._start, self._lost_since = None, None
+        self._verdicts.given.clear()
+        self._meeting.clear()
+        self._differences.enter(line)
+
+    def ask(self) -> None:
+        """Ask the site that decides for the weights of the others."""
+        self._joining.asks = Hello(self.line, self.decider, asks=True)
+        self._post(self._joining.asks, to=self.decider)
+
+    def asking(self, members: Collection[int]) -> list[int]:
+        """Return the sites that ask for the weights, each once; only where this site decides. One of `members` must have left first."""
+        return self._joining.take(members) if self.decides else []
+
+    def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:
+        """Send the requested data."""
+        for site in sites:
+            self._post(message, to=site)
+
+    def fragment_values(self, fragment: int) -> FragmentValues:
+        """Return the weights of a fragment that the reply has announced."""
+        return self._joining.fragment_values(fragment)
+
+    def send_ready(self) -> None:
+        """Say that this site has all merges so far, and can train."""
+        self._joining.asks = Ready(self.line)
+        if self.decides:
+            self._joining.ready.add(self.site)
+        else:
+            self._post(self._joining.asks, to=self.decider)
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that did not prove the run's key."""
+        return self._wire.turned_away if self._wire is not None else 0
+
+    def close(self, seconds: float) -> bool:
+        """End the connections; True once the others have what this site has sent, or the patience is over. False if `seconds` were not
+        enough, and the call is to be made again."""
+        if self._wire is None:
+            return True
+        return self._leaving.close(self._wire, seconds, patience=self._patience, beat=self._beat)
+
+    def listen(self) -> None:
+        """Process the received messages, and answer newly connected sites. Returns at once."""
+        self._receive(0.0)
+
+    # --- received messages ---
+
+    def _post(self, message: Message, to: int | None = None) -> None:
+        if self._wire is not None:
+            self._wire.send(message.pack(), to)
+
+    def _receive(self, seconds: float) -> None:
+        """Handle the messages that have come, or the first that comes within `seconds`."""
+        self._beat()
+        if self._wire is None:
+            return
+        self._send_keepalive()
+        news = self._wire.next(seconds)
+        while news is not None:
+            self._take(news)
+            news = self._wire.next(0.0)
+
+    def _send_keepalive(self) -> None:
+        """From time to time tell the decider that this site is there and takes part in the same line; the decider tells all sites."""
+        now = time.monotonic()
+        if self.line and now - self._said >= KEEPALIVE_SECONDS:
+            self._said = now
+            self._post(Hello(self.line, self.decider, stand=self._stand), to=None if self.decides else self.decider)
+
+    def _take(self, news: News) -> None:
+        site, start, data = news
+        if data is None:
+            if self._roll.came(site, start):
+                self._meeting.forget(site)
+                self._start = None if self._start is not None and self._start[0] == site else self._start
+                self._joining.forget(site)
+            self._greet(site)
+        elif self._roll.is_newest(site, start):
+            message = messages.unpack(data)
+            self._note(site, message)
+            if self.line and getattr(message, "line", "") == self.line:
+                self._roll.spoke(site)
+
+    def _greet(self, site: int) -> None:
+        """Tell a newly connected site the state of this one, and send again the messages that a broken connection may
+        have lost."""
+        self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts), stand=self._stand), to=site)
+        for difference in self._differences.own:
+            self._post(difference, to=site)
+        for verdict in self._verdicts.given:
+            self._post(verdict, to=site)
+        if self._leaving.own is not None:
+            self._post(self._leaving.own, to=site)
+        if self._joining.asks is not None and site == self.decider:
+            self._post(self._joining.asks, to=site)
+
+    def _note(self, site: int, message: Message) -> None:
+        match message:
+            case Hello():
+                self._meeting.note(site, message)
+                if self._meeting.has_left(self.line, self._stand, site, message):
+                    self._roll.leave(site)
+                if message.asks and message.line == self.line:
+                    self._joining.asking.add(site)
+                    self._roll.leave(site)  # until it has all merges, nobody waits for it
+            case Start() if not self.line:
+                self._start = self._start or (site, message)
+            case Difference():
+                self._differences.note(site, message)
+            case Verdict():
+                self._verdicts.note(message)
+            case JoinReply() if message.line == self.line and site == self.decider:
+                self._joining.note(message)
+            case FragmentValues() if site == self.decider:
+                self._joining.note(message)
+            case Ready() if message.line == self.line:
+                self._joining.ready.add(site)
+                self._roll.join(site)
+            case End():
+                self._leaving.note(site, message)
+            case _:  # of a line that is over
+                pass

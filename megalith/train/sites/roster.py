@@ -1,0 +1,74 @@
+"""The starts of the other sites' ranks, as one site knows them: the newest of each site, those that take part, and those heard from lately.
+
+A connection seems whole for a while after it was cut, so messages count, not connections. A site that was started again knows nothing
+about the lines of its earlier start.
+"""
+
+import time
+from collections.abc import Iterable
+
+
+class SiteRoster:
+    """The other sites of one line, as site `site` knows them."""
+
+    def __init__(self, site: int) -> None:
+        self._site = site
+        self._newest: dict[int, bytes] = {}  # each other site, by the newest start of its ranks that came
+        self._ours: dict[int, bytes] = {}  # those that take part, by the start that does
+        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that last took part or followed, and when
+
+    def __contains__(self, site: int) -> bool:
+        """True for a site that has been connected."""
+        return site in self._newest
+
+    def came(self, site: int, start: bytes) -> bool:
+        """Take note of a connection; True if it is to a start that was not known."""
+        new = self._newest.get(site) != start
+        self._newest[site] = start
+        return new
+
+    def is_newest(self, site: int, start: bytes) -> bool:
+        """True if no later start of a site has come."""
+        return self._newest.get(site) == start
+
+    def spoke(self, site: int) -> None:
+        """Take note of words about this line."""
+        self._spoke[site] = self._newest[site], time.monotonic()
+
+    def begin(self) -> None:
+        """All sites that have come take part in a new line, in which none has sent a message yet."""
+        self._ours = dict(self._newest)
+        self._spoke.clear()
+
+    def join(self, site: int) -> None:
+        """The newest start of a site takes part."""
+        self._ours[site] = self._newest[site]
+
+    def expect(self, site: int) -> None:
+        """The newest start of a site takes part, unless an earlier one does."""
+        self._ours.setdefault(site, self._newest[site])
+
+    def leave(self, site: int) -> None:
+        """A site no longer takes part, whatever it sent before."""
+        self._ours.pop(site, None)
+        self._spoke.pop(site, None)
+
+    def takes_part(self, site: int) -> bool:
+        """True for a site whose newest start takes part."""
+        return site == self._site or (site in self._ours and self._newest.get(site) == self._ours[site])
+
+    def present(self, since: float) -> set[int]:
+        """Return this site, and those whose newest start has sent a message since then: they are in no other half."""
+        return {self._site} | {site for site in self._speakers() if self._spoke[site][1] >= since}
+
+    def followers(self) -> set[int]:
+        """Return the other sites whose newest start takes part or follows, as far as is known here."""
+        return {*self._speakers(), *(site for site in self._ours if self.takes_part(site))}
+
+    def last_word(self, site: int) -> float:
+        """Return when the newest start of a site has spoken last; minus infinity if it never has."""
+        start, when = self._spoke.get(site, (b"", 0.0))
+        return when if self.is_newest(site, start) else float("-inf")
+
+    def _speakers(self) -> Iterable[int]:
+        return [site for site, (start, _) in self._spoke.items() if self.is_newest(site, start)]

@@ -1,0 +1,83 @@
+"""Whole tensors from the shares of a site's ranks, and back: messages between sites do not depend on a site's plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.checkpoint.object_collectives import ObjectCollectives
+from megalith.checkpoint.shares import HeldShare, owners, shares
+from megalith.spec.sites import Fragment
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of a whole tensor, and the rank of the site that sends it."""
+
+    held: HeldShare
+    rank: int
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.held.offset, self.held.sizes, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.held.sizes)
+
+
+class WholeTensors:
+    """The table of which rank of a site holds which box of which tensor. All ranks of the site make theirs together."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """`tensors`: what this rank holds, by name, as tensors that know how they are cut. `group`: gloo, of the site's ranks. Raises
+        ValueError if the ranks together do not hold each tensor once and whole."""
+        ranks = ObjectCollectives(group)
+        self.group, self.rank, self.size = group, ranks.rank, ranks.size
+        mine = {key: share.held for key, share in shares(tensors).items()}
+        table = ranks.all_gather(tuple(mine.values()))
+        owned, problems = owners(table)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.mine = {name: _Box(held, self.rank) for name, held in mine.items()}
+        """This rank's box of each tensor that it holds a part of."""
+        self.shapes = {held.key: held.shape for held in (held for each in table for held in each)}
+        """The whole shape of each tensor of the model."""
+        boxes = [_Box(held, rank) for rank, each in enumerate(table) for held in each if held.place in owned[rank]]
+        self._boxes = sorted(boxes, key=lambda box: (box.rank, box.held.place))
+        self.owned = {box.held.key for box in self._boxes if box.rank == self.rank}
+        """The tensors for which this rank's copy of a box is the one used."""
+
+    def gather(self, fragment: Fragment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a fragment's whole tensors on the first rank, fp32 on the CPU; nothing on others. `values`: this rank's boxes."""
+        names = {piece.name for piece in fragment.pieces}
+        wanted = [box for box in self._boxes if box.held.key in names]
+        own = [values[box.held.key].reshape(-1).float().cpu() for box in wanted if box.rank == self.rank]
+        if self.rank:
+            if own:
+                dist.send(torch.cat(own), group_dst=0, group=self.group)
+            return {}
+        whole = {piece.name: torch.empty(piece.shape) for piece in fragment.pieces}
+        for rank in range(self.size):
+            theirs = [box for box in wanted if box.rank == rank]
+            if not theirs:
+                continue
+            flat = torch.cat(own) if rank == 0 else torch.empty(sum(box.numel for box in theirs))
+            if rank:
+                dist.recv(flat, group_src=rank, group=self.group)
+            for box, part in zip(theirs, flat.split([box.numel for box in theirs]), strict=True):
+                whole[box.held.key][box.where] = part.view(box.held.sizes)
+        return whole
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's box of a whole tensor."""
+        return whole[self.mine[name].where]
+
+    def broadcast(self, message: Tensor) -> Tensor:
+        """Broadcast the bytes of the site's first rank. `message`: these bytes; on other ranks, a buffer of the same size."""
+        if self.size > 1:
+            dist.broadcast(message, group=self.group, group_src=0)
+        return message

@@ -1,0 +1,431 @@
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megalith.cli import app
+from megalith.commands.shared.arguments import RunRequest
+from megalith.commands.shared.runs import check
+from megalith.planner.candidates import offloaded
+from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
+from megalith.planner.request import PlanRequest, resolve
+from megalith.planner.run_file import as_run
+from megalith.planner.varied import vary
+from megalith.report import plans
+from megalith.spec.plan import Plan, RetainSpec
+from megalith.spec.problem import SpecErrors
+from megalith.spec.sizes import model_parameters
+from tests.patience import PATIENCE
+from tests.prepared import hollow_data
+
+WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
+TIGHT = {"model": "llama3.2-3b", "cluster": "a100-40gb:1", "seq_len": 8192, "global_batch": 16, "offload": True}
+ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Keep traces for the tests of this file only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("COLUMNS", "80")
+        yield
+
+
+@pytest.fixture(scope="module")
+def answered(cache) -> PlanResult:
+    return best_plans(resolve(PlanRequest(**WORDS)), top=5, why=True)
+
+
+def test_all_that_is_shown_is_valid_and_fits(answered: PlanResult):
+    assert len(answered.found.choices) == 5
+    for choice in (*answered.found.choices, *answered.found.pareto):
+        assert choice.estimate.fits
+        assert answered.request.is_valid(choice.plan)
+    assert all(answered.request.is_valid(one.plan) for one in answered.neighbours)
+
+
+def test_what_check_denies_is_passed_over_and_counted(answered: PlanResult, monkeypatch: pytest.MonkeyPatch):
+    best = answered.found.choices[0].plan
+    monkeypatch.setattr(type(answered.request), "is_valid", lambda self, plan: skeleton(plan) != skeleton(best))
+    other = best_plans(answered.request, top=2)
+    assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
+    assert other.found.refused > 0
+    assert best not in [one.plan for one in other.found.pareto]
+
+
+def test_a_training_takes_its_tokens(answered: PlanResult):
+    best, whole = answered.found.choices[0], answered.trainings[0]
+    assert whole.steps == -(-(10**9) // (128 * 8))
+    assert whole.days * 86_400 == pytest.approx(whole.steps * best.estimate.time.step)
+
+
+def test_the_tables_fit_a_terminal(answered: PlanResult):
+    own = replace(answered, own=answered.found.choices[0])
+    console = Console(width=80, record=True, file=io.StringIO(), highlight=False)
+    console.print(plans.table(own), plans.reasons(answered))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert any("(yours)" in line for line in lines)
+
+
+def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: PlanResult):
+    first, slow = answered.found.choices[0], answered.found.choices[-1]
+    assert plans.gain_over_own_plan(answered) == ""
+    assert "No plan that was looked at is faster" in plans.gain_over_own_plan(replace(answered, own=first))
+    time, best = vars(slow.estimate.time), vars(first.estimate.time)
+    said = plans.gain_over_own_plan(replace(answered, own=slow))
+    assert f"beats yours by {1 - best['step'] / time['step']:.1%}" in said
+    largest = min((name for name in best if name != "step"), key=lambda name: best[name] - time[name])
+    assert f"({largest} -" in said
+
+
+def test_a_layout_in_short_leaves_out_what_is_one():
+    assert short(Plan()) == "d1 z1 m1"
+    assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
+    assert short(Plan(data=8, pipeline=16, chunks=2, schedule="zb-v")) == "p16x2 zb-v d8 z1 m1"
+    assert short(Plan(data=64, zero=3, replicate=8)) == "d64 z3 r8 m1"
+    assert short(offloaded(Plan(data=8), 0.25)) == "d8 z1 m1 o25"
+    assert short(Plan(retain=RetainSpec(blocks="host", share=0.5))) == "d1 z1 m1 a50"
+
+
+def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: PlanResult, tmp_path: Path):
+    path = tmp_path / "plan.toml"
+    path.write_text(as_run(answered))
+    hollow_data(tmp_path / "data", "text")
+    checked = check(RunRequest(path, [f"data.path={tmp_path / 'data'}"]), world=4)
+    assert not checked.errors
+    written, best = checked.resolved.spec.plan, answered.found.choices[0].plan
+    assert (short(written), written.recompute, written.layers) == (short(best), best.recompute, best.layers)
+
+
+def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "mine"\nmodel.preset = "tiny"\ndata.path = "my/data"\noptimizer = { lr = 1e-3, warmup = 5 }\nplan.data = 4\n'
+        "train = { steps = 50, global_batch = 8, seq_len = 128 }\n"
+    )
+    found = best_plans(resolve(PlanRequest(path=path, cluster="h100:4")), top=1)
+    assert found.own is not None
+    assert found.own.estimate.time.step >= found.found.choices[0].estimate.time.step
+    text = as_run(found)
+    path.write_text(text)
+    spec = check(RunRequest(path)).resolved.spec
+    assert (spec.name, spec.data.path, spec.optimizer.lr, spec.train.steps, spec.cluster) == (
+        "mine",
+        "my/data",
+        1e-3,
+        50,
+        "h100:4",
+    )
+    assert "# file" in text
+    assert 'preset = "tiny"' in text
+
+
+@pytest.fixture(scope="module")
+def tight(cache) -> PlanResult:
+    """Return the answer for a model whose moments fit on the host but not on a device."""
+    return best_plans(resolve(PlanRequest(**TIGHT)), top=2, why=True)
+
+
+def test_a_layout_that_needs_its_hosts_memory_says_so(tight: PlanResult):
+    found = tight.to_json()
+    assert tight.found.best is not None and tight.found.best.offload > 0
+    assert tight.found.runnable is None
+    for row in found["choices"]:
+        assert row["offload"] > 0 and not row["predicted_only"]
+        assert f" o{100 * row['offload']:.0f}" in row["layout"]
+    assert "offloaded to host memory" in plans.legend(tight)
+
+
+def test_what_needs_no_host_memory_is_not_marked(answered: PlanResult):
+    found = answered.to_json()
+    assert not any(row["offload"] for row in found["choices"])
+    assert "offloaded to host memory" not in plans.legend(answered)
+    (moved,) = [one for one in answered.neighbours if one.change == "offload none -> optimizer"]
+    assert moved.seconds > 0 > moved.memory
+    assert found["runnable"]["layout"] == found["choices"][0]["layout"]
+
+
+FORMATS = {"fp8": "h100:8", "mxfp8": "b200:8", "nvfp4": "a100-80gb:8", "fp16": "v100-32gb:8"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp_path: Path):
+    """The prices are those of the written file: predicted again from it, its step takes as long."""
+    path, cluster = tmp_path / "plan.toml", FORMATS[format]
+    request = {"model": "llama3.2-1b", "cluster": cluster, "seq_len": 4096, "global_batch": 64}
+    found = best_plans(resolve(PlanRequest(**request, format=format, out=True)), top=1)
+    path.write_text(as_run(found))
+    checked = check(RunRequest(path))
+    assert {problem.key for problem in checked.errors} == {"data.path"}
+    spec = checked.resolved.spec
+    assert (spec.train.precision, spec.precision) == (format, found.request.run.precision)
+    best = found.found.best
+    assert best is not None and not found.to_json()["choices"][0]["predicted_only"]
+    again = best_plans(resolve(PlanRequest(path=path)), top=1).own
+    assert again is not None
+    assert again.estimate.time.step == best.estimate.time.step
+    assert again.estimate.memory == best.estimate.memory
+
+
+def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
+    """Only products of codes gain. The table of layers and the step agree about it."""
+    request = {"model": "llama3.2-1b", "cluster": "h200:8", "seq_len": 4096, "global_batch": 64}
+    steps = {
+        (format, software): best_plans(resolve(PlanRequest(**request, format=format, software=software)), top=1)
+        for format, software in (("bf16", "megalith"), ("fp8", "megalith"), ("mxfp8", "megalith"), ("fp8", "megatron-te"))
+    }
+    seconds = {key: found.found.choices[0].estimate.time.step for key, found in steps.items()}
+    gains = steps["fp8", "megalith"].gains
+    assert gains is not None and gains.recipe["multiply"] == "codes"
+    assert (
+        seconds["bf16", "megalith"] * 0.9
+        < seconds["fp8", "megalith"]
+        < seconds["bf16", "megalith"]
+        < seconds["mxfp8", "megalith"]
+    )
+    assert steps["mxfp8", "megalith"].gains is None and "rehearsed" in steps["mxfp8", "megalith"].assumption
+    assert steps["fp8", "megatron-te"].gains is None and steps["fp8", "megatron-te"].to_json()["choices"][0]["predicted_only"]
+    assert steps["fp8", "megatron-te"].request.run.train.precision == "bf16"
+
+
+def test_layers_that_lose_under_the_best_plan_stay_wide():
+    found = best_plans(
+        resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8", seq_len=8192, global_batch=64, format="fp8")), top=1
+    )
+    assert found.found.best is not None and found.gains is not None
+    assert found.request.widened(found.found.best.plan) is None
+    assert set(found.gains.wide) == set(found.request.run.precision.wide) == {"*.attention.k", "*.attention.v"}
+    shown = plans.recipe_advice(found.gains)
+    assert "[precision]" in shown and 'multiply = "codes"' in shown and "*.attention.k" in shown
+
+
+def test_a_layout_that_needs_its_hosts_memory_is_written(tight: PlanResult, tmp_path: Path):
+    path = tmp_path / "plan.toml"
+    path.write_text(as_run(tight))
+    checked = check(RunRequest(path))
+    assert tight.found.best is not None and checked.resolved.spec.plan.state == tight.found.best.plan.state
+    assert not [problem for problem in checked.errors if problem.key.startswith("plan")]
+
+
+def test_where_nothing_fits_the_category_and_ways_out_are_named():
+    with pytest.raises(SpecErrors) as caught:
+        best_plans(resolve(PlanRequest(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
+    (problem,) = caught.value.problems
+    assert "most of it optimizer" in problem.reason
+    assert problem.way_out.startswith("--offload would fit on these devices; 2 h100 would be enough")
+    assert "b200" in problem.way_out
+
+
+DEEP = """
+name = "deep"
+cluster = "h100:1"
+model = {{ preset = "llama3.2-1b", layers = {layers} }}
+data = {{ path = "none" }}
+train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16" }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "seq_len", "remedy"),
+    [
+        (64, 24576, "--small-state, which rounds moments,"),
+        (2000, 8192, ""),
+    ],
+)
+def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: str, tmp_path: Path):
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=layers, seq_len=seq_len))
+    asked = resolve(PlanRequest(path=tmp_path / "deep.toml"))
+    assert cheapest_remedy(asked) == remedy
+    if remedy:
+        few = best_plans(resolve(PlanRequest(path=tmp_path / "deep.toml", small=True)), top=1)
+        assert few.found.best is not None and few.found.best.estimate.fits
+        (tmp_path / "small.toml").write_text(as_run(few))
+        checked = check(RunRequest(tmp_path / "small.toml"))
+        assert checked.resolved.spec.optimizer.moments == "fp8" and {problem.key for problem in checked.errors} <= {"data.path"}
+
+
+def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
+    found = best_plans(resolve(PlanRequest(path=tmp_path / "deep.toml")), top=1)
+    best = found.found.best
+    assert best is not None and best.plan.recompute.startswith("segments:")
+    (tmp_path / "plan.toml").write_text(as_run(found))
+    checked = check(RunRequest(tmp_path / "plan.toml"))
+    assert checked.resolved.spec.plan.recompute == best.plan.recompute and {problem.key for problem in checked.errors} <= {
+        "data.path"
+    }
+
+
+def test_the_command_prints_a_table_or_json(answered: PlanResult, tmp_path: Path):
+    printed = CliRunner().invoke(app, [*ARGUMENTS, "--explain", "--out", str(tmp_path / "plan.toml")])
+    assert printed.exit_code == 0, printed.output
+    for said in ("tokens a step, bf16", "MFU: model FLOPs", "976,563 steps", "one change", "written: "):
+        assert said in printed.output.replace("\n", " ")
+    said = json.loads(CliRunner().invoke(app, [*ARGUMENTS, "--top", "2", "--json"]).stdout)
+    assert said["ok"] is True
+    assert [row["layout"] for row in said["choices"]] == [short(one.plan) for one in answered.found.choices[:2]]
+    assert said["choices"][0]["training"]["steps"] == 976_563
+
+
+def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less():
+    """The model needs more memory than the communicators."""
+    answered = best_plans(
+        resolve(PlanRequest(**(WORDS | {"model": "llama3.2-1b", "cluster": "h100:8", "global_batch": 64}))), top=5
+    )
+    points = frontier(answered.request, answered.found)
+    best, price = answered.found.best, answered.request.cluster.price_per_hour
+    assert best is not None and price is not None
+    assert points[0].choice.estimate.time.step <= best.estimate.time.step
+    assert len({point.devices for point in points}) > 1
+    for one in points:
+        assert not any(
+            other.choice.estimate.time.step <= one.choice.estimate.time.step
+            and other.device_hours <= one.device_hours
+            and other.choice.estimate.memory.total <= one.choice.estimate.memory.total
+            for other in points
+            if other != one
+        )
+        steps = 1e9 / (64 * 128)
+        assert one.dollars == pytest.approx(one.devices * price * one.choice.estimate.time.step / 3600 * steps)
+
+
+def test_of_layouts_with_about_the_same_memory_the_fastest_is_shown():
+    def point(devices: int, step: float, gib: float) -> SimpleNamespace:
+        held = SimpleNamespace(time=SimpleNamespace(step=step), memory=SimpleNamespace(total=gib * 2**30), limit=80 * 2**30)
+        return SimpleNamespace(devices=devices, choice=SimpleNamespace(estimate=held))
+
+    points = [point(8, 1, 70), point(8, 1.1, 65), point(4, 1.2, 65), point(8, 1.3, 61), point(8, 1.4, 60), point(4, 1.5, 50)]
+    assert plans.distinct(points) == [points[0], points[2], points[3], points[5]]  # type: ignore[arg-type]
+
+
+def test_what_if_changes_one_thing(answered: PlanResult):
+    request = PlanRequest(**WORDS)
+    changes = ("scale_up=100", "accelerator=b200", "seq_len=64", "global_batch_tokens=2Ki")
+    found = best_plans(resolve(request), top=1, what_ifs=[(change, vary(request, change)) for change in changes])
+    assert [one.change for one in found.what_ifs] == list(changes)
+    slower, larger, shorter, batch = (one.choice for one in found.what_ifs)
+    best = found.found.best
+    assert best and slower and larger and shorter and batch
+    assert slower.estimate.time.step >= best.estimate.time.step
+    assert larger.estimate.limit and best.estimate.limit and larger.estimate.limit > best.estimate.limit
+    assert (shorter.estimate.tokens, batch.estimate.tokens) == (64 * 8, 2048)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"), highlight=False)
+    console.print(plans.what_ifs(found), plans.frontier(found.frontier))
+    console.file.close()
+    assert "accelerator=b200" in console.export_text()
+
+
+@pytest.mark.parametrize("change", ["seq_len", "seqlen=4", "scale_out=fast", "nodes=3"])
+def test_a_what_if_that_is_not_known_is_an_error(change: str):
+    with pytest.raises(SpecErrors) as caught:
+        vary(PlanRequest(**WORDS), change)
+    assert caught.value.problems[0].key == "--what-if"
+
+
+def test_a_prefill_needs_no_optimizer_and_writes_no_run(answered: PlanResult):
+    words = {key: value for key, value in WORDS.items() if key not in ("tokens", "global_batch")}
+    found = best_plans(resolve(PlanRequest(**words, forward_only=True)), top=3)
+    assert found.request.run.train.global_batch == 1
+    for choice in found.found.choices:
+        assert choice.estimate.memory.optimizer == 0
+    with pytest.raises(SpecErrors) as caught:
+        resolve(PlanRequest(**words, forward_only=True, tokens="1B", out=True))
+    assert {problem.key for problem in caught.value.problems} == {"--tokens", "--out"}
+
+
+def test_a_mistake_ends_with_status_2():
+    result = CliRunner().invoke(app, ["plan", "--model", "tinny", "--cluster", "h100:4"])
+    assert result.exit_code == 2
+
+
+def test_a_second_call_does_without_torch(answered: PlanResult):
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from megalith.cli import app
+assert CliRunner().invoke(app, {ARGUMENTS}).exit_code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- sites ---
+
+
+def _across_sites(folder: Path, link: str, more: str = "", lr: str = "lr = 0.8") -> PlanResult:
+    path = folder / "sites.toml"
+    path.write_text(
+        f'model.preset = "tiny"\ndata.path = "my/data"\ncluster = "h100:4"\n[sites]\ncount = 2\n{lr}\n{more}\n[sites.link]\n{link}\n'
+        "[train]\nsteps = 50\nglobal_batch = 16\nseq_len = 128\n"
+    )
+    return best_plans(resolve(PlanRequest(path=path)), top=1)
+
+
+def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Path) -> None:
+    found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", "bits = 8")
+    linked, step = found.linked, found.found.choices[0].estimate.time.step
+    assert linked is not None and linked.proposed is not None and linked.chosen is not None and linked.gain is not None
+    assert linked.proposed.use > max(0.9, linked.said.use) and linked.chosen.bits == 8 and linked.chosen.lr == 0.8
+    alone = best_plans(resolve(PlanRequest(path=_without_sites(tmp_path))), top=1).found.choices[0].estimate.time.step
+    assert linked.gain == pytest.approx(alone * linked.proposed.use / step)
+    (tmp_path / "out.toml").write_text(as_run(found))
+    hollow_data(tmp_path / "data", "text")
+    checked = check(RunRequest(tmp_path / "out.toml", [f"data.path={tmp_path / 'data'}"]))
+    written = checked.resolved.spec
+    assert not checked.errors and written.sites == linked.chosen and written.train.global_batch == 16
+    said = plans.across(found)
+    assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "as the run file says" in said
+
+
+def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Path) -> None:
+    """A file that names a key of merges keeps them, and the answer shows data parallelism beside them."""
+    fast = "megabits = 1e7\nmilliseconds = 0.001"
+    free = _across_sites(tmp_path, fast, lr="").linked
+    assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
+    found = _across_sites(tmp_path, fast)
+    assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
+    assert 'with method = "data-parallel": data parallelism. Each sends' in plans.across(found)
+    slow = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", lr="").linked
+    assert slow is not None and slow.chosen is not None and not slow.chosen.exchanges_gradients
+    assert slow.together is not None and slow.proposed is not None and slow.together.use < slow.proposed.use
+    asked = _across_sites(tmp_path, fast, 'method = "data-parallel"', lr="").linked
+    assert asked is not None and asked.chosen is None and asked.together is None and asked.said.method == "data parallelism"
+
+
+def _without_sites(folder: Path) -> Path:
+    before, _, rest = (folder / "sites.toml").read_text().partition("[sites]")
+    path = folder / "alone.toml"
+    path.write_text(f"{before}[train]{rest.partition('[train]')[2]}")
+    return path
+
+
+def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
+    found = _across_sites(tmp_path, "megabits = 0.001\nmilliseconds = 20")
+    assert found.linked is not None and found.linked.gain is not None and found.linked.gain < 1
+    assert "More than one site does not pay" in plans.across(found)
+
+
+def test_memory_of_merges_counts(tmp_path: Path) -> None:
+    """Anchors, velocities and feedback take 12 bytes for each weight that a rank updates."""
+    found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20")
+    plain = replace(found.request, sites=None)
+    best = found.found.choices[0].plan
+    held = [choice_of(one, best, scorer_of(one)).estimate.memory for one in (found.request, plain)]
+    assert held[0].optimizer - held[1].optimizer == pytest.approx(12 * model_size(found) / best.data, rel=0.01)
+    assert replace(held[0], optimizer=0) == replace(held[1], optimizer=0)
+
+
+def model_size(found: PlanResult) -> int:
+    return sum(prod(each.shape) for each in model_parameters(found.request.model).values())
