@@ -90,7 +90,7 @@ STUDY = (
 
 
 class Study(NamedTuple):
-    """What the study trains. `rates`, `momenta`: outer settings that are tried at the first of the sizes."""
+    """The extent of the study. `rates`, `momenta`: outer settings that are tried at the first of the sizes."""
 
     sizes: tuple[str, ...] = ("1.5M", "6.5M", "25M")
     steps: int = 600

@@ -298,18 +298,20 @@ def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
 
 
 def test_a_late_site_loses_no_work() -> None:
-    """A site computes for three times as long in each third period, and is not restarted."""
-    periods = [_Period(300.0 if number % 3 else 100.0, None) for number in range(600)]
-    usual = [_Period(100.0, None) for _ in range(1800)]
-    life = SimpleNamespace(seconds=dict.fromkeys(TimeUse, 0.0))
+    """Each site pauses in one of nine periods, another one than the others do. Synchronous merges wait for all three pauses. Asynchronous
+    ones do not wait for the second site: a quorum of the two others goes on. The third one pauses while the second is still late, so that
+    there is no quorum, and the first site decides."""
+    pauses = [[_Period(300.0 if number % 9 == 3 * site else 100.0, None) for number in range(900)] for site in range(3)]
     plan = _plain(HOUR, sites=3, merge_every=100.0, grace=5000.0, days=1.0, faults=0.0)
     found = {}
     for staleness in (0, 2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(merges, "_periods", lambda site, work: list(site.periods))
-            sites = [SimpleNamespace(periods=each, **vars(life)) for each in (usual, usual, periods)]
+            sites: Any = [SimpleNamespace(periods=each, seconds=dict.fromkeys(TimeUse, 0.0)) for each in pauses]
             found[staleness] = merges.merged(replace(plan, staleness=staleness), sites)
-    assert found[2].left == found[0].left == 0 and found[2].merges > 1.5 * found[0].merges
+    assert found[2].left == found[0].left == 0
+    assert found[0].merges == pytest.approx(9 * DAY / 1500, abs=9)
+    assert found[2].merges == pytest.approx(9 * DAY / 1300, abs=9)
 
 
 def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:
