@@ -74,11 +74,8 @@ class Place:
         return ""
 
     def make(self, folder: Path) -> None:
-        """Make a folder below this one, which is made too unless it ever existed. Raises OSError."""
-        if self._seen:
-            make_within(self.folder, folder)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
+        """Make a folder in this one, which is made too unless it ever existed. Raises OSError."""
+        folder.mkdir(parents=not self._seen, exist_ok=True)
 
 
 def make_within(root: Path, folder: Path) -> None:

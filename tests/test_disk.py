@@ -107,12 +107,14 @@ def test_a_run_folder_that_goes_away_before_its_ranks_open_the_log_is_not_made_a
     assert _messages(run) == ["early"]
 
 
-def test_a_place_is_made_once_and_not_while_it_is_away(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
+def test_a_place_is_made_once_and_not_while_it_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("run/checkpoints")
     place = disk.Place(folder.parent)
-    place.make(folder / "deep")
-    assert (folder / "deep").is_dir() and not place.away()
-    folder.parent.rename(tmp_path / "elsewhere")
+    for _ in range(2):
+        place.make(folder)
+        assert folder.is_dir() and not place.away()
+    folder.parent.rename("elsewhere")
     with pytest.raises(FileNotFoundError):
         place.make(folder)
     assert not folder.parent.exists()
