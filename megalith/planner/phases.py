@@ -11,7 +11,8 @@ from megalith.cost.estimate import Estimate
 from megalith.cost.workload import Workload
 from megalith.planner.linked import outer
 from megalith.planner.request import ResolvedRequest
-from megalith.planner.search import Candidate, Scorer, Training, assumed, training
+from megalith.planner.search import Candidate, Scorer, assumed
+from megalith.planner.training import Training, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan
 

@@ -23,8 +23,9 @@ from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
 from megalith.planner.request import ResolvedRequest
-from megalith.planner.search import Candidate, Scorer, SearchResult, Training, assumed, search
+from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
 from megalith.planner.site_plans import SitesResult, plan_sites, single_site
+from megalith.planner.training import Training
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec, catalogue
 from megalith.spec.plan import Plan

@@ -23,9 +23,6 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.state import WIDE, Moments, Slot
 
-IDLE_POWER = 1.35
-"""Power of a data centre over that of its devices: hosts, network, cooling."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -46,21 +43,6 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         return {"plan": self.plan.model_dump(), "offload": self.offload, "estimate": self.estimate.to_json()}
-
-
-@dataclass(frozen=True)
-class Training:
-    """Cost of a whole training."""
-
-    tokens: float
-    steps: int
-    days: float
-    device_hours: float
-    dollars: float | None
-    """None where no price is known."""
-    megawatt_hours: float | None
-    flops: float
-    """That the model asks for, attention in full."""
 
 
 @dataclass(frozen=True)
@@ -435,20 +417,3 @@ class Scorer:
 
     def _key(self, workload: Workload) -> tuple[Any, ...]:
         return id(workload.model), workload.layout, workload.plan.recompute, workload.narrow
-
-
-def training(choice: Candidate, cluster: ClusterSpec, *, tokens: float) -> Training:
-    """Days, hours, dollars and energy of a training on this many tokens."""
-    steps = -(-int(tokens) // choice.estimate.tokens)
-    seconds = steps * choice.estimate.time.step
-    hours = seconds / 3600 * cluster.count
-    price, power = cluster.price_per_hour, cluster.accelerator.power
-    return Training(
-        tokens=tokens,
-        steps=steps,
-        days=seconds / 86_400,
-        device_hours=hours,
-        dollars=None if price is None else hours * price,
-        megawatt_hours=None if power is None else hours * power * IDLE_POWER / 1e6,
-        flops=steps * choice.estimate.flops,
-    )

@@ -12,7 +12,8 @@ from megalith.cost.workload import Workload
 from megalith.planner.candidates import Space, candidates, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.plan_result import short
-from megalith.planner.search import Scorer, assumed, search, training
+from megalith.planner.search import Scorer, assumed, search
+from megalith.planner.training import training
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
 from megalith.spec.plan import Plan, RetainSpec, StateSpec
