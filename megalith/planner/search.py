@@ -256,8 +256,8 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 
 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
-    """Return the workload with activations elsewhere, if it then fits: with the smallest share of its blocks in host memory, or with all of
-    them on disk. If it does not fit, return the forms with all of them elsewhere, unless these hold no less."""
+    """Return the workload with activations elsewhere, if it then fits: with each share of its blocks in host memory, because `valid` may
+    count more than here, or with all of them on disk. If it does not fit, return the forms with all elsewhere, unless they hold no less."""
     if (
         not shares
         or not workload.software_profile.ours
@@ -266,13 +266,10 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
         return []
     alone = scorer.fits(workload, replace(held, activations=0.0))
     plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
-    sized = ((other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans))
-    tried: list[Sized] = []
-    for one in sized:
-        if scorer.fits(*one):
-            return [one]
-        tried.append(one)
-    return [one for one in tried if one[0].plan.retain.share == 1 and one[1].total < held.total]
+    sized = [(other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans)]
+    if fitting := [one for one in sized if scorer.fits(*one)]:
+        return [one for one in fitting if one[0].plan.retain.blocks == "host"] or fitting
+    return [one for one in sized if one[0].plan.retain.share == 1 and one[1].total < held.total]
 
 
 def _gathered(workload: Workload) -> Workload:

@@ -340,7 +340,7 @@ def test_weights_are_made_from_the_state_where_it_is_not_enough_to_keep_that_els
     assert search(model, small, seq_len=4096, global_batch=1, space=space, format="fp32").best is None
 
 
-def _crowded(lacks: str, share: float, host: HostSpec | None = None, **given):
+def _crowded(lacks: str, share: float, host: HostSpec | None = None, valid=None, **given):
     """Return the best plan of 32 blocks on a device that lacks some of the memory for their activations, for its state, or for both.
     `lacks`: the kinds of memory; `share`: how much of them."""
     plan = Plan(zero=0)
@@ -350,7 +350,13 @@ def _crowded(lacks: str, share: float, host: HostSpec | None = None, **given):
     device = load.cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
     small = load.cluster.model_copy(update={"accelerator": device, "host": host or HostSpec(link=1e15)})
     space = replace(SPACE, **({"microbatches": (1,), "policies": SPACE.policies[:1]} | given))
-    return search(load.model, small, seq_len=4096, global_batch=1, space=space).best
+    return search(load.model, small, seq_len=4096, global_batch=1, space=space, valid=valid).best
+
+
+def test_a_larger_share_leaves_where_the_least_is_refused():
+    """The count of memory by which plans are refused is nearer to the trainer than the search's own."""
+    best = _crowded("activations", 0.2, valid=lambda plan: plan.retain.share > 0.25)
+    assert best is not None and best.plan.retain == RetainSpec(blocks="host", share=0.5)
 
 
 @pytest.mark.parametrize(("share", "away"), [(0.2, 0.25), (0.6, 0.75), (0.8, 1.0)])
