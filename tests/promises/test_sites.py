@@ -410,6 +410,7 @@ def _wait_until_missed(folder: Path, times: int) -> None:
     until(missed, seconds=120)
 
 
+@only_full
 def test_a_late_site_is_merged_later(data: Path, tmp_path: Path) -> None:
     """Nobody waits for the site, it does not leave, and the merges are repeated from the log."""
     folder, steps = tmp_path / "run", 24
