@@ -3,49 +3,25 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from math import gcd
-from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
+from megalith.check.cuts import Cut, cuts_of, tiles_across_ranks
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
-from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
 
 
-class Cut(NamedTuple):
-    """Channels that an axis of the plan splits."""
-
-    axis: str
-    layers: tuple[str, ...]
-    """The layers, within a block, that have these channels as inputs or outputs."""
-    channels: int
-    share: int
-    """The channels that one rank multiplies."""
-
-
 def tiles_lie_inside_shards(case: Case) -> Found:
     """A rank rounds its share of a tensor to the numbers of the whole tensor only if no tile lies across the border of shares."""
-    tile, choices = tile_of(case.spec.precision, case.spec.train.precision), case.spec.precision
-    if not tile or case.model is None:
-        return
-    blocks, seen = len(case.model.blocks), set[Cut]()
-    for number, block in enumerate(case.model.blocks):
-        for cut in cuts_of(block, case):
-            layers = tuple(n for n in cut.layers if not stays_wide(f"blocks.{number}.{n}", blocks=blocks, choices=choices))
-            if layers and cut.share % tile and cut not in seen:
-                seen.add(cut)
-                ranks = getattr(case.plan, cut.axis)
-                reason = (
-                    f"leaves a rank {cut.share} of the {cut.channels} channels of blocks.{number}.{layers[0]}, "
-                    f"no multiple of a tile's {tile}: a scale would lie across two ranks"
-                )
-                fits = [n for n in range(1, ranks) if cut.channels % (n * tile) == 0]
-                smaller = f"{cut.axis} = {fits[-1]}" if fits else f"{cut.axis} = 1"
-                tiles = f"precision.tile = {gcd(cut.share, tile)}" if gcd(cut.share, tile) > 1 else "other sizes"
-                way_out = f'Use {smaller}, {tiles}, or precision.wide = ["*.{layers[0]}"].'
-                yield error(f"plan.{cut.axis}", ranks, reason, way_out)
+    choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
+
+    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
+        return next((n for n in cut.layers if not stays_wide(f"blocks.{number}.{n}", blocks=blocks, choices=choices)), None)
+
+    yield from tiles_across_ranks(case, tile_of(choices, case.spec.train.precision), layer_of, channels="of {}")
 
 
 def tiles_lie_inside_sequences(case: Case) -> Found:
@@ -380,24 +356,6 @@ def _follows_others(case: Case) -> bool:
     return choices.history > 0 or (choices.granularity != "tile" and plan.tensor * plan.context > 1)
 
 
-def cuts_of(block: BlockSpec, case: Case) -> Iterator[Cut]:
-    """The channels of a block that the plan splits."""
-    tensor, experts = case.plan.tensor, case.plan.expert_tensor
-    if tensor > 1:
-        own = own_tensors(block, case.model.dim) if case.model else {}
-        cuts = [] if "attention" in own else list(_mixer(block, tensor))
-        cuts += [] if "mlp" in own else list(_mlp(block, tensor))
-        for half, tensors in own.items():
-            sizes = [
-                (f"{half}.{each.name.removesuffix('.weight')}", each.shape[each.cut == "inputs"]) for each in tensors if each.cut
-            ]
-            cuts += [((layer,), size, size // tensor) for layer, size in sizes]
-        for layers, channels, share in cuts:
-            yield Cut("tensor", layers, channels, share)
-    if experts > 1 and isinstance(block.mlp, MoeSpec):
-        yield Cut("expert_tensor", ("mlp.experts",), block.mlp.hidden, block.mlp.hidden // experts)
-
-
 def on_a_rank(weight: Parameter, block: BlockSpec, case: Case) -> tuple[int, ...]:
     """Return the shape of a block's weight as one rank multiplies it: [outputs, inputs], or [experts, outputs, inputs]."""
     layer, (*experts, outputs, inputs), plan = layer_of(weight), weight.shape, case.plan
@@ -412,32 +370,3 @@ def on_a_rank(weight: Parameter, block: BlockSpec, case: Case) -> tuple[int, ...
         split = (cut.share for cut in cuts_of(block, case) if cut.axis == "tensor" and layer in cut.layers)
         share = next(split, inputs if of_inputs else outputs)
     return *(count // plan.expert for count in experts), *((outputs, share) if of_inputs else (share, inputs))
-
-
-Cuts = Iterator[tuple[tuple[str, ...], int, int]]
-
-
-def _mixer(block: BlockSpec, tensor: int) -> Cuts:
-    match block.attention:
-        case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=width):
-            yield ("attention.q", "attention.out"), heads * width, heads * width // tensor
-            yield ("attention.k", "attention.v"), kv_heads * width, max(1, kv_heads // tensor) * width
-        case LatentAttentionSpec() as latent:
-            heads, query = latent.heads, latent.nope_dim + latent.rope_dim
-            both = heads * (latent.nope_dim + latent.v_dim)
-            yield ("attention.q", "attention.q_up"), heads * query, heads * query // tensor
-            yield ("attention.kv_up",), both, both // tensor
-            yield ("attention.out",), heads * latent.v_dim, heads * latent.v_dim // tensor
-        case None:
-            pass
-    if block.mamba:
-        inner, state = block.mamba.heads * block.mamba.head_dim, block.mamba.groups * block.mamba.state
-        yield ("mamba.gate", "mamba.x", "mamba.out"), inner, inner // tensor
-        yield ("mamba.b", "mamba.c"), state, state // tensor
-
-
-def _mlp(block: BlockSpec, tensor: int) -> Cuts:
-    if isinstance(block.mlp, MlpSpec):
-        yield ("mlp.gate", "mlp.up", "mlp.down"), block.mlp.hidden, block.mlp.hidden // tensor
-    elif block.mlp and block.mlp.shared:
-        yield ("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), block.mlp.shared, block.mlp.shared // tensor

@@ -1,18 +1,20 @@
 """Rules about a user's own parts: they can be imported, have the required type, and support the plan."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from megalith import own
 from megalith.check.case import Case, Found, error
-from megalith.spec import parts
+from megalith.spec import files, parts
 from megalith.spec.base import AbsentError
+from megalith.spec.files import ResolvedRun
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.optimizers import admit as admit_optimizer
-from megalith.spec.problem import Problem
+from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
 
 WAY_OUT = "A part is looked for where Python looks for modules, and in the current directory."
@@ -40,6 +42,19 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
             source = provenance.get(key) or provenance.get(key.rpartition(".")[0], "")
             problems.append(Problem("error", key, name, str(fault), WAY_OUT, source))
     return problems, sources
+
+
+def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
+    """Load the run file that a command was given, and import its own parts. Adds its problems to the list, and returns None, if there
+    are any."""
+    try:
+        found = files.load(path, overrides=overrides)
+    except SpecErrors as errors:
+        problems += errors.problems
+        return None
+    unfit, _ = admit(found.spec, found.provenance)
+    problems += unfit
+    return None if unfit else found
 
 
 def admit_part(spec: RunSpec, key: str, name: str) -> None:

@@ -1,10 +1,9 @@
 """Rules about wide products that keep their inputs for backward in 8 bits."""
 
 from collections.abc import Collection
-from math import gcd
 
 from megalith.check.case import Case, Found, advice, error
-from megalith.check.narrow import cuts_of
+from megalith.check.cuts import Cut, tiles_across_ranks
 from megalith.spec.model import BlockSpec
 from megalith.spec.numbers import is_packed, packed_tile, packs
 from megalith.spec.sizes import own_tensors
@@ -18,27 +17,14 @@ INPUTS = (".out", ".down", ".experts")
 
 def packed_tiles_lie_inside_shards(case: Case) -> Found:
     """A rank keeps the numbers that one process keeps only if no tile lies across the border of two ranks' channels."""
-    choices, tile = case.spec.precision, packed_tile(case.spec.precision, case.spec.train.precision)
-    if not tile or case.model is None:
-        return
-    blocks, seen = len(case.model.blocks), set[object]()
-    for number, block in enumerate(case.model.blocks):
-        for cut in cuts_of(block, case):
-            kept = [layer for layer in cut.layers if is_packed(f"blocks.{number}.{layer}", blocks=blocks, choices=choices)]
-            layers = [layer for layer in kept if layer.endswith(INPUTS) or layer in _own_inputs(block, case)]
-            if not layers or cut.share % tile == 0 or cut in seen:
-                continue
-            seen.add(cut)
-            ranks = getattr(case.plan, cut.axis)
-            reason = (
-                f"leaves a rank {cut.share} of the {cut.channels} channels that blocks.{number}.{layers[-1]} keeps in fp8, no multiple "
-                f"of a tile's {tile}: a scale would lie across two ranks"
-            )
-            fits = [n for n in range(1, ranks) if cut.channels % (n * tile) == 0]
-            common = gcd(cut.share, tile)
-            tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
-            way_out = f'Use {cut.axis} = {fits[-1] if fits else 1}, {tiles}, or precision.wide = ["*.{layers[-1]}"].'
-            yield error(f"plan.{cut.axis}", ranks, reason, way_out)
+    choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
+
+    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
+        layers = [each for each in cut.layers if is_packed(f"blocks.{number}.{each}", blocks=blocks, choices=choices)]
+        return next((each for each in reversed(layers) if each.endswith(INPUTS) or each in _own_inputs(block, case)), None)
+
+    tile = packed_tile(choices, case.spec.train.precision)
+    yield from tiles_across_ranks(case, tile, layer_of, channels="that {} keeps in fp8")
 
 
 def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:

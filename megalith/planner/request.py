@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.check import check
-from megalith.check.own import admit
+from megalith.check.own import load_admitted
 from megalith.cost.software import OURS, SOFTWARE
 from megalith.cost.workload import Narrow, computed
 from megalith.planner import formats
@@ -15,7 +15,6 @@ from megalith.planner.candidates import splits
 from megalith.planner.described import described, of_cluster
 from megalith.planner.problems import across_sites, plan_problems, problem
 from megalith.spec import cluster as clusters
-from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import ResolvedRun
 from megalith.spec.model import ModelSpec
@@ -158,7 +157,7 @@ class ResolvedRequest:
 
 
 def resolve(plan_request: PlanRequest) -> ResolvedRequest:
-    """Turn a request into a request. Raises SpecErrors with everything that is wrong with it."""
+    """Resolve a request. Raises SpecErrors with everything that is wrong with it."""
     problems: list[Problem] = []
     resolved = _loaded(plan_request, problems)
     spec = resolved.spec if resolved else None
@@ -262,14 +261,7 @@ def _loaded(plan_request: PlanRequest, problems: list[Problem]) -> ResolvedRun |
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
             problems.append(problem("--set", overrides[0], "needs a run file, but none was given", way_out))
         return None
-    try:
-        found = files.load(plan_request.path, overrides=overrides)
-        unfit, _ = admit(found.spec, found.provenance)
-        problems += unfit
-        return None if unfit else found
-    except SpecErrors as errors:
-        problems += errors.problems
-        return None
+    return load_admitted(plan_request.path, overrides, problems)
 
 
 def _model(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:

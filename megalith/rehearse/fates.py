@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "agent": ("nodes_lost",),
     "supervisor": (),
 }
-"""The observations as which each kind of fault should be reported as."""
+"""The observations that each kind of fault should be reported as."""
 
 _OfRank = (
     observations.RankFailed

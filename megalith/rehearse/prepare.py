@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from megalith import epochs, events
-from megalith.check.own import admit
+from megalith.check.own import load_admitted
 from megalith.events import Incident
 from megalith.rehearse import latencies
 from megalith.rehearse.between import BETWEEN_SITES, between_sites, site_count
@@ -156,16 +156,7 @@ def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
 
 
 def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
-    if wanted.run is None:
-        return None
-    try:
-        found = files.load(wanted.run, overrides=overrides)
-        unfit, _ = admit(found.spec, found.provenance)
-        problems += unfit
-        return None if unfit else found
-    except SpecErrors as errors:
-        problems += errors.problems
-        return None
+    return None if wanted.run is None else load_admitted(wanted.run, overrides, problems)
 
 
 def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:

@@ -42,7 +42,7 @@ _WHY: dict[type[Observation], Why] = {
     observations.Started: Why.STARTED,
     observations.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
-"""Sign that no fault caused -> the reason of the restart after it; after any other observation the restart was planned."""
+"""Observation that no fault caused -> the reason of the restart after it; after any other observation the restart was planned."""
 
 
 class Tally:

@@ -148,9 +148,10 @@ class Extremes:
         self.measurements = deque((one for one in self.measurements if one.step < first), maxlen=self.measurements.maxlen)
 
     def risen(self, *, before: int | None = None) -> FirstRise | None:
-        """Return the first extreme of the newest look that is above RISEN times its largest value in the regular measurements before.
+        """Return the first extreme of the newest measurement that is above RISEN times its largest value in
+        the regular measurements before.
 
-        `before`: use the newest regular look before that step. Also returns None if there are too few measurements.
+        `before`: use the newest regular measurement before that step. Also returns None if there are too few measurements.
         """
         regular = [one for one in self.measurements if before is None or one.step < before]
         newest = self.last if before is None else regular[-1] if regular else None

@@ -1,0 +1,87 @@
+"""Channels that a plan splits among ranks, and tiles that lie across two ranks."""
+
+from collections.abc import Callable, Iterator
+from math import gcd
+from typing import NamedTuple
+
+from megalith.check.case import Case, Found, error
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.sizes import own_tensors
+
+Cuts = Iterator[tuple[tuple[str, ...], int, int]]
+
+
+class Cut(NamedTuple):
+    """Channels that an axis of the plan splits."""
+
+    axis: str
+    layers: tuple[str, ...]
+    """The layers, within a block, that have these channels as inputs or outputs."""
+    channels: int
+    share: int
+    """The channels that one rank multiplies."""
+
+
+def cuts_of(block: BlockSpec, case: Case) -> Iterator[Cut]:
+    """The channels of a block that the plan splits."""
+    tensor, experts = case.plan.tensor, case.plan.expert_tensor
+    if tensor > 1:
+        own = own_tensors(block, case.model.dim) if case.model else {}
+        cuts = [] if "attention" in own else list(_mixer(block, tensor))
+        cuts += [] if "mlp" in own else list(_mlp(block, tensor))
+        for half, tensors in own.items():
+            sizes = [
+                (f"{half}.{each.name.removesuffix('.weight')}", each.shape[each.cut == "inputs"]) for each in tensors if each.cut
+            ]
+            cuts += [((layer,), size, size // tensor) for layer, size in sizes]
+        for layers, channels, share in cuts:
+            yield Cut("tensor", layers, channels, share)
+    if experts > 1 and isinstance(block.mlp, MoeSpec):
+        yield Cut("expert_tensor", ("mlp.experts",), block.mlp.hidden, block.mlp.hidden // experts)
+
+
+def _mixer(block: BlockSpec, tensor: int) -> Cuts:
+    match block.attention:
+        case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=width):
+            yield ("attention.q", "attention.out"), heads * width, heads * width // tensor
+            yield ("attention.k", "attention.v"), kv_heads * width, max(1, kv_heads // tensor) * width
+        case LatentAttentionSpec() as latent:
+            heads, query = latent.heads, latent.nope_dim + latent.rope_dim
+            both = heads * (latent.nope_dim + latent.v_dim)
+            yield ("attention.q", "attention.q_up"), heads * query, heads * query // tensor
+            yield ("attention.kv_up",), both, both // tensor
+            yield ("attention.out",), heads * latent.v_dim, heads * latent.v_dim // tensor
+        case None:
+            pass
+    if block.mamba:
+        inner, state = block.mamba.heads * block.mamba.head_dim, block.mamba.groups * block.mamba.state
+        yield ("mamba.gate", "mamba.x", "mamba.out"), inner, inner // tensor
+        yield ("mamba.b", "mamba.c"), state, state // tensor
+
+
+def _mlp(block: BlockSpec, tensor: int) -> Cuts:
+    if isinstance(block.mlp, MlpSpec):
+        yield ("mlp.gate", "mlp.up", "mlp.down"), block.mlp.hidden, block.mlp.hidden // tensor
+    elif block.mlp and block.mlp.shared:
+        yield ("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), block.mlp.shared, block.mlp.shared // tensor
+
+
+def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec, Cut], str | None], *, channels: str) -> Found:
+    """Yield an error for each kind of cut that is no multiple of `tile`, 0 for none. `layer_of`: a layer of the numbered block whose tiles
+    the cut may cross. `channels`: whose channels these are, with {} for the layer."""
+    seen = set[Cut]()
+    for number, block in enumerate(case.model.blocks if case.model and tile else ()):
+        for cut in cuts_of(block, case):
+            layer = None if cut.share % tile == 0 or cut in seen else layer_of(number, block, cut)
+            if layer is None:
+                continue
+            seen.add(cut)
+            ranks, common = getattr(case.plan, cut.axis), gcd(cut.share, tile)
+            reason = (
+                f"leaves a rank {cut.share} of the {cut.channels} channels {channels.format(f'blocks.{number}.{layer}')}, "
+                f"no multiple of a tile's {tile}: a scale would lie across two ranks"
+            )
+            fits = max((n for n in range(2, ranks) if cut.channels % (n * tile) == 0), default=1)
+            tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
+            way_out = f'Use {cut.axis} = {fits}, {tiles}, or precision.wide = ["*.{layer}"].'
+            yield error(f"plan.{cut.axis}", ranks, reason, way_out)
