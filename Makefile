@@ -37,7 +37,7 @@ test-engines: setup ## Run those: machines as network namespaces or behind agent
 	$(RUN)pytest -m engines -rs
 
 test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
-	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises
+	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises --ignore tests/findings --ignore tests/gpu
 
 test-full: setup ## Prove all pairs of choices, also in 8 and 4 bits, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest $(WORKERS) $$(grep -rl --include='test_*.py' 'from tests.full import' tests)

@@ -82,6 +82,7 @@ def test_check_returns_all_problems_and_reading_a_faulty_run_raises_them() -> No
         faulty.train()
 
 
+@pytest.mark.slow
 def test_layouts_are_found_and_taken() -> None:
     run = Run.load("run.toml").set({"cluster": "h100:4"})
     best = run.plan(top=1).found.choices[0].plan

@@ -93,6 +93,7 @@ def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
 
 
+@pytest.mark.slow
 def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All messages cross the relay, and take the time of the link."""
     monkeypatch.setattr(wire, "missing", lambda: "needs root")

@@ -46,6 +46,7 @@ sys.exit(status)
 HEAVY = {"torch", "numpy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [(["--help"], 0), (["train", "--help"], 0), (["check", "run.toml"], 0), (["check", "run.toml", "--set", "plan.tensor=3"], 2)],
@@ -55,12 +56,14 @@ def test_help_and_check_do_without_torch(arguments: list[str], status: int):
     assert done.returncode == status, done.stderr
 
 
+@pytest.mark.slow
 def test_refusing_to_train_does_without_torch():
     done = python(NO_TORCH.format(arguments=["train", "run.toml", "--set", "plan.tensor=3"], without=HEAVY))
     assert done.returncode == 2, done.stderr
     assert "does not divide vocab" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -75,6 +78,7 @@ def test_what_needs_no_ranks_does_without_torch(arguments: list[str]):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["data", "prepare", "--help"]], ids=" ".join)
 def test_help_reads_no_specification(arguments: list[str]):
     """Specifications are not imported, since that takes 0.2 s."""
@@ -82,6 +86,7 @@ def test_help_reads_no_specification(arguments: list[str]):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_help_takes_little_time():
     """No heavy module is imported for the help; torch alone takes seconds. The processor time is compared with that of another program
     that prints its help with typer, so the machine's speed and load affect both."""
@@ -134,6 +139,7 @@ def test_words_of_other_programs_name_commands_that_there_are_and_take_none_away
     assert not set(VERBS) & {words.partition(" ")[0] for words in COMMANDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_options(shell: str):
     words = {"bash": "megalith tr", "zsh": "megalith tr", "fish": "megalith tr"}[shell]

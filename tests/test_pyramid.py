@@ -72,6 +72,7 @@ def test_steps_that_are_done_again_come_again_in_the_order_of_their_doing(tmp_pa
     assert view.piece.tolist() == [0] * 25 + [1] * 20
 
 
+@pytest.mark.slow
 def test_old_steps_are_kept_coarsely_within_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.pyramid.writer.MINIMUM", 64)
     _write(tmp_path, range(1, 5001), keep=0)

@@ -27,6 +27,7 @@ def test_knows_no_option():
 """
 
 
+@pytest.mark.slow
 def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
         # an unpacked archive has no commits, and the tool needs them

@@ -4,6 +4,7 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def test_a_problem_knows_where_its_value_came_from():
     assert [(p.key, p.source) for p in problems] == [("train.global_batch", "file run.toml")]
 
 
+@pytest.mark.slow
 @given(
     plan=st.builds(
         Plan,

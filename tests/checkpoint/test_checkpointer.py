@@ -238,6 +238,7 @@ def _asynchronous_saves(rank, folder):
     return checkpointer.wait()
 
 
+@pytest.mark.slow
 def test_ranks_train_on_while_they_save(tmp_path):
     first, second = run_ranks(_asynchronous_saves, 2, tmp_path)
     assert [(s.step, s.path, s.bytes) for s in first] == [(s.step, s.path, s.bytes) for s in second]
@@ -318,6 +319,7 @@ def _killed(rank, folder):
     time.sleep(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_mid_save_leaves_the_older_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed first"):
         run_ranks(_killed, 2, tmp_path)

@@ -13,6 +13,7 @@ from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
 
 
+@pytest.mark.slow
 def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path: Path):
     folder, texts = tmp_path / "run", tmp_path / "texts"
     texts.mkdir()

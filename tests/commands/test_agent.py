@@ -23,6 +23,7 @@ def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyP
     assert "stopped as asked" in call("agent", "run.toml").stderr
 
 
+@pytest.mark.slow
 def test_the_agent_that_directs_feeds_other_tools(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -32,6 +32,7 @@ def run(tmp_path: Path) -> str:
     return str(tmp_path / "run.toml")
 
 
+@pytest.mark.slow
 def test_it_says_what_is_flat(run: str, tmp_path: Path) -> None:
     asked = ["coordcheck", run, "--widths", "32,64,128,256", "--depths", "0", "--steps", "2"]
     found = CliRunner().invoke(app, [*asked, "--draw", str(tmp_path / "check.svg")])

@@ -52,6 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megalith.machine.capacity.find_gpus", lambda: (0, 0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_calibration_is_a_cluster_file_that_is_not_overwritten_unasked(tmp_path: Path):
     file = tmp_path / "machine.toml"

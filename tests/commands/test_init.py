@@ -27,6 +27,7 @@ def test_a_run_for_this_machine_is_valid_and_has_twenty_keys_with_their_meaning(
     assert call("check", "mine.toml").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_run_for_a_cluster_has_the_planners_layout():
     spec = init(InitRequest("tiny", cluster="h100:4", global_batch=16))
     question = request.resolve(request.PlanRequest(model="tiny", cluster="h100:4", global_batch=16, offload=False, out=True))

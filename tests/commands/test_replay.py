@@ -26,6 +26,7 @@ def _answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
     """The replayed merges give the same bits. If a merge is in no log, nothing is trained."""
     (tmp_path / "text").mkdir()

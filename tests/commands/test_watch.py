@@ -18,6 +18,7 @@ from tests.patience import PATIENCE
 from tests.report.run_folder import write_run
 
 
+@pytest.mark.slow
 def test_a_panel_as_json_of_one_run_and_of_several(tmp_path: Path) -> None:
     run = str(write_run(tmp_path / "run"))
     found = CliRunner().invoke(app, ["watch", run, "--json", "alive"])
@@ -26,6 +27,7 @@ def test_a_panel_as_json_of_one_run_and_of_several(tmp_path: Path) -> None:
     assert [one["step"] for one in json.loads(found.output)["runs"]] == [[30, 31]] * 2
 
 
+@pytest.mark.slow
 def test_the_page_as_a_file(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     found = CliRunner().invoke(app, ["watch", str(write_run(tmp_path / "run")), "--out", str(out)])
@@ -45,6 +47,7 @@ def test_what_it_is_not_asked_right(arguments: list[str], status: int, said: str
     assert said in " ".join(found.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_it_serves_until_it_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     run, scratch = write_run(tmp_path / "run"), tmp_path / "scratch"
     scratch.mkdir()
@@ -63,6 +66,7 @@ def test_it_serves_until_it_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(scratch.iterdir()) and sorted(path.name for path in run.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_an_order_given_with_the_printed_link_becomes_a_file_for_the_controller(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with subprocess.Popen(

@@ -79,6 +79,7 @@ def _answers(folder: Path) -> list[str]:
     return [one.answer for one in events.of_kind(events.read(folder), Order)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_save_goes_on_to_the_same_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert _run(folder, lambda: orders.write(folder, "save")).code == ExitCode.FINISHED
@@ -90,12 +91,14 @@ def test_a_run_that_is_to_save_goes_on_to_the_same_end(tmp_path: Path) -> None:
         assert json.loads((folder / f"state-{STEPS}-{rank}").read_text()) == [STEPS, total]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_stop_saves_and_stops(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert _run(folder, lambda: orders.write(folder, "stop")).code == ExitCode.STOPPED
     assert len(_answers(folder)) == 1 and not list(folder.glob(f"state-{STEPS}-*"))
 
 
+@pytest.mark.slow
 def test_a_node_that_is_to_go_gives_its_place_to_a_spare(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     placement: list[str] = []

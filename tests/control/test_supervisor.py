@@ -126,6 +126,7 @@ def test_a_stopped_process_is_distinguished_from_those_that_wait_for_it(job, tmp
     assert not any(is_alive(process) for process in processes(tmp_path).values())
 
 
+@pytest.mark.slow
 @both_ways
 def test_nothing_survives_a_killed_supervisor(supervise, tmp_path, method):
     supervisor = supervise("wait", ranks=3, method=method)
@@ -171,6 +172,7 @@ def test_a_request_to_stop_reaches_every_rank_once(supervise, tmp_path, method, 
         assert (tmp_path / "ranks" / f"rank-{rank}.log").read_text().count("saved") == 1
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_ranks_that_do_not_listen(supervise, tmp_path):
     supervisor = supervise("deaf", ranks=2)
     supervisor.send_signal(signal.SIGINT)
@@ -183,6 +185,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(supervise, tmp_path):
     assert not any(is_alive(process) for process in processes(tmp_path).values())
 
 
+@pytest.mark.slow
 def test_ranks_without_a_handler_end_without_a_failure(supervise):
     supervisor = supervise("wait", ranks=2)
     supervisor.send_signal(signal.SIGTERM)
@@ -226,12 +229,14 @@ def test_a_job_that_cannot_start_says_all_that_is_wrong(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_supervisors_do_not_share_a_run_folder(supervise, job):
     supervisor = supervise("wait", ranks=1)
     with pytest.raises(RuntimeError, match=f"in use by process {supervisor.pid}"):
         run(job("finish", ranks=1, word="hello"))
 
 
+@pytest.mark.slow
 def test_the_supervisor_does_not_import_torch():
     code = "import sys, megalith.control.supervisor, megalith.fleet.environment; raise SystemExit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

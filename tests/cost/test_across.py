@@ -127,6 +127,7 @@ def _use_of(sites: SitesSpec, *, share: float = 1.0) -> float:
     return found.use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(link: tuple[float, float]) -> None:
     """This compares every method of the search."""
@@ -144,6 +145,7 @@ def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(
 SLOWEST = (0.05, 100)
 
 
+@pytest.mark.slow
 def test_few_elements_are_sent_where_all_would_need_a_long_interval() -> None:
     found = _chosen(SLOWEST)
     assert SPARSE.items() <= found.model_dump().items() and _use_of(found, share=HEADROOM) >= GOOD
@@ -158,6 +160,7 @@ def test_few_elements_are_sent_where_all_would_need_a_long_interval() -> None:
     assert _chosen(LINKS["slower"]).top_k is None
 
 
+@pytest.mark.slow
 def test_sites_are_eager_where_a_round_trip_takes_many_steps() -> None:
     """Each of the two keys keeps sites from that. Waits are those of any method with this overlap."""
     far: dict[str, Any] = {"link": {"megabits": 1000, "milliseconds": 900}, "lr": 0.7}
@@ -188,6 +191,7 @@ def test_two_bits_are_for_differences_that_bear_them() -> None:
     assert _chosen(LINKS["slower"], rounds_well=True, **fits).bits == 2
 
 
+@pytest.mark.slow
 def test_a_link_that_is_too_slow_for_all_gets_the_method_with_the_most_use() -> None:
     found = _chosen((0.01, 100))
     assert _use_of(found) < GOOD and found.inner_steps == INTERVALS[-1] and SPARSE.items() <= found.model_dump().items()

@@ -97,6 +97,7 @@ PLANS = [
 """If there are more than MANY parts, several processes trace them."""
 
 
+@pytest.mark.slow
 def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = [workload(mixture(), plan) for plan in PLANS]
     found, ticks = [], list[tuple[int, int]]()
@@ -140,6 +141,7 @@ def _breaks(*_: object) -> None:
     raise RuntimeError(f"no such block in process {os.getpid()}")
 
 
+@pytest.mark.slow
 def test_where_no_other_process_can_be_had_this_one_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, "")
     monkeypatch.setattr(known, "_cores", lambda: 2)

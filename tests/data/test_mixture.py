@@ -35,6 +35,7 @@ def test_a_whole_period_and_so_any_number_keeps_to_the_rounded_shares(weights):
     assert np.abs(counts[-1] - exact[-1]).max() < 1e-6
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(WEIGHTS, st.integers(0, 10**15))
 def test_a_sample_knows_how_many_earlier_ones_its_domain_had(weights, index):

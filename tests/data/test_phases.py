@@ -19,6 +19,7 @@ def _weights(folder, shares) -> dict[str, float]:
     return dict(zip(read_manifest(folder).domains, shares, strict=False))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_every_token_is_a_target_once_a_pass_whatever_the_phases(prepared, data):

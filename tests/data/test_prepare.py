@@ -124,6 +124,7 @@ def test_an_error_in_the_last_document_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_killed_prepare_leaves_no_manifest_and_the_next_one_succeeds(tmp_path):
     source, out = _lines(tmp_path / "a.jsonl", *("some text " * 3 for _ in range(50))), tmp_path / "out"
     killed_before_the_last_document = (

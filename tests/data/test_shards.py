@@ -22,6 +22,7 @@ def _write(folder, documents, shard_tokens, dtype="<u2") -> Split:
     return writer.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(documents=DOCUMENTS, shard_tokens=st.integers(1, 40), data=st.data())
 def test_what_is_written_is_read_from_any_place_across_any_shards(tmp_path_factory, documents, shard_tokens, data):

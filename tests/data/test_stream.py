@@ -57,6 +57,7 @@ def test_any_number_of_ranks_sees_what_one_rank_sees(prepared, ranks, stream):
     assert [together[index] for index in range(steps * GLOBAL_BATCH)] == alone
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(stop=st.integers(0, 200))
 def test_a_resume_at_any_sample_goes_on_as_if_nothing_had_happened(prepared, stream, stop):
@@ -86,6 +87,7 @@ def test_every_token_is_a_target_exactly_once_an_epoch(prepared, domain, documen
         assert Counter(inputs.tolist()) == Counter(flat[:-1].tolist()) + Counter({end: padding})
 
 
+@pytest.mark.slow
 def test_every_window_comes_once_an_epoch_and_every_epoch_in_another_order(prepared, stream):
     for domain in stream.domains:
         flat = _flat(prepared, domain)
@@ -268,6 +270,7 @@ def test_a_folder_without_validation_data_says_so(tmp_path):
         Stream(tmp_path / "out", split="validation", seq_len=8)
 
 
+@pytest.mark.slow
 def test_a_sample_takes_microseconds(stream):
     """It takes about as long as 40 additions. A thousand would delay a small model's step."""
     stream.batch(range(500))

@@ -182,6 +182,7 @@ def _is_socket(descriptor: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_supervisor_is_the_process_that_holds_the_run_the_agent_that_which_keeps_the_rank(
     run: Path, rank_info: RankInfo, monkeypatch: pytest.MonkeyPatch
 ):

@@ -108,6 +108,7 @@ def _ends(heard: list[Any]) -> set[int]:
     return {what.rank for what in heard if isinstance(what, Exit | Failure)}
 
 
+@pytest.mark.slow
 def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     run = fleet("finish", word="hello")
     for order, name in enumerate(("c", "a", "b")):
@@ -227,6 +228,7 @@ def test_a_node_that_is_being_taken_away_is_gone_to_whoever_asks_whether_it_is_f
     assert [(what.node, what.passed, what.there) for what in heard if isinstance(what, HealthChecked)] == [("a", False, False)]
 
 
+@pytest.mark.slow
 def test_a_node_joins_once_ranks_could_start_there_at_once(fleet: Callable[..., Fleet]) -> None:
     """Otherwise its imports would look like a hang of its first ranks."""
     run = fleet("finish", word="hello", preload=("megalith.spec.run",))
@@ -243,6 +245,7 @@ def test_a_node_that_cannot_import_what_ranks_need_joins_and_says_so(fleet: Call
     assert any("No module named 'tests.fleet.nowhere'" in what.error for what in heard if isinstance(what, Failure))
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_lost_and_ends_its_own_ranks_and_another_takes_its_slot(fleet: Callable[..., Fleet]) -> None:
     run = fleet("wait")
     run.join("a")

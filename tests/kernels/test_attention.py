@@ -99,6 +99,7 @@ def test_the_future_is_the_past_read_backwards():
     torch.testing.assert_close(found, turned)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     q, k, v, _ = (x[:1, :, :9].requires_grad_() for x in tensors((2, 1, 4, 3)))
     rows = mask_rows(((0, 9),), ((0, 9),), batch=1, segments=((4, 5),), window=3)

@@ -150,6 +150,7 @@ def test_rounding_is_to_the_nearest_number_and_of_ties_to_the_even_code(element:
         assert torch.equal(bits(decode(encode(x, element), element)), bits(expected))
 
 
+@pytest.mark.slow
 @EVERY
 def test_the_oracle_of_many_is_that_of_one(element: Element) -> None:
     points = torch.cat((edges(element), near(element, 500, 3)))

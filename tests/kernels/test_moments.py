@@ -64,6 +64,7 @@ def test_zeros_are_zeros_and_an_infinity_is_seen() -> None:
     assert bool(found[0, :128].isnan().all()) and torch.equal(found[0, 128:], torch.ones(128))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["fp8", "bf16"])
 def test_rounding_is_unbiased(number: str) -> None:
     """A moment that changes by a thousandth in each of many updates reaches its value. Rounded to nearest, it would never

@@ -89,6 +89,7 @@ def test_a_recipes_weight_gradient_can_be_put_off() -> None:
     torch.testing.assert_close(weight.grad, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Multiply, Scaled])
 def test_compiled_layers_use_their_recipe(recipe: type[Multiply]) -> None:
     layer = Linear(8, 6, bias=True)

@@ -332,6 +332,7 @@ def of_gradients(here: Narrow, grad: Tensor, work: Tokens) -> tuple[Tensor, Tens
     return along.float(), down.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", DRAWING)
 def test_256_draws_are_unbiased_and_the_nearest_number_is_not(recipe: type[Narrow]) -> None:
     """The mean of the draws equals the gradient within 4 standard errors, along the gradient and number by number. Saturated numbers are

@@ -109,6 +109,7 @@ def test_pairs_of_blocks(blocks: Any, known: bool, eight: list[None]) -> None:
     assert not multiplies(*(Factor(x, Scaling(E5M2, (ALL, ALL))) for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_once_whatever_their_names(eight: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.kernels.narrow.scaled_product", scaled_product)
 

@@ -84,6 +84,7 @@ def test_no_matrix_of_all_pairs_of_tokens_exists_in_forward_or_backward(segments
     assert q.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 1.0])
 def test_a_window_costs_what_it_shows(softcap):
     def operations(seq: int) -> int:

@@ -104,6 +104,7 @@ def _most_held(rank: int) -> tuple[int, int, int]:
     return max(held), sum(sizes), max(sizes)
 
 
+@pytest.mark.slow
 def test_a_rank_never_holds_more_than_its_share_and_one_whole_part():
     for most, whole, part in run_ranks(_most_held, 2):
         assert part < whole / 8

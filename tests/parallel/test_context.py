@@ -307,6 +307,7 @@ def test_memory_of_a_rank_falls_as_one_over_ranks(method):
     assert most[4] < most[2]  # a ring of two has fewer blocks in flight
 
 
+@pytest.mark.slow
 def test_gathering_keeps_no_more_than_a_ring_though_it_needs_more_for_a_moment():
     case = Case(1024, (8, 8, 4, 4))
     ring, gather = (max(run_ranks(memory, 4, 4, method, case)) for method in ("ring", "gather"))
@@ -379,6 +380,7 @@ def recomputed(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_computing_it_again_in_backward_changes_nothing():
     assert run_ranks(recomputed, 4) == [[0.0] * len(METHODS)] * 4
 

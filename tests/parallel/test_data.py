@@ -124,6 +124,7 @@ def _replicas(rank: int) -> tuple[Sent, int, int]:
     return second_step(spec), whole, share
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_reduce_inside_a_group_and_then_between_groups():
     """Under HSDP every rank holds half of the state, and half of each gradient is then summed over the two groups."""
     for found, whole, share in run_ranks(_replicas, 4):
@@ -145,6 +146,7 @@ def _held(rank: int) -> dict[int, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_moments():
     for held in run_ranks(_held, 2):
         assert held == {0: (1, 1, 1)} | dict.fromkeys((1, 2, 3), (2, 2, 2))
@@ -193,6 +195,7 @@ def _uneven(rank: int) -> bool:
     return gone and all(back) and len(sums) == 3 and all(sums)
 
 
+@pytest.mark.slow
 def test_shares_of_any_lengths_come_back_whole_and_their_gradients_add_up():
     assert all(run_ranks(_uneven, 6))
 
@@ -244,5 +247,6 @@ def _gathered_anew(rank: int) -> bool:
     return all(bool((parameter == 3.0).all()) for parameter in runner.stage.parameters())
 
 
+@pytest.mark.slow
 def test_weights_dropped_on_their_way_do_not_arrive_later() -> None:
     assert run_ranks(_gathered_anew, 2) == [True, True]

@@ -47,6 +47,7 @@ def _order(rank: int, plan: dict[str, Any]) -> tuple[str, str, int, int]:
     return done, format_row(row), len(traffic.of("send")) + len(traffic.of("receive")), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_what_is_executed_is_the_row_in_its_order(name):
     ranks, plan = PIPELINES[name]
@@ -65,6 +66,7 @@ def _alone(rank: int) -> tuple[Tensor, dict[str, Tensor], int]:
     return executed.nll, grads, len(traffic.calls)
 
 
+@pytest.mark.slow
 def test_stages_on_one_rank_hand_tensors_over_without_messages():
     ((nll, grads, calls),) = run_ranks(_alone, 1)
     assert calls == 0
@@ -89,6 +91,7 @@ def _losses(rank: int) -> tuple[float, bool]:
     return nll, all(p.grad is not None for p in trainer.parameters.values())
 
 
+@pytest.mark.slow
 def test_only_the_last_stage_has_a_loss_and_every_stage_has_gradients():
     (first, all_first), (last, all_last) = run_ranks(_losses, 2)
     assert first == 0.0 < last
@@ -119,6 +122,7 @@ def _sharded(rank: int) -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_gathered_weight_outlives_a_step_or_forwards_alone():
     for found in run_ranks(_sharded, 2):
         assert all(all(states) for states in found.values()), found

@@ -163,6 +163,7 @@ def compare(spec: MoeSpec, plan: Plan, groups: Groups, share: Share, name: str) 
     assert ours.metrics() == whole.metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda plan: ",".join(f"{k}={v}" for k, v in plan.model_dump(exclude_defaults=True).items())
 )
@@ -201,6 +202,7 @@ def dealt_bytes(rank: int, plan: Plan, dtype: torch.dtype) -> list[tuple[str, in
     return sent_by(SPECS["dealt"], plan, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", [Plan(data=2, expert=2), Plan(data=2, context=2, expert=4)], ids=["2", "4"])
 def test_each_way_moves_the_rows_whose_experts_are_elsewhere_and_nothing_more(plan: Plan, dtype: torch.dtype) -> None:
@@ -340,6 +342,7 @@ def dry(rank: int) -> tuple[list[int], list[int]]:
     return list(moe.experts.down.shape), [rows.shape[0], sum(destinations.traffic.receive), sum(destinations.traffic.gathered)]
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_large_run_computes_on_fake_tensors_and_asks_nothing() -> None:
     experts, rows = run_ranks(dry, 1)[0]
     assert experts == [2, DIM, 2]

@@ -110,6 +110,7 @@ def _clipped(rank: int) -> tuple[float, float, bool]:
     return before, float(total.sqrt()), all(isinstance(g, DTensor) for g in grads)
 
 
+@pytest.mark.slow
 def test_shares_are_clipped_to_the_limit_of_the_whole():
     for before, after, shares in run_ranks(_clipped, 2):
         assert shares and after == pytest.approx(before / 3, rel=1e-5)
@@ -204,6 +205,7 @@ def _partial(rank: int) -> tuple[set[str], set[str]]:
     return set(trainer.shared.partial), set(trainer.shared.tied)
 
 
+@pytest.mark.slow
 def test_norms_are_partial_under_sequence_parallelism_and_a_tied_table_is_on_both_ends():
     first, *_, last = run_ranks(_partial, 4)
     norms = [{f"blocks.{n}.{kind}_norm.weight" for n in blocks for kind in ("attention", "mlp")} for blocks in ((0, 1), (2, 3))]

@@ -17,6 +17,7 @@ def _members(rank: int, mesh: Mesh) -> dict[str, list[int]]:
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()} | {"line": list(groups.line)}
 
 
+@pytest.mark.slow
 def test_ranks_of_three_axes_find_each_other():
     found = run_ranks(_members, 8, Mesh(pipeline=2, data=2, tensor=2))
     assert found[0] == {"data": [0, 2], "tensor": [0, 1], "line": [0, 4], "ends": [0, 4]}
@@ -69,6 +70,7 @@ def _all_of(rank: int, mesh: Mesh, first: int) -> dict[str, list[int]]:
     return {name: ranks_in(world, group) for name, group in found.items()} | {"line": list(groups.line)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(pipeline=2, data=2, tensor=2, expert=4), Mesh(pipeline=2, data=4, replicate=2, sides=2)])
 def test_ranks_of_a_part_of_those_that_met_find_each_other_alike(mesh: Mesh):
     whole, part = (run_ranks(_all_of, first + mesh.ranks, mesh, first) for first in (0, 1))

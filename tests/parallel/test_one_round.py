@@ -42,6 +42,7 @@ def _both(rank: int, ranks: int) -> None:
                 assert torch.equal(one, other), (dtype, each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_one_round_gives_what_the_ring_gives(ranks: int) -> None:
     run_ranks(_both, ranks, ranks)
@@ -81,6 +82,7 @@ def _several(rank: int, ranks: int) -> None:
     assert not one_round._Added.alive, "what was waited for is forgotten"
 
 
+@pytest.mark.slow
 def test_several_are_under_way_at_once() -> None:
     run_ranks(_several, 3, 3)
 

@@ -76,6 +76,7 @@ def _compare(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_pieces_give_what_the_boundary_gives_at_once() -> None:
     run_ranks(_compare, 2)
 
@@ -145,6 +146,7 @@ def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[boo
     return forward, watched.hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_every_piece_but_the_first_in_and_the_last_out_is_sent_while_another_is_multiplied(pieces: int) -> None:
     """Attention comes first, then the MLP. In backward the last transfer is hidden too, behind the weight gradients."""

@@ -72,6 +72,7 @@ def shares_of(rank: int, spec: RunSpec) -> dict[str, dict[str, float]]:
     }
 
 
+@pytest.mark.slow
 def test_exactly_the_ranks_that_cut_a_tensor_share_its_maximum() -> None:
     """Tensor ranks are neighbours, then context ranks, then data ranks, which share nothing."""
     plan = {"data": 2, "context": 2, "tensor": 2}
@@ -99,6 +100,7 @@ def drawn(rank: int, spec: RunSpec) -> Drawn:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "plan"),
     [
@@ -125,6 +127,7 @@ def recorded(rank: int, spec: RunSpec) -> Recording:
     return record(trainer_of(spec))
 
 
+@pytest.mark.slow
 def test_where_no_sum_is_reordered_draws_are_the_same_bits() -> None:
     """The pipeline recomputes blocks before their backward, defers weight gradients and shards weights."""
     plan = {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"}
@@ -135,6 +138,7 @@ def test_where_no_sum_is_reordered_draws_are_the_same_bits() -> None:
     assert narrowed and all(torch.equal(found.gradients[0][name], alone.gradients[0][name]) for name in narrowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "alike"), [("wsd", True), ("constant", False)])
 def test_products_are_wide_while_the_rate_decays_if_a_run_chooses_so(schedule: str, alike: bool) -> None:
     """Every update of this run is in the decay, so it equals a run in bf16."""
@@ -178,6 +182,7 @@ def test_tokens_sent_in_8_bits_are_those_that_are_rounded_on_arrival(expert: int
     run_ranks(dispatched, 2, sends("fp8", data=2, expert=expert))
 
 
+@pytest.mark.slow
 def test_experts_compute_the_same_whether_tokens_are_sent_wide_or_in_8_bits() -> None:
     """Only the experts' weight gradients are wide products, and these see rounded tokens."""
     wide, found = (run_ranks(recorded, 2, sends(dispatch, data=2, expert=2))[0] for dispatch in ("wide", "fp8"))
@@ -212,6 +217,7 @@ def test_gradients_of_results_sent_in_8_bits_are_those_that_are_rounded_on_arriv
     run_ranks(returned, 2, returns("fp8", {"data": 2, "expert": 2}, gradients=gradients))
 
 
+@pytest.mark.slow
 def test_gradients_of_results_in_8_bits_move_gradients_alone() -> None:
     """The last narrow block's own head and norm see no experts' gradient, so they keep their bits."""
     wide, found = (run_ranks(recorded, 2, returns(combine, {"data": 2, "expert": 2}))[0] for combine in ("wide", "fp8"))
@@ -221,6 +227,7 @@ def test_gradients_of_results_in_8_bits_move_gradients_alone() -> None:
     assert not moved & {"head.output.weight", "head.norm.weight", "blocks.3.mlp.experts.down", "blocks.3.attention.q.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"pipeline": 2, "schedule": "1f1b"}, {"data": 2, "expert": 2}, {"data": 2}], ids=str)
 def test_gradients_of_results_are_rounded_alike_on_one_process_and_on_experts_ranks(plan: dict[str, Any]) -> None:
     """The rows that experts receive in backward have the same numbers, whether they were sent or not."""
@@ -264,6 +271,7 @@ def gathers(gather: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
 SCALES = [("up", name) for name in GATHERS] + [("ocp", "zero 2, shares of tensor ranks"), ("fp32", "zero 1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "plan"), SCALES)
 @sampled(2)
 def test_weights_gathered_in_8_bits_train_as_those_that_are_gathered_wide(scale: str, plan: str) -> None:
@@ -290,6 +298,7 @@ def rounded_weights(rank: int, spec: RunSpec) -> tuple[int, bool]:
     return rounds.call_count, torch.equal(narrow.in_slabs(whole, weight.recipe.weight_along), whole)
 
 
+@pytest.mark.slow
 def test_a_share_is_rounded_once_a_step_and_not_at_all_for_wide_products() -> None:
     """Two of four blocks have three tensors of experts; their attention stays wide."""
     spec = gathers("fp8", {"data": 2, "zero": 3}, wide=("*.attention.*",))
@@ -309,6 +318,7 @@ def moved_by_keeping(model: dict[str, Any], **precision: Any) -> set[str]:
     return {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
 
 
+@pytest.mark.slow
 def test_inputs_kept_in_8_bits_move_weight_gradients_alone_and_none_where_the_recipe_rounds_them_alike() -> None:
     assert not moved_by_keeping({}, granularity="tensor")
     layers = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
@@ -316,6 +326,7 @@ def test_inputs_kept_in_8_bits_move_weight_gradients_alone_and_none_where_the_re
     assert moved and moved <= {f"blocks.{block}.{layer}.weight" for block in (1, 2) for layer in layers}
 
 
+@pytest.mark.slow
 def test_experts_keep_what_was_sent_to_them_in_8_bits() -> None:
     """Tokens arrive rounded, so the weight gradients of the first products have the same bits. Those of the second product
     see rounded inputs."""

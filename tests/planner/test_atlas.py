@@ -28,6 +28,7 @@ def test_columns_go_from_one_node_to_all(nodes: int):
     assert sorted(set(found)) == list(found)
 
 
+@pytest.mark.slow
 def test_every_square_has_a_layout_of_its_devices_or_a_reason(found: Atlas):
     assert [(square.model, square.nodes) for square in found.squares] == [
         ("tiny", 1), ("tiny", 2), ("dense-2t", 1), ("dense-2t", 2),
@@ -57,6 +58,7 @@ def test_models_that_are_not_known_are_named_all_at_once():
     assert [problem.value for problem in caught.value.problems] == ["tinny", "larma"]
 
 
+@pytest.mark.slow
 def test_the_command_draws_it_and_leaves_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGALITH_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "map.html"

@@ -34,6 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
     found = best_plans(resolve(PlanRequest(path=run, offload=False)), top=2)
     assert [(one.phase.global_batch, one.phase.seq_len, one.steps) for one in found.phases] == [

@@ -66,6 +66,7 @@ def test_the_space_has_the_published_layouts(named):
     assert any(plan in sizes for plan in asked)
 
 
+@pytest.mark.slow
 def test_a_wider_space_is_never_worse():
     narrow = Space(microbatches=(1,), policies=SPACE.policies, most_chunks=1, schedules=(), copies=False, zero=(1,))
     wider = [
@@ -90,6 +91,7 @@ def test_what_need_not_be_simulated_would_not_have_been_among_the_best(monkeypat
     assert ask().choices == some.choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
 def test_bounds_are_bounds(model):
     scorer, cluster = Scorer(calibration()), clusters.load("h100:8")
@@ -100,6 +102,7 @@ def test_bounds_are_bounds(model):
         assert scorer.busy(work) <= scorer.estimate(work).time.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
 def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
     """Plans are dropped by this bound without being evaluated."""
@@ -258,6 +261,7 @@ def _tight(model=None, host=None, **space):
     return best, ask(small, space=replace(SPACE, **space), top=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [dense(), mixture()], ids=["dense", "mixture"])
 def test_what_the_host_holds_lets_a_plan_fit_that_did_not(model):
     best, found = _tight(model)
@@ -280,6 +284,7 @@ def test_without_offloading_the_rest_is_found_as_it_was():
     assert some.best == all_.runnable
 
 
+@pytest.mark.slow
 def test_a_host_that_is_full_leaves_the_state_to_its_disk():
     """The device has room only for the buffers through which state on disk passes."""
     model, devices, room = dense(16), 8, 5e6

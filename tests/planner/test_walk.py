@@ -35,6 +35,7 @@ def found(cache: None) -> Walk:
     return walk(resolve(QUESTION))
 
 
+@pytest.mark.slow
 def test_the_first_layout_that_fits_has_the_techniques_of_its_row_and_of_those_before(found: Walk):
     assert [row.technique.name for row in found.fit] == ["data parallelism", "ZeRO 1"]
     held = [row.choice.estimate for row in found.fit if row.choice is not None]
@@ -64,12 +65,14 @@ def test_no_row_is_slower_than_the_one_before_and_the_last_is_the_answer(found: 
     assert found.result is not None and found.result.found.best == best
 
 
+@pytest.mark.slow
 def test_a_mixture_begins_with_its_experts_dealt_out():
     rows = walk(resolve(PlanRequest(model="deepseek-tiny", cluster="h100:8", seq_len=128, global_batch=64))).fit
     assert [row.technique.name for row in rows] == [PLAIN.name, TECHNIQUES[0].name]
     assert "no layout has the whole model" in rows[0].why and rows[1].choice is not None and rows[1].choice.plan.expert > 1
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_walked_to_the_end_and_says_what_would():
     found = walk(resolve(replace(QUESTION, model="llama3.1-405b")))
     assert found.first is None and found.result is None and not found.throughput
@@ -85,6 +88,7 @@ def test_a_layout_that_fits_its_devices_but_not_their_hosts_says_so(found: Walk)
     assert _host_too_small(here) == _host_too_small(replace(away, limit=1)) == ""
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_three_stages_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["plan", "--guide", *WORDS, "--out", "plan.toml"])
@@ -98,6 +102,7 @@ def test_the_command_prints_the_three_stages_and_writes_a_run(tmp_path: Path, mo
     assert "[plan]" in Path("plan.toml").read_text()
 
 
+@pytest.mark.slow
 def test_json_holds_every_row():
     said = json.loads(CliRunner().invoke(app, ["plan", "--guide", *WORDS, "--json"]).stdout)
     assert said["ok"] and [row["technique"] for row in said["fit"]] == ["data parallelism", "ZeRO 1"]
@@ -121,6 +126,7 @@ def test_a_missing_word_is_an_error_where_nobody_can_be_asked():
     assert [one["key"] for one in json.loads(result.stdout)["problems"]] == ["--cluster"]
 
 
+@pytest.mark.slow
 def test_a_walk_leads_to_no_prefill():
     result = CliRunner().invoke(
         app, ["plan", "--guide", "--model", "llama3.2-1b", "--cluster", "h100:1", "--forward-only", "--json"]
@@ -136,6 +142,7 @@ def test_the_walk_in_the_guide_is_the_planners():
     assert shown == [(name, short(one.plan), f"{one.estimate.memory.total / 2**30:,.1f}") for name, one in rows if one]
 
 
+@pytest.mark.slow
 def test_the_rule_of_thumb_in_the_guide_is_the_planners():
     """The smallest model's row is quick. `make test-full` tests all rows."""
     shown = PAGE.read_text(encoding="utf-8")

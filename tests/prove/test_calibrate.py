@@ -172,6 +172,7 @@ def test_the_start_of_an_operation_in_our_blocks_is_no_other_software_s(name: st
     assert Setting.of(others, calibration()).slower == calibration().slower(others.cluster.accelerator)
 
 
+@pytest.mark.slow
 def test_figures_of_ranks_that_share_a_processor_predict_no_other_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -210,6 +211,7 @@ def test_links_that_nobody_published_are_the_measured_ones():
     assert device.source["links"] == "measured"
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_one_another_with_the_threads_of_a_run_s_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(capacity, "processors", lambda: 4)
     found = calibrate(2, seconds=0.0, wanted="cpu", sizes=SIZES)
@@ -222,6 +224,7 @@ def test_two_ranks_measure_one_another_with_the_threads_of_a_run_s_ranks(tmp_pat
     assert estimate(workload(cluster, data=2)).time.step > 0
 
 
+@pytest.mark.slow
 def test_one_rank_measures_no_collective():
     found = calibrate(1, seconds=0.0, wanted="cpu", sizes=SIZES)
     assert not {"gather", "sum"} & {point.kind for point in found.points}

@@ -15,11 +15,13 @@ def _width(kind: parametrization.Parametrization) -> CoordinateCheck:
     return check(SPEC, axis="width", sizes=(32, 64, 128, 256), parametrization=kind, steps=3, seeds=(0,))
 
 
+@pytest.mark.slow
 def test_widths_are_flat_under_mup_alone():
     assert abs(_width("mup").worst.slope) < 0.25
     assert _width("standard").worst.slope > 0.5
 
 
+@pytest.mark.slow
 def test_depths_are_flat_under_completep_alone():
     found = {
         kind: check(SPEC, axis="depth", sizes=(2, 4, 8), parametrization=kind, steps=3, seeds=(0,))
@@ -34,6 +36,7 @@ def test_a_rate_that_does_not_follow_the_width_is_found(monkeypatch: pytest.Monk
     assert _width("mup").worst.slope > 0.25
 
 
+@pytest.mark.slow
 def test_muon_has_a_rule_of_its_own():
     """Muon's updates have equal singular values. With Adam's exponent it would learn too slowly as the model widens."""
     muon = SPEC.model_copy(

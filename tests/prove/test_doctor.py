@@ -118,6 +118,7 @@ def test_a_link_much_slower_than_the_others_is_named_and_warns() -> None:
     assert finding.verdict == "warn" and "rank 2 to 3" in finding.value
 
 
+@pytest.mark.slow
 def test_ranks_of_this_machine_check_collectives_and_links() -> None:
     findings = doctor.check_ranks(2, wanted="cpu")
     assert [finding.check for finding in findings] == ["all-reduce", "all-reduce speed", "links on a machine"]

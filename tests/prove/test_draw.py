@@ -18,6 +18,7 @@ def _pair(*choices: str) -> Pair:
     return frozenset((axis, value) for axis, _, value in (choice.partition(": ") for choice in choices))
 
 
+@pytest.mark.slow
 def test_as_many_are_drawn_as_all_pairs_need_and_each_is_needed() -> None:
     """Only the pairs that are refused are left."""
     drawn = draw(None, 0, SMALL)
@@ -27,6 +28,7 @@ def test_as_many_are_drawn_as_all_pairs_need_and_each_is_needed() -> None:
     assert all(any(times[pair] == 1 for pair in one.pairs) for one in drawn)
 
 
+@pytest.mark.slow
 def test_the_first_draws_show_most_and_further_ones_follow() -> None:
     few, many = draw(4, 0, SMALL), draw(60, 0, SMALL)
     assert len(uncovered(few, SMALL)) < len(uncovered(many[-4:], SMALL))
@@ -34,6 +36,7 @@ def test_the_first_draws_show_most_and_further_ones_follow() -> None:
     assert len(uncovered(many, SMALL)) == 3
 
 
+@pytest.mark.slow
 def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     exact, rounded = (tuple((plain | {"precision": name}).items()) for name in ("fp32", "bf16"))
@@ -44,6 +47,7 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
     assert draw(3, 0, axes_with_precisions("bf16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "said"),
     [

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megalith.prove.axes import AXES, valid_run
@@ -16,6 +17,7 @@ from tests.specs import tiny_run
 torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_rounding_stays_rounding_from_step_to_step() -> None:
     """The same run with samples one at a time and four at a time: sums differ, and neither optimizer nor step amplifies the
     difference."""

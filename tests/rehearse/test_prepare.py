@@ -124,6 +124,7 @@ def _prepared_of(run: Path, *settings: str) -> PreparedSimulation:
     return prepare(SimulationRequest(cluster="h100:64", run=run, overrides=settings))
 
 
+@pytest.mark.slow
 def test_verification_finds_what_is_wrong_silently() -> None:
     often = ("--set", "interruptions=1e-2", "--spares", "8", "--set", "reliability.part_hours=1")
     blind, seeing = _on_64(*often, days=60), _on_64(*often, "--set", "fleet.verify_every=50", days=60)

@@ -61,6 +61,7 @@ def test_agrees_with_the_closed_form(mtbf: float, interval: float) -> None:
     assert result.goodput == pytest.approx(expected, abs=0.005 + 3 * result.error)
 
 
+@pytest.mark.slow
 def test_the_best_interval_is_where_the_closed_form_has_it() -> None:
     mtbf = 3 * HOUR
     best = closed_form.daly(mtbf, 30.0)
@@ -95,6 +96,7 @@ def test_a_saved_half_hour_of_work_at_each_fault_shows() -> None:
     assert simulate(_llama(latencies=PROFILES["cold"], store_every=1800.0), seeds=2).goodput < 0.86
 
 
+@pytest.mark.slow
 def test_54_days_of_16384_devices_take_seconds() -> None:
     """Two of twenty seeds take as long as fifty million additions: three seconds on a machine of 2020."""
     plan = _llama(fleet=FleetSpec(spares=24))
@@ -182,6 +184,7 @@ def test_idle_nodes_fail_at_their_own_rate() -> None:
     assert never.goodput == pytest.approx(6 / 30, abs=0.03)
 
 
+@pytest.mark.slow
 def test_idle_spares_fail_too_and_that_stops_nobody() -> None:
     result = simulate(_broken("reboot", spares=64, idle_factor=1.0), seeds=1)
     fates = result.lives[0].fates
@@ -223,6 +226,7 @@ def test_the_mean_time_between_faults_counts_racks_and_switches() -> None:
     assert plan.mtbf == pytest.approx(365.25 * DAY / (8 * 1.0 + 2 * 2.0))
 
 
+@pytest.mark.slow
 def test_spares_pay_until_there_are_enough() -> None:
     few, enough, many = try_spares(_llama(days=20), [4, 20, 200], seeds=2)
     assert few.goodput < enough.goodput - 0.1
@@ -230,6 +234,7 @@ def test_spares_pay_until_there_are_enough() -> None:
     assert many.per_device < enough.per_device
 
 
+@pytest.mark.slow
 def test_a_lost_rack_takes_the_next_nodes_buddy_along() -> None:
     own = Reliability(rack_nodes=4, rack_outages=200.0, rack_hours=1.0)
     plan = _plain(HOUR, faults=0.0, days=50.0, reliability=own, store_every=3600.0)
@@ -266,6 +271,7 @@ def _four(mtbf: float = HOUR, **rest: Any) -> SimulationResult:
     return simulate(_plain(mtbf, **({"days": 20.0, "sites": 4, "grace": 5.0} | rest)), seeds=2)
 
 
+@pytest.mark.slow
 def test_sites_without_faults_merge_all_that_they_do() -> None:
     found = _four(faults=0.0, merge_seconds=30.0, latencies=Latencies(restart=300.0, restore=NOTHING, stall=NOTHING))
     assert found.goodput == pytest.approx(300 / 330, abs=0.002)
@@ -284,12 +290,14 @@ def test_work_that_is_done_again_reaches_nothing_new() -> None:
     assert np.interp([50.0, 100.0, 120.0, 500.0], progress, at) == pytest.approx([50.0, 100.0, 360.0, 740.0])
 
 
+@pytest.mark.slow
 def test_seconds_of_sites_add_up_to_the_wall_time() -> None:
     for found in (_four(), _four(grace=1000.0), _four(decides=0), _four(mtbf=HOUR / 4), _four(staleness=2)):
         assert sum(found.seconds.values()) == pytest.approx(20 * DAY, rel=1e-3)
         assert found.goodput == pytest.approx(found.seconds[TimeUse.USEFUL] / (20 * DAY))
 
 
+@pytest.mark.slow
 def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
     """The site takes no part in the merge of that period, however long the others wait."""
     quick, patient = _four(decides=0), _four(decides=0, grace=1000.0)
@@ -314,6 +322,7 @@ def test_a_late_site_loses_no_work() -> None:
     assert found[2].merges == pytest.approx(9 * DAY / 1300, abs=9)
 
 
+@pytest.mark.slow
 def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:
     """No site returns to a checkpoint, so the interval of checkpoints costs nothing unless all sites are away at once."""
     often, rare = _four(store_every=300.0), _four(store_every=6000.0)
@@ -323,16 +332,19 @@ def test_another_site_decides_where_the_one_that_did_is_started_again() -> None:
     assert alone.goodput < rare.goodput - 0.1
 
 
+@pytest.mark.slow
 def test_all_start_anew_where_no_site_stands() -> None:
     """Faults are so frequent that in some periods both sites are restarted."""
     assert _four(mtbf=HOUR / 8, sites=2).lives[0].anew > 20
 
 
+@pytest.mark.slow
 def test_longer_periods_lose_more_to_each_fault() -> None:
     short, long = _four(merge_every=60.0, store_every=300.0), _four(merge_every=1200.0, store_every=1200.0)
     assert short.goodput > long.goodput + 0.1
 
 
+@pytest.mark.slow
 def test_two_sites_need_each_other_unless_one_decides_alone() -> None:
     """A site that is away for long stops the other one, which is no quorum alone."""
     rest = {

@@ -65,6 +65,7 @@ def _kind(reason: str) -> str:
     return re.sub(r"\d+", "N", re.sub(r"'[\w-]+'", "'name'", reason).replace("one stage", "1 stages"))
 
 
+@pytest.mark.slow
 def test_no_plan_is_refused_for_a_reason_that_the_guide_does_not_list() -> None:
     """Plans are drawn from small numbers, most of which are incompatible."""
     random, listed = Random(0), {_kind(reason) for _, _, reason in REFUSED}

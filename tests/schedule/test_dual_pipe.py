@@ -18,6 +18,7 @@ def timed(schedule, f, w, hidden):
     return overlap, simulate(lower(schedule, 0), {"F": f, "B": f + w, "I": f, "W": w, "OVERLAP": overlap})
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(0, 9), fractions, st.floats(0.0, 1.0))
 @settings(deadline=None)
 def test_the_bubble_of_dualpipev_is_the_published_one(ranks, more, w, hidden):
@@ -30,6 +31,7 @@ def test_the_bubble_of_dualpipev_is_the_published_one(ranks, more, w, hidden):
     assert timeline.bubble_seconds == pytest.approx(inside, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(0, 6), fractions, st.floats(0.0, 1.0))
 @settings(deadline=None)
 def test_the_bubble_of_dualpipe_is_the_published_one(half, more, w, hidden):
@@ -65,6 +67,7 @@ def test_each_direction_visits_all_ranks_and_every_stage_has_two_copies():
     assert schedule.holders(1) == (1, 2)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(2, 14), st.sampled_from([0, 1]))
 @settings(deadline=None)
 def test_any_number_of_microbatches_runs_in_two_directions(half, microbatches, zero):
@@ -74,6 +77,7 @@ def test_any_number_of_microbatches_runs_in_two_directions(half, microbatches, z
     assert not schedule.accumulates_in_order
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 14))
 @settings(deadline=None)
 def test_dualpipev_accumulates_in_order_for_any_number_of_microbatches(ranks, microbatches):

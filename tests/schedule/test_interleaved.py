@@ -25,6 +25,7 @@ def test_rounds_share_all_microbatches_and_keep_the_pipeline_full(ranks, microba
     assert max(found) - min(found) <= 1
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(1, 4), st.integers(0, 20))
 @settings(deadline=None)
 def test_the_bubble_is_divided_by_the_chunks_for_any_number_of_microbatches(ranks, chunks, more):

@@ -27,6 +27,7 @@ def schedules(draw):
     return build(name, **sizes), zero
 
 
+@pytest.mark.slow
 @given(schedules(), st.integers(0, 3))
 @settings(deadline=None, max_examples=150)
 def test_a_lowered_schedule_has_no_problems(case, ahead):

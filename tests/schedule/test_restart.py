@@ -46,12 +46,14 @@ def test_every_message_that_was_begun_meets_its_other_end_in_order(case):
         assert ends[channel, True] == ends[channel, False], channel
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_the_first_try_ends(case):
     assert not blocked(_first_try(lower(*case)))
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_it_ends_also_where_each_communicator_does_one_message_after_another(case):

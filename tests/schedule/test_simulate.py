@@ -22,6 +22,7 @@ def test_the_bubble_is_one_pipeline_depth(name, ranks, microbatches):
     assert timeline.busy == (3 * microbatches,) * ranks
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev", "dualpipe"]),
     st.integers(1, 2),

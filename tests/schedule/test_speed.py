@@ -33,6 +33,7 @@ def opcodes(function: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_a_slot_costs_the_same_in_a_large_program_as_in_a_small_one(name):
     costs: dict[str, list[float]] = {}

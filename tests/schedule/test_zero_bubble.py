@@ -26,6 +26,7 @@ def test_h2_warms_up_until_the_first_gradient_is_back():
     assert format_row(zb_h2(2, 4).rows[0]) == "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3"
 
 
+@pytest.mark.slow
 @given(*ranks_and_more, seconds, seconds, seconds)
 @settings(deadline=None)
 def test_the_bubble_of_h1_is_the_papers(ranks, more, f, i, w):
@@ -36,6 +37,7 @@ def test_the_bubble_of_h1_is_the_papers(ranks, more, f, i, w):
     assert expected == (ranks - 1) * (f + (i + w) - 2 * w)  # in DeepSeek's notation: F + B - 2 W
 
 
+@pytest.mark.slow
 @given(*ranks_and_more, seconds, seconds, seconds)
 @settings(deadline=None)
 def test_the_bubble_of_h2_is_the_papers(ranks, more, f, i, w):
@@ -44,6 +46,7 @@ def test_the_bubble_of_h2_is_the_papers(ranks, more, f, i, w):
     assert bubble(zb_h2(ranks, 2 * ranks - 1 + more), F=f, I=i, W=w) == pytest.approx((ranks - 1) * (f + i - 2 * w))
 
 
+@pytest.mark.slow
 @given(*ranks_and_more)
 @settings(deadline=None)
 def test_h2_has_no_bubble_when_all_three_take_the_same_time(ranks, more):

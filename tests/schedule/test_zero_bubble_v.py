@@ -16,6 +16,7 @@ def test_the_first_rank_holds_the_first_stage_and_the_last():
     assert [schedule.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.integers(0, 12))
 @settings(deadline=None)
 def test_no_rank_waits_when_f_i_and_w_take_the_same_time(ranks, more):
@@ -29,6 +30,7 @@ def test_every_rank_holds_as_much_as_the_first_of_1f1b(ranks, more):
     assert in_flight(zb_v(ranks, 2 * ranks - 1 + more)) == [2 * ranks] * ranks
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 12))
 @settings(deadline=None)
 def test_any_number_of_microbatches_runs_and_accumulates_in_order(ranks, microbatches):

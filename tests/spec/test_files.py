@@ -445,6 +445,7 @@ RUNS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(spec=RUNS, origin=WORDS)
 def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpec, origin: str):

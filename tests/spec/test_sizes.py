@@ -125,12 +125,14 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
+@pytest.mark.slow
 @given(models())
 @settings(deadline=None, max_examples=100)
 def test_any_model_has_the_parameters_that_its_sizes_state(model: ModelSpec):
     agree(model)
 
 
+@pytest.mark.slow
 @given(blocks(), odd)
 @settings(deadline=None, max_examples=60)
 def test_a_role_is_that_of_the_module(block: BlockSpec, dim: int):

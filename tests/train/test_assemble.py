@@ -19,6 +19,7 @@ def _holding(rank: int, plan: dict[str, Any]) -> dict[str, int]:
     return trainer.state.bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_bytes_of_all_ranks_together_are_those_of_the_model(plan):
     elements = sum(p.numel() for p in stage(tiny_run().model).parameters())
@@ -35,6 +36,7 @@ def _state(rank: int) -> tuple[dict[str, tuple[int, ...]], bool]:
     return {key: tuple(value.shape) for key, value in state.items()}, all(isinstance(v, DTensor) for v in state.values())
 
 
+@pytest.mark.slow
 def test_the_state_is_weights_and_moments_by_their_names_with_global_shapes():
     whole = {name: tuple(p.shape) for name, p in stage(tiny_run().model).parameters_by_name().items()}
     for shapes, sharded in run_ranks(_state, 2):
@@ -52,6 +54,7 @@ def _moves(rank: int) -> bool:
     return all(bool((t == 0.25).all()) for t in (*held, *trainer.state.shares("optimizer").values()))
 
 
+@pytest.mark.slow
 def test_the_state_shares_memory_with_what_trains():
     assert run_ranks(_moves, 1) == [True]
 
@@ -72,6 +75,7 @@ def _parts(rank: int) -> list[tuple[str, ...]]:
     return [stage.part_names for stage in trainer_of(tiny_run(plan=plan)).stages.values()]
 
 
+@pytest.mark.slow
 def test_a_rank_of_an_interleaved_pipeline_holds_every_other_stage():
     first, second = run_ranks(_parts, 2)
     assert first == [("embedding", "blocks.0"), ("blocks.2",)]

@@ -108,6 +108,7 @@ def _valid(rank: int, ranks: int) -> int:
     return count_valid([text.batch(part) for part in indices(spec, first=0, data_rank=rank)], groups=groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_valid_targets_are_counted_over_the_whole_global_batch(ranks):
     whole = RandomText(tiny_run()).batch(range(12))

@@ -58,6 +58,7 @@ def _variant(spec: RunSpec, **changes: dict[str, Any]) -> RunSpec:
     return spec.model_copy(update={name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS if FULL else ("adamw", "muon", "adafactor"))
 def test_one_microbatch_without_clipping_is_the_run_in_fp32(kind: str) -> None:
     """A backward in bf16 gives bf16 gradients, so nothing is rounded until two are added."""
@@ -71,6 +72,7 @@ def test_one_microbatch_without_clipping_is_the_run_in_fp32(kind: str) -> None:
 PLANS: list[dict[str, Any]] = [{"data": 2, "zero": 1}, {"data": 2, "zero": 3, "post_validation": True}]
 
 
+@pytest.mark.slow
 @sampled(2, together=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_no_bit_changes_with_the_place_of_the_state(plan: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ def test_no_bit_changes_with_the_place_of_the_state(plan: dict[str, Any]) -> Non
         _assert_same(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion"])
 def test_large_tensors_on_disk_are_updated_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks have 2,048 numbers, which is not a multiple of rows of 48."""
@@ -93,6 +96,7 @@ def test_large_tensors_on_disk_are_updated_in_pieces(kind: str, monkeypatch: pyt
     _assert_same(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -146,12 +150,14 @@ def _added_up(rank: int, spec: RunSpec) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 3}], ids=str)
 def test_each_microbatch_is_rounded_once_in_its_order(plan: dict[str, Any]) -> None:
     spec = brief_run(plan=plan, model={"layers": 2}, train={"global_batch": 4 * plan.get("data", 1), **NARROW})
     assert run_ranks(_added_up, spec.plan.ranks, spec) == [[]] * spec.plan.ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_number_takes_two_bytes(zero: int) -> None:
     wide = brief_run(plan={"data": 2, "zero": zero}, train={"precision": "bf16"})

@@ -26,6 +26,8 @@ from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 BAD = 2  # the step with the fault
 Moment = Callable[[Trainer, int], None]
@@ -141,7 +143,6 @@ def only(rank: int, **acts: Moment) -> Callable[[int], StepHook | None]:
 ALONE: dict[str, Any] = {"plan": {}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["weights", "moments.first", "moments.second"])
 def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
     def act(trainer: Trainer, step: int) -> None:
@@ -167,7 +168,6 @@ PLANS: list[dict[str, Any]] = [
 
 
 @sampled(4, together=True)
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) -> None:
     run = {"plan": plan, "model": {"preset": "deepseek-tiny"}} if plan.get("data") else {"plan": plan}
@@ -219,7 +219,6 @@ def test_an_error_that_came_once_is_found_with_verify_all_and_blamed_by_a_furthe
 UNSEEN = [(3, "all"), (1, "one")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("every", "verify"), UNSEEN, ids=["another step is verified", "another computation is"])
 def test_an_error_that_came_once_elsewhere_than_what_is_verified_is_never_found(every: int, verify: str) -> None:
     """So with `verify = "all"` a one-off error at any step is found with probability 1 / verify_every."""
@@ -257,7 +256,6 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("verify", "run"), VERIFIED, ids=str)
 @sampled(4, together=True)
 def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run: dict[str, Any], tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_ranks_meet_over_a_file_or_a_port(kind, tmp_path: Path):
     assert run_ranks(_meet, 2, store, "0") == [(3, "gloo")] * 2
 
 
+@pytest.mark.slow
 def test_a_store_that_held_an_earlier_generation_serves_the_next(tmp_path: Path):
     store = f"file://{tmp_path}/meet"
     for generation in ("0", "1", "2"):

@@ -19,6 +19,8 @@ from megalith.train.batches import indices
 from megalith.train.step import train_step
 from tests.full import only_full
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 MODEL = {"layers": 14, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 8192, "context": 32}
 A_PARAMETER = 16

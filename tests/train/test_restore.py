@@ -72,6 +72,7 @@ def _resume(rank: int, data: str, folder: Path) -> None:
     assert position == Position(0, 0) and not same(copies(fresh), saved)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_newest_checkpoint_bit_for_bit(data, tmp_path):
     run_ranks(_resume, 1, data, tmp_path)
 
@@ -94,6 +95,7 @@ def _away(rank: int, data: str, folder: Path) -> list[Observation]:
     return told
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_told_as_away_and_can_be_restored_later(data, tmp_path):
     ((observation,),) = run_ranks(_away, 1, data, tmp_path)
     assert isinstance(observation, CopyAway) and (observation.tier, observation.copy_step) == (Tier.STORE, 1)
@@ -117,6 +119,7 @@ def _init_from(rank: int, data: str, folder: Path) -> None:
     assert same(copies(third), copies(second))
 
 
+@pytest.mark.slow
 def test_init_from_takes_weights_alone_and_only_at_the_first_start(data, tmp_path):
     run_ranks(_init_from, 1, data, tmp_path)
 
@@ -145,6 +148,7 @@ def _more_rows(rank: int, data: str, folder: Path, plan: dict[str, Any]) -> dict
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state.tensors("weights").items()}  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_a_larger_vocabulary_has_the_checkpoints_rows_and_first_ones_below_them_under_any_plan(data, tmp_path):
     (before,) = run_ranks(_more_rows, 1, data, tmp_path, {})
     (after,) = run_ranks(_more_rows, 1, data, tmp_path, {})
@@ -168,6 +172,7 @@ def _other_data(rank: int, data: str, other: str, folder: Path) -> str:
     return str(found.value)
 
 
+@pytest.mark.slow
 def test_other_data_or_another_seed_refuses_to_resume(data, tmp_path):
     (tmp_path / "other").mkdir()
     other = small_data(tmp_path / "other", seed=1)
@@ -199,6 +204,7 @@ def _of_another(rank: int, data: str, folder: Path) -> None:
     assert start(longer, folder)[2] == Position(1, 8)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs_although_its_shapes_fit(data, tmp_path):
     run_ranks(_of_another, 1, data, tmp_path)
 
@@ -214,6 +220,7 @@ def _resplit(rank: int, data: str, folder: Path, plan: dict[str, Any], saves: bo
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state.tensors().items()}  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_another_plan_goes_on_from_the_same_state(data, tmp_path):
     saved = run_ranks(_resplit, 2, data, tmp_path, {"data": 2, "zero": 3}, True)[0]
     whole = run_ranks(_resplit, 1, data, tmp_path, {}, False)[0]
@@ -240,5 +247,6 @@ def _random_state(rank: int, data: str) -> None:
     assert state() == first
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_what_state_random_numbers_had_which_is_a_function_of_seed_and_step(data: str) -> None:
     run_ranks(_random_state, 1, data)

@@ -27,6 +27,7 @@ def _factored(rank: int, plan: dict[str, int]) -> dict[str, tuple[tuple[int, ...
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 3}, {"tensor": 2}, {"data": 2, "tensor": 2, "zero": 1}], ids=str)
 def test_a_row_and_a_column_are_cut_as_their_matrix_is(plan: dict[str, int]) -> None:
     spec = tiny_run(plan=plan)

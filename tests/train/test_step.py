@@ -51,11 +51,13 @@ def test_all_ranks_report_the_same_loss_and_norm_to_the_bit(plan):
     assert first[0].loss != first[1].loss
 
 
+@pytest.mark.slow
 def test_a_step_run_again_gives_the_same_bits():
     first, again = (run_ranks(_steps, 2, {"plan": {"data": 2, "zero": 3, "microbatch": 2}}, 3)[0] for _ in range(2))
     assert [(s.loss, s.grad_norm) for s in first] == [(s.loss, s.grad_norm) for s in again]
 
 
+@pytest.mark.slow
 def test_time_is_split_without_a_second_counted_twice():
     for steps in run_ranks(_steps, 2, {"plan": {"pipeline": 2}}, 3):
         for done in steps:
@@ -66,11 +68,13 @@ def test_time_is_split_without_a_second_counted_twice():
             assert all(0 <= start <= end <= done.seconds for _, start, end in done.spans)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_whole_global_batch():
     spec = tiny_run(plan={"data": 2})
     assert {done.tokens for steps in run_ranks(_steps, 2, {"plan": {"data": 2}}, 1) for done in steps} == {8 * spec.train.seq_len}
 
 
+@pytest.mark.slow
 def test_memory_counts_shares_and_what_the_process_holds():
     memory = run_ranks(_steps, 2, {"plan": {"data": 2, "zero": 3}}, 1)[0][0].memory
     assert memory["optimizer"] == 2 * memory["weights"] == 2 * memory["gradients"]
@@ -91,6 +95,7 @@ def _clipped(rank: int) -> tuple[float, float, list[float]]:
     return computed.grad_norm, 0.05, seen
 
 
+@pytest.mark.slow
 def test_the_reported_norm_is_before_clipping_and_clip_0_switches_it_off():
     norm, limit, (clipped, whole) = run_ranks(_clipped, 1)[0]
     assert norm > limit
@@ -148,5 +153,6 @@ def _tiny_steps(rank: int) -> tuple[bool, bool]:
     return moved, unseen
 
 
+@pytest.mark.slow
 def test_updates_too_small_for_bf16_are_kept_in_the_master_weights():
     assert run_ranks(_tiny_steps, 1) == [(True, True)]

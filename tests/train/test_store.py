@@ -53,6 +53,7 @@ def _meet(rank: int, store: str, generation: str) -> int:
     return int(total)
 
 
+@pytest.mark.slow
 def test_ranks_meet_in_the_store_that_strangers_cannot_reach_again_and_again(meeting: str) -> None:
     for generation in ("one", "two"):
         assert run_ranks(_meet, 3, meeting, generation) == [222, 111, 222]

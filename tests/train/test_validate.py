@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
 
+pytestmark = pytest.mark.slow
+
 PLANS: list[dict[str, Any]] = [
     {},
     {"microbatch": 3},
@@ -66,7 +68,6 @@ def plainly(spec: RunSpec) -> tuple[float, dict[str, float], dict[str, int]]:
     return sum(totals.values()) / sum(counts.values()), {d: totals[d] / counts[d] for d in totals}, sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "samples"), [*((plan, 5) for plan in PLANS), (PLANS[2], 1), (PLANS[2], 1000), (PLANS[3], 1000)], ids=str
 )
@@ -100,7 +101,6 @@ def _between_steps(rank: int, spec: RunSpec, validates: bool) -> dict[str, torch
     return {name: local(p.detach()).clone() for name, p in trainer.parameters.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"data": 2, "zero": 1, "microbatch": 2}, {"pipeline": 2}], ids=str)
 @sampled(1)
 def test_validating_leaves_no_trace_in_training(plan, data: str, tmp_path: Path):

@@ -136,6 +136,7 @@ def test_an_end_is_told_with_its_error_and_a_good_one_if_asked_for(tmp_path: Pat
     assert _looked(other, AlertsSpec(run="true")) == []
 
 
+@pytest.mark.slow
 def test_the_same_sign_is_sent_once_until_it_was_gone(tmp_path: Path) -> None:
     source = _live(tmp_path, age=500.0)
     alerts = Alerts(source, ALL, lambda _: None)
@@ -205,6 +206,7 @@ def test_an_address_gets_json_and_may_be_a_secret(receiver, monkeypatch: pytest.
         post("file:///etc/passwd", ALERT)
 
 
+@pytest.mark.slow
 def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
     """The training command starts the process in this way. When the command ends or is killed, the pipe closes."""
     run_dir = tmp_path / "run"
@@ -221,6 +223,7 @@ def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
     assert json.loads(line)["sign"] == "ended" and "was it killed?" in said
 
 
+@pytest.mark.slow
 def test_alerts_of_a_run_file_and_none_of_a_folder(tmp_path: Path) -> None:
     """A folder may come from anybody, so a command that it names is not run."""
     run_dir = tmp_path / "run"

@@ -86,6 +86,7 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
     assert not slow_ranks(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_without_peers_is_compared_with_its_past(ranks: int, tmp_path: Path) -> None:
     """It was well in ten steps of its generation and phase. Its last stage has a little more work than the others from the beginning."""

@@ -152,6 +152,7 @@ def test_a_run_that_was_resumed_compares_nothing_with_the_generation_before(tmp_
     assert (alive["health"], alive["starts"]) == ("good", 2)
 
 
+@pytest.mark.slow
 def test_a_kill_another_plan_a_shrink_and_a_rewind_are_one_page_without_a_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_phase_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
     assert [number for _, _, number in asked] == [1]
 
 
+@pytest.mark.slow
 def test_a_prediction_is_for_the_sizes_of_a_phase(tmp_path: Path) -> None:
     """Twice the sequences in a step take longer."""
     ramp = [{"begin": 64, "global_batch": 32}]
@@ -296,6 +298,7 @@ def test_rows_and_orders_of_the_heatmap(tmp_path: Path) -> None:
     assert panels.panel(source, "rank-heatmap", {"sort": "slowest"})["rows"][0]["slowest"] == 2
 
 
+@pytest.mark.slow
 def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: Path) -> None:
     folder = synthetic.write(tmp_path / "run", steps=10_000_000, data=64, pipeline=4, tensor=4, slow=77, least=512, keep=0)
     began = time.process_time()

@@ -292,6 +292,7 @@ def test_no_source_is_read_after_the_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(ended) == looks
 
 
+@pytest.mark.slow
 def test_it_ends_when_it_is_told_to_whichever_thread_is_told(tmp_path: Path) -> None:
     """The system delivers a signal to any thread of a process. Python's handlers run in the main thread, which must not keep
     sleeping."""

@@ -220,6 +220,7 @@ def test_numbers_are_named_alike_everywhere() -> None:
     assert found == {"validation/loss": 4.5, "validation/tale": 4.25}
 
 
+@pytest.mark.slow
 def test_the_process_beside_a_training_feeds_them_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its package each tool is given up, with a note in the log. The training process is not affected."""
     run = tmp_path / "run"

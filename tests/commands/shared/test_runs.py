@@ -68,6 +68,7 @@ FAULTS = [
 ] + [f"model.{name}=[]" for name in Llama.model_fields]
 
 
+@pytest.mark.slow
 def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
     """A faulty value in an otherwise correct run is reported as its only problem."""
     for fault in FAULTS:

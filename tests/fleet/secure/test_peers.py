@@ -89,6 +89,7 @@ def test_what_was_sent_before_the_end_still_arrives() -> None:
         until(lambda: not sites[0].connected(1), seconds=PATIENCE)
 
 
+@pytest.mark.slow
 def test_closing_says_whether_all_was_read() -> None:
     """The other site is too slow in the beginning."""
     with _sites(2) as sites:
@@ -216,6 +217,7 @@ def test_a_cut_message_is_resumed_behind_a_longer_one() -> None:
         assert not other._parts and other.own in one._peers
 
 
+@pytest.mark.slow
 def test_what_has_left_waits_no_longer() -> None:
     """A site gets all weights if the link is faster than new messages come. Half a message counts as half."""
     with _sites(2) as sites:

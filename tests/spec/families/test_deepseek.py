@@ -37,6 +37,7 @@ def counted(spec: DeepSeek) -> tuple[int, int]:
     return total, used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(name):
     spec, (all_printed, used_printed) = preset(name), PUBLISHED[name]

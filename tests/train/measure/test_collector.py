@@ -3,10 +3,14 @@
 import gc
 from pathlib import Path
 
+import pytest
+
 from megalith.events import Spans, of_kind, read
 from megalith.train.measure.collector import Collector
 from tests.runs import prepare_text, train, when
 from tests.specs import tiny_run
+
+pytestmark = pytest.mark.slow
 
 
 def _collect() -> None:

@@ -15,6 +15,8 @@ from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
+pytestmark = pytest.mark.slow
+
 PLANS: list[dict[str, Any]] = [
     {"zero": 2},
     {"data": 2, "zero": 3},

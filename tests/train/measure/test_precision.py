@@ -40,6 +40,7 @@ def errors(plan: dict[str, Any], **rest: Any) -> dict[str, float | None]:
     return everyone[0].errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "model"),
     [

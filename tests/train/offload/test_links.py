@@ -22,6 +22,8 @@ from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run
 
+pytestmark = pytest.mark.slow
+
 Held = dict[str, Tensor]
 
 

@@ -100,6 +100,7 @@ def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
     return _trained(rank, made, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "model", "train"), PLANS, ids=str)
 @sampled(2, together=True)
 def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> None:
@@ -115,6 +116,7 @@ def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, An
 KINDS = [("sgd", {}), ("lion", {"moments": "bf16"}), *[("adamw", {"moments": "fp8"})] * FULL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), KINDS, ids=str)
 def test_no_bit_changes_under_any_rule_that_looks_at_one_number(kind: str, more: dict[str, Any]) -> None:
     spec = _run({}, optimizer={"kind": kind, "clip": 0.05, "nesterov": False} | more)
@@ -122,6 +124,7 @@ def test_no_bit_changes_under_any_rule_that_looks_at_one_number(kind: str, more:
     _assert_same(found)
 
 
+@pytest.mark.slow
 def test_a_share_of_clipped_steps_above_half_pauses_updates_before_the_norm() -> None:
     """Steps then measure the norm first, and no bit changes."""
     spec = _run({}, {"layers": 2}, optimizer={"clip": 0.05})
@@ -159,6 +162,7 @@ def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_measures_first_writes_nothing_in_vain() -> None:
     spec = _placed(_run({}, {"layers": 2}, optimizer={"clip": 0.05}), RELEASED)
     ((chunks, *written),) = run_ranks(_writes, 1, spec, MAXIMUM + 3)
@@ -183,6 +187,7 @@ def _poisoned(rank: int, spec: RunSpec) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_leaves_the_state_alone_and_names_the_parameter() -> None:
     ((text, same),) = run_ranks(_poisoned, 1, _placed(_run({}, {"layers": 2}), RELEASED))
     assert same
@@ -214,6 +219,7 @@ SIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "model"), SIZED, ids=str)
 @sampled(2, together=True)
 def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any]) -> None:
@@ -233,6 +239,7 @@ def _counted(rank: int, spec: RunSpec) -> list[Any]:
     return [(found.memory, found.work) for found in (count(spec, made, fake_tensors=fake) for fake in (False, True))]
 
 
+@pytest.mark.slow
 def test_a_real_step_holds_what_a_dry_one_counts() -> None:
     real, fake = run_ranks(_counted, 1, _placed(_run({"recompute": "full"}), RELEASED))[0]
     assert real == fake

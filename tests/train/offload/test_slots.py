@@ -187,6 +187,7 @@ def test_updates_are_undone_to_what_a_checkpoint_holds_and_not_beyond(tmp_path: 
     assert _value(file, 0) == 2
 
 
+@pytest.mark.slow
 def test_files_that_nothing_needs_give_their_room_back(tmp_path: Path) -> None:
     """Each update is saved, and only the newest checkpoint is kept. That takes three files, the number in `bytes`, and one more
     during a save."""

@@ -132,6 +132,7 @@ def _left_without_collection(rank: int, spec: RunSpec, places: list[str]) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_files_and_memory_go_with_the_trainer(tmp_path: Path) -> None:
     (left,) = run_ranks(_left_without_collection, 1, _spec(tmp_path, 1), ["host", "disk"])
     assert left == [False, False]

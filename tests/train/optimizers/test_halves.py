@@ -92,6 +92,7 @@ CASES += [
 ] * FULL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "model", "optimizer"), CASES, ids=str)
 @sampled(1)
 def test_sixteen_bits_are_the_run_in_fp32_that_rounds_so(
@@ -104,6 +105,7 @@ def test_sixteen_bits_are_the_run_in_fp32_that_rounds_so(
         _assert_same(found)
 
 
+@pytest.mark.slow
 def test_eight_bits_are_the_same_wherever_they_are() -> None:
     """The bits must differ from those with 16 bits, or nothing was rounded here."""
     spec = brief_run(plan={"data": 2, "zero": 1}, train=BF16, optimizer={"clip": 0.05})
@@ -136,6 +138,7 @@ def _clipped(rank: int, specs: list[RunSpec]) -> list[Held]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, *[{"kind": "muon"}] * FULL], ids=str)
 def test_heads_are_scaled_in_all_bits_of_the_master_weights(optimizer: dict[str, Any]) -> None:
     spec = brief_run(plan={}, model=WIDE, train=BF16, optimizer={"qk_clip": 1.0, **optimizer})
@@ -169,6 +172,7 @@ def _updated(rank: int, specs: list[RunSpec]) -> list[Held]:
     return found
 
 
+@pytest.mark.slow
 @sampled(3, together=True)
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -193,6 +197,7 @@ def test_a_plan_changes_no_bit_of_an_update(model: dict[str, Any], plan: dict[st
         assert matrices and not [key for key in matrices if not torch.equal(state[key], alone[key])], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("master", ["split16", "split8"])
 def test_a_plan_with_halves_trains_like_one_process(master: str) -> None:
     plan = {"data": 2, "tensor": 2, "zero": 2, "state": HALF}
@@ -238,6 +243,7 @@ def _resumed(rank: int, folder: Path, number: int) -> tuple[Held, Held, list[str
     return loaded, saved, warned
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_between_forms_under_any_plan(tmp_path: Path) -> None:
     told, saved = list[list[str]](), Held()
     for number, (master, plan) in enumerate(CHAIN):
@@ -261,6 +267,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [DISK, *[{}] * FULL], ids=str)
 def test_kill_9_in_the_midst_of_an_update_changes_no_bit(place: dict[str, Any], data: Path, tmp_path: Path) -> None:
     """A rank dies when half of its weights are updated: at twenty points in `make test-full`, otherwise at one."""
@@ -326,6 +333,7 @@ def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
     return [count(spec, made, fake_tensors=fake).state for fake in (False, True)]
 
 
+@pytest.mark.slow
 @sampled(3, together=True)
 @pytest.mark.parametrize(("master", "place"), [("split8", HALF), *[("split16", {})] * FULL], ids=str)
 def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, Any]) -> None:
@@ -334,6 +342,7 @@ def test_a_dry_run_counts_what_a_real_one_holds(master: str, place: dict[str, An
         assert real == fake
 
 
+@pytest.mark.slow
 @sampled(3, together=True)
 @pytest.mark.parametrize(
     ("plan", "master"),

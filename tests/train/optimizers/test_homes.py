@@ -52,6 +52,7 @@ def _homes(rank: int, spec: RunSpec) -> tuple[dict[Item, int], dict[str, int], i
     return {each.item: each.home for each in placed}, {name: shares[f"weights.{name}"] for name in names}, mine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "plan"),
     [("", {"data": 2, "tensor": 2, "zero": 3}), ("deepseek-tiny", {"data": 4, "expert": 2, "zero": 1})],
@@ -77,6 +78,7 @@ def test_nothing_is_sent_where_each_rank_has_whole_matrices() -> None:
     assert not [one for one in dry(spec_of({"data": 2, "zero": 0}), 0).traffic if one.kind == "all-to-all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("preset", "plan"), [("", {"data": 2, "zero": 1}), ("deepseek-tiny", {"pipeline": 2, "zero": 1})], ids=str

@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.runs import prepare_text
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "moments.py"
 
 
+@pytest.mark.slow
 def test_the_benchmark_keeps_what_it_finished(tmp_path: Path) -> None:
     data, out = prepare_text(tmp_path), tmp_path / "moments.jsonl"
 

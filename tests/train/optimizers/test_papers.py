@@ -58,6 +58,7 @@ def rule_of(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, model: Any
     return update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["", "deepseek-tiny"])
 @pytest.mark.parametrize(
     "spec",

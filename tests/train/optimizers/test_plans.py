@@ -123,6 +123,7 @@ VARIANTS |= {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
 @sampled(2, together=True)
 def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -185,6 +186,7 @@ FAULTS: list[tuple[str, dict[str, Any], Any, str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan", "where", "name", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value))
 )

@@ -20,6 +20,7 @@ def rates(steps: int, **spec: Any) -> list[float]:
     return [learning_rate(step, spec=OptimizerSpec.model_validate({"lr": LR} | spec), steps=steps) for step in range(steps)]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     schedule=st.sampled_from(SCHEDULES),
@@ -40,6 +41,7 @@ def test_rates_climb_in_equal_steps_and_then_never_rise_again(schedule, steps, w
     assert all(low - 1e-15 <= rate <= LR + 1e-15 for rate in after)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(schedule=st.sampled_from(SCHEDULES), steps=st.integers(5, 400), warmup=st.integers(1, 300), min_lr_ratio=st.floats(0, 1))
 def test_the_end_of_warm_up_is_the_peak_on_both_sides(schedule, steps, warmup, min_lr_ratio):

@@ -39,6 +39,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
 @sampled(1)
 def test_an_update_is_the_same_under_every_plan(model: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -65,6 +66,7 @@ PIECED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", PIECED.values(), ids=PIECED)
 def test_the_size_of_a_piece_changes_no_bit(optimizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU takes larger pieces than a CPU."""
@@ -164,6 +166,7 @@ def _bytes_of(treated: Treatment, share: Tensor) -> int:
     return 2 * (share.numel() + -(-share.shape[-1] // 4) * (share.numel() // share.shape[-1]))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_converts_the_moments_under_any_plan(tmp_path: Path) -> None:
     told, saved, loaded = [], dict[str, Tensor](), dict[str, Tensor]()
     for number, (moments, plan) in enumerate(CHAIN):

@@ -242,6 +242,7 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
 """Mark slow cases, and cases that others also cover."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -253,6 +254,7 @@ def test_a_merge_is_the_references(method: str) -> None:
     assert _different(_run("alone", method, 2)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "method"),
     [
@@ -269,6 +271,7 @@ def test_it_does_not_depend_on_the_plan(plan: str, method: str) -> None:
     assert _different(_run(plan, method, 2)) == []
 
 
+@pytest.mark.slow
 def test_encryption_changes_no_bit(tmp_path: Path) -> None:
     certificates.authority(tmp_path)
     sites = METHODS["diloco"] | {"count": 2, "tls": certificates.site(tmp_path, "site")}
@@ -327,11 +330,13 @@ def _waits(rank: int, spec: RunSpec) -> tuple[str, int]:
     return sites._wait_for(lambda _: next(answers)), len(beats)
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_site_say_that_they_wait() -> None:
     """No rank seems hung while its leader waits for other sites."""
     assert run_ranks(_waits, 2, tiny_run(sites={"count": 1}, plan={"data": 2})) == [("there", 3)] * 2
 
 
+@pytest.mark.slow
 def test_an_eager_step_that_is_not_corrected_is_found() -> None:
     assert _different(_run("alone", "eager", 2), "half a step")
 
@@ -339,6 +344,7 @@ def test_an_eager_step_that_is_not_corrected_is_found() -> None:
 FAULTS = {"sign": 2, "late": 2, "left out": 2, "no feedback": 2, "order": 3, "rounding": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [name if name in ("sign", "order") else pytest.param(name, marks=only_full) for name in FAULTS])
 def test_a_planted_fault_is_found(fault: str) -> None:
     assert _different(_run("alone", "streaming", FAULTS[fault]), fault)

@@ -46,6 +46,7 @@ def recorded(spec: RunSpec) -> Recording:
     return run_ranks(_recorded, spec.plan.ranks, spec)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -81,6 +82,7 @@ def _faulty(rank: int, spec: RunSpec, where: str) -> Recording:
         return record(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["norms", "maxima"])
 def test_a_missing_reduction_is_found(where: str) -> None:
     spec = spec_of({"data": 2, "zero": 2}, model=ALONE, lr=1e-2)
@@ -99,6 +101,7 @@ def _twice(rank: int, spec: RunSpec) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_update_that_is_undone_leaves_no_trace() -> None:
     spec = spec_of({"pipeline": 2}, model=ALONE, clip=0.1)
     for known, late in run_ranks(_twice, 2, spec):
@@ -149,6 +152,7 @@ def _norms(rank: int, spec: RunSpec, factors: list[float]) -> list[tuple[float, 
     return found
 
 
+@pytest.mark.slow
 def test_a_wild_gradient_is_cut_to_its_usual_norm() -> None:
     spec = tiny_run(optimizer={"adaptive_clip": 1.05, "adaptive_clip_after": 2, "adaptive_clip_decay": 0.98})
     ((first, usual), (_, least), (wild, after), (none, kept), *_) = run_ranks(_norms, 1, spec, [1.0, 2.0, 100.0, 0.0])[0]
@@ -157,6 +161,7 @@ def test_a_wild_gradient_is_cut_to_its_usual_norm() -> None:
     assert none == 0 and kept == after, "a step without gradient says nothing about the usual norm"
 
 
+@pytest.mark.slow
 def test_without_a_usual_norm_nothing_is_cut() -> None:
     spec = tiny_run(optimizer={"adaptive_clip": 1.05, "adaptive_clip_after": 0})
     ((first, usual),) = run_ranks(_norms, 1, spec, [5.0])[0]
@@ -176,6 +181,7 @@ def _run(rank: int, spec: RunSpec, folder: Path) -> RunEnd:
     return spike(rank, spec, folder, ())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_usual_norms(data: str, tmp_path: Path) -> None:
     """All checks of the state and all re-execution are on, and would end the run if it were wrong."""
     plan = {"data": 2, "zero": 2}

@@ -38,6 +38,7 @@ def looked(plan: dict[str, Any], model: dict[str, Any]) -> list[dict[str, float]
     return run_ranks(_looked, spec.plan.ranks, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
@@ -78,6 +79,7 @@ def _messages(rank: int, spec: RunSpec) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stability", [{"extremes_every": 0}, {"watch": False}, {"extremes_every": 2}], ids=str)
 def test_a_step_without_a_look_costs_nothing(stability: dict[str, Any]) -> None:
     """A measurement costs one message, and hooks exist during measurements only."""
@@ -102,6 +104,7 @@ def _damaged(rank: int, spec: RunSpec) -> tuple[list[int], FirstRise | None, Fir
     return [measured.step for measured in trainer.extremes.measurements], calm, trainer.extremes.risen()
 
 
+@pytest.mark.slow
 def test_the_first_part_that_rose_is_named() -> None:
     ((measurements, calm, risen),) = run_ranks(_damaged, 1, tiny_run(stability={"extremes_every": 2}))
     assert measurements == [1, 3, 5, 7, 9, 11] and calm is None
@@ -117,6 +120,7 @@ def _spoilt(rank: int, spec: RunSpec) -> dict[str, float]:
     return trainer.extremes.last.largest
 
 
+@pytest.mark.slow
 def test_nan_on_one_rank_is_infinite_on_all() -> None:
     for found in run_ranks(_spoilt, 2, tiny_run(plan={"pipeline": 2, "microbatch": 4})):
         assert found[LOGITS + "blocks.2.attention"] == found["blocks.2"] == float("inf") > found["blocks.1"]
@@ -128,6 +132,7 @@ def _trained(rank: int, spec: RunSpec) -> list[StepExtremes]:
     return list(trainer.extremes.measurements)
 
 
+@pytest.mark.slow
 def test_a_look_is_at_forwards_that_count() -> None:
     """With post-validation the forwards of each step run twice here; those before the clipping are discarded."""
     clip, stability = {"clip": 0.01}, {"extremes_every": 1}
@@ -185,6 +190,7 @@ def _train(rank: int, spec: RunSpec, folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_numerics_rest_on_what_rose(tmp_path: Path) -> None:
     """Nothing is rewound, so only the measurements show where the damage is."""
     (tmp_path / "run").mkdir()
@@ -194,6 +200,7 @@ def test_numerics_rest_on_what_rose(tmp_path: Path) -> None:
     assert first.cause == "numerics" and "the largest output of blocks.0 rose" in first.causes[0]["evidence"], first
 
 
+@pytest.mark.slow
 def test_a_rewind_forgets_the_looks_that_it_undoes(tmp_path: Path) -> None:
     """Steps that are recomputed to find the cause do not count as measurements either."""
     (tmp_path / "run").mkdir()

@@ -1,5 +1,7 @@
 """Losses of a step's samples: only the step's own samples count, whatever else is computed."""
 
+import pytest
+
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
 from megalith.train.reexecution import GradientProbe, GradientVerifier
@@ -26,6 +28,7 @@ def _losses(rank: int, spec: RunSpec) -> tuple[int, list[tuple[float, int]], lis
     return count, found[0], found[1]
 
 
+@pytest.mark.slow
 def test_a_verified_step_has_the_losses_of_its_own_samples() -> None:
     ((count, alone, verified),) = run_ranks(_losses, 1, tiny_run(train={"global_batch": 4}))
     assert len(alone) == count == 4 and verified == alone
