@@ -83,5 +83,8 @@ def _move(run_dir: Path, folder: str, epoch: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EBUSY, errno.EXDEV):
                 raise
-            reason = f"{error.strerror}: it must be renamed to {own.name}, so that its last owner no longer writes there. Make it a link"
+            reason = (
+                f"{error.strerror}: it must be renamed to {own.name}, so that its last owner no longer writes there. "
+                f"Replace it by a link to the folder"
+            )
             raise OSError(error.errno, reason, str(old)) from error

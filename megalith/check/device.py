@@ -22,8 +22,12 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
     device = case.cluster.accelerator
     if case.plan.tensor > device.scale_up_domain:
         slower = case.cluster.scale_out
-        rates = f", from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device" if device.scale_up and slower else ""
-        reason = f"leaves the {device.scale_up_domain} {device.name} that fast links join{rates}"
+        rates = (
+            f", where the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
+            if device.scale_up and slower
+            else ""
+        )
+        reason = f"reaches beyond the {device.scale_up_domain} {device.name} that fast links join{rates}"
         way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
         yield advice("plan.tensor", case.plan.tensor, reason, way_out)
 
@@ -39,7 +43,10 @@ def experts_stay_on_fast_links(case: Case) -> Found:
         ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
         reason = f"sends tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
-        way_out = f"Use expert <= {most} if that many experts fit a rank; else hide the messages, for example with dualpipe or dualpipev."
+        way_out = (
+            f"Use expert <= {most} if that many experts fit a rank; else use a schedule that hides the messages, "
+            f"such as dualpipe or dualpipev."
+        )
         yield advice("plan.expert", plan.expert, reason, way_out)
 
 

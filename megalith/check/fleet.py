@@ -12,7 +12,7 @@ from megalith.spec.treatment import kinds
 
 
 def nodes_share_the_ranks(case: Case) -> Found:
-    """A node fills a place of the mesh with as many ranks as any other."""
+    """Every node has the same number of ranks, so that any node can take the place of another."""
     ranks, nodes = case.spec.ranks, case.spec.fleet.nodes
     if ranks % nodes:
         yield error("fleet.nodes", nodes, f"does not divide the plan's {ranks} ranks", divisors("fleet.nodes", ranks, nodes))
@@ -29,7 +29,8 @@ def verification_has_a_replica(case: Case) -> Found:
     plan, fleet = case.plan, case.spec.fleet
     if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
         reason = (
-            f"misses gradients that are wrong alike each time: with plan.data = {plan.data}, ranks only repeat their own work"
+            f"does not detect gradients that are wrong in the same way each time: with plan.data = {plan.data}, "
+            f"ranks only repeat their own work"
         )
         once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" they repeat nothing that training uses'
         way_out = 'Use more data ranks, or fleet.verify = "all" for errors that come once, or verify_every = 0.'

@@ -90,7 +90,7 @@ def devices_are_here(here: Here) -> Found:
 
 
 def memory_holds_the_state(here: Here) -> Found:
-    """Weights, gradients and moments alone fit the memory that there is."""
+    """Weights, gradients and moments alone fit the available memory."""
     case, machine = here.case, here.machine
     if case.model is None or case.plan.data % case.plan.replicate:
         return
@@ -132,7 +132,7 @@ def processors_run_the_ranks(here: Here) -> Found:
 
 
 def figures_are_of_this_machine(here: Here) -> Found:
-    """Figures of a processor predict runs on that processor, of as many ranks as shared it."""
+    """Measured figures only predict runs on the same processor, shared by the same number of ranks."""
     found = here.case.cluster.measured if here.case.cluster is not None else None
     if found is None or not found.in_turn:
         return
@@ -143,8 +143,9 @@ def figures_are_of_this_machine(here: Here) -> Found:
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
     elif here.ranks != found.ranks:
         reason = (
-            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: each has another "
-            "share of the processor then, so the predictions do not apply"
+            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: "
+            f"each then has a "
+            "different share of the processor, so the predictions do not apply"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 

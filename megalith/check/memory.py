@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
-    """Recomputation names blocks and parts that there are."""
+    """Recomputation names blocks and parts that exist."""
     plan = case.plan
     for part in plan.recompute_parts:
         if part not in PARTS:
@@ -64,7 +64,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
 
 
 def activations_are_formed_again(case: Case) -> Found:
-    """The trainer decides whether the next product keeps what an activation gives."""
+    """Recomputing an activation saves memory only if the trainer itself decides what the next product keeps."""
     plan, parts = case.plan, case.plan.recompute_parts
     if plan.recompute != "selective" or "mlp.activation" not in parts:
         return
@@ -104,7 +104,7 @@ def state_fits(case: Case) -> Found:
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, and {name} has {format_bytes(memory)}"
         )
         way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
-        other = "Or use more" if way_out else "No change on as many ranks is enough. Use more"
+        other = "Or use more" if way_out else "No change with the same number of ranks is enough. Use more"
         yield error("plan.zero", case.plan.zero, reason, f"{way_out}{other} of tensor, pipeline or data, or a smaller model.")
 
 
@@ -141,17 +141,23 @@ def weights_elsewhere_are_gathered(case: Case) -> Found:
         return
     if state.optimizer != state.weights:
         reason = (
-            f'makes the weights from master weights there, and plan.state.optimizer = "{state.optimizer}" has these elsewhere'
+            f'makes the weights from master weights there, but plan.state.optimizer = "{state.optimizer}" keeps those elsewhere'
         )
         yield error(key, state.weights, reason, f'Use plan.state.optimizer = "{state.weights}", or weights = "device".')
     if case.plan.zero != 3:
-        reason = f"gathers the weights of one part at a time, and plan.zero = {case.plan.zero} keeps all of them whole"
+        reason = f"gathers the weights of one part at a time, and plan.zero = {case.plan.zero} keeps the weights of all parts"
         yield error(key, state.weights, reason, 'Use plan.zero = 3, on one data rank too, or weights = "device".')
     if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
-        reason = f"makes the weights from master weights, and with train.precision = {spec.train.precision!r} both are the same and stay"
+        reason = (
+            f"makes the weights from master weights, and with train.precision = {spec.train.precision!r} both are "
+            f"the same and stay on the device"
+        )
         yield error(key, state.weights, reason, 'Use train.precision = "bf16", or weights = "device".')
     if spec.optimizer.master in LOWER:
-        reason = f"makes the weights from master weights, and optimizer.master = {spec.optimizer.master!r} makes these from the weights"
+        reason = (
+            f"makes the weights from master weights, and optimizer.master = {spec.optimizer.master!r} makes the "
+            f"master weights from the weights"
+        )
         yield error(key, state.weights, reason, 'Use optimizer.master = "fp32", or weights = "device".')
 
 
@@ -164,7 +170,7 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if state.optimizer != "disk" or state.share < 1:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the norm is known, so it must be able to undo an update. Outside of the disk, that takes copies of "
+            "updates before the norm is known, so it must be able to undo an update. Unless the state is on disk, that takes copies of "
             f"{taken:g} bytes a parameter, to save {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
@@ -383,9 +389,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """About how many numbers a token leaves in a block for backward, with fused kernels: inputs and outputs of norms; of attention
-    queries, keys, values and output; of Mamba-2 what its projections give, the recurrence's output and its norm's; the MLP's gate and
-    up, activation(gate) and their product, of each expert it meets."""
+    """Return approximately how many numbers a block keeps of a token for backward, with fused kernels. These are the inputs and outputs
+    of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the MLP's gate,
+    up, activation(gate) and their product, for each expert that the token meets."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
     own = own_tensors(block, dim)  # of an own half, twice what its matrices give
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")

@@ -106,7 +106,7 @@ def experts_have_ranks(case: Case) -> Found:
     asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
     if asked and case.model is not None and not moes:
         for name in asked:
-            yield error(f"plan.{name}", getattr(plan, name), "shares out experts, and the model has none", "Use 1.")
+            yield error(f"plan.{name}", getattr(plan, name), "divides experts among ranks, but the model has none", "Use 1.")
         return
     ranks = plan.data * plan.context * plan.tensor
     if ranks % (plan.expert * plan.expert_tensor):

@@ -33,7 +33,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
-    """Yield the parameters with moments in blocks, one of which would lie across two ranks."""
+    """Yield the parameters that have a block of moments which would lie on two ranks."""
     if optimizer.moments != "fp8":
         return
     shards = max(1, Mesh.of(plan).experts[2])

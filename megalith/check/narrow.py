@@ -124,8 +124,8 @@ def histories_follow_tensors(case: Case) -> Found:
         if was != now:
             late = f"{choices.history} steps" if now > was else "one step"
             reason = (
-                f"makes scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
-                f"gradients become {was / now:.3g} times as large, and their scales {late} later"
+                f"sets gradient scales from earlier steps, but at sample {phase.first:,} a step changes from {was:,} to {now:,} tokens: "
+                f"gradients become {was / now:.3g} times as large, and their scales follow {late} later"
             )
             yield advice("precision.history", choices.history, reason, "Use history = 0, or the same tokens in every step.")
             return
@@ -140,7 +140,7 @@ def blocks_become_wide(case: Case) -> Found:
         reason = "with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
         yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, say, or auto = 0.")
     if case.spec.sites is not None:
-        reason = "with sites: each site would make other blocks wide"
+        reason = "with sites: each site would make different blocks wide"
         yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
 
 
@@ -201,13 +201,13 @@ def kept_are_the_forwards_numbers(case: Case) -> Found:
 
 
 def gathers_have_the_products_numbers(case: Case) -> Found:
-    """Shards of weights are gathered as the numbers that all products round the whole weight to."""
+    """Shards of weights are gathered in 8 bits only if all products round the whole weight to the same numbers."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
     if choices.gather == "wide" or not is_narrow(precision):
         return
     wide = 'gather = "wide"'
     if precision != "fp8":
-        reason = f'with train.precision = "{precision}", whose products round a weight to another format, or in two ways'
+        reason = f'with train.precision = "{precision}": only in fp8 do all products round a weight to the same 8-bit numbers'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or train.precision = "fp8".')
         return
     if choices.granularity != "tile":
@@ -310,12 +310,15 @@ def _idle(case: Case) -> Iterator[str]:
 
 
 def narrow_is_emulated(case: Case) -> Found:
-    """The trainer computes the numbers of a narrow format. It has their speed only where it is asked to multiply their codes."""
+    """The trainer emulates narrow formats. It has their speed only if it multiplies codes (`precision.multiply = "codes"`)."""
     precision, asked = case.spec.train.precision, case.spec.precision.multiply == "codes"
     if precision in FAST:
         return
     if not asked:
-        reason = "gives exactly the format's numbers, but is slower than bf16 on every device: only factors are rounded, products are wide"
+        reason = (
+            "gives exactly the format's numbers, but is slower than bf16 on every device: numbers are rounded to it, "
+            "but multiplied in bf16"
+        )
         yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
     if case.plan.compile and not asked:
         reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'
@@ -323,7 +326,7 @@ def narrow_is_emulated(case: Case) -> Found:
 
 
 def codes_can_be_multiplied(case: Case) -> Found:
-    """Few devices multiply numbers in 8 bits, each with scales of some kinds."""
+    """Only some devices have 8-bit products, and each supports only some kinds of scales."""
     precision, choices = case.spec.train.precision, case.spec.precision
     if choices.multiply != "codes" or not is_narrow(precision):
         return
@@ -332,9 +335,9 @@ def codes_can_be_multiplied(case: Case) -> Found:
         name = (
             f"{device.name} has no products"
             if device is not None
-            else "no cluster is set, so nothing says that the device has products"
+            else "no cluster is set, so no device is known to have products"
         )
-        reason = f'cannot be: {name} in 8 bits for train.precision = "{precision}" with these scales'
+        reason = f'is not possible: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
             'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '
             'newer GPUs multiply with granularity = "row" or "tensor", those of compute capability 8.9 with "tensor".'
@@ -342,7 +345,8 @@ def codes_can_be_multiplied(case: Case) -> Found:
         yield error("precision.multiply", "codes", reason, way_out)
     elif choices.kept != "wide":
         reason = (
-            'cannot be, with precision.multiply = "codes": what is kept is made with the rounded factors, which it leaves out'
+            'is not possible with precision.multiply = "codes": the inputs to keep are a by-product of rounding in '
+            "bf16, which it skips"
         )
         yield error("precision.kept", choices.kept, reason, "Use one or the other.")
     elif case.plan.compile and _follows_others(case):
@@ -351,7 +355,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
 
 
 def _follows_others(case: Case) -> bool:
-    """Return True if a scale follows numbers that a rank's product does not have."""
+    """Return True if a scale follows numbers that are not in this rank's product."""
     choices, plan = case.spec.precision, case.plan
     return choices.history > 0 or (choices.granularity != "tile" and plan.tensor * plan.context > 1)
 

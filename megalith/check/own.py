@@ -23,7 +23,7 @@ WAY_OUT = "A part is looked for where Python looks for modules, and in the curre
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:
     """Import the own parts of a run that a command was given; return the problems, and the origin of each part's source by its key.
 
-    This is the one place where a command imports them. A spec that lacks values has none."""
+    This is the one place where a command imports them. If the spec lacks values, nothing is imported."""
     try:
         named = spec.own_parts
     except AbsentError:

@@ -72,8 +72,8 @@ def _elsewhere() -> Iterator[Change]:
 
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
-    """Return the cheapest change with which the run fits and passes `megalith check`, as a sentence; empty if none does. `host`:
-    False where the memory of the host is what is too small."""
+    """Return the cheapest change with which the run fits and passes `megalith check`, as a sentence; empty if none does. `host`: False if
+    it is the host's memory that is too small."""
     from megalith.check.rules import check  # whose rules ask for this
 
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):

@@ -67,11 +67,9 @@ def check_resume(
     checkpoint: str = "",
     may: Collection[str] = (),
 ) -> list[Problem]:
-    """Return the changes that would make the run `asked` another run than the `saved` one; empty if it may resume.
-
-    `samples`: those that are consumed; phases may change that begin there or later. None: none may. `checkpoint`: the one that says what
-    was saved, where that is not the run folder's own file. `may`: further keys that may differ.
-    """
+    """Return the changes for which the run `asked` cannot resume the `saved` one; empty if it can. `samples`: the number of samples
+    consumed. Phases that begin there or later may change; none may if it is None. `checkpoint`: the checkpoint that describes the saved
+    run, if the run folder's own file does not. `may`: further keys that may differ."""
     before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
     now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
     changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
@@ -122,7 +120,7 @@ def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
     for found in crossings(saved.model.build(), asked.plan, was):
         reason = (
             f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, whose moments the checkpoint has in "
-            f"blocks of {was.moment_block}: no rank could read the scale between two of them"
+            f"blocks of {was.moment_block}: a block would lie on two ranks, and neither could read its scale"
         )
         way_out = f"Change optimizer.moments first, and plan.{found.axis} after the next checkpoint."
         yield error(f"plan.{found.axis}", getattr(asked.plan, found.axis), reason, way_out)

@@ -127,7 +127,7 @@ def fallback_can_be_run(case: Case) -> Found:
         return
     each, needed = ranks // spec.nodes, spec.fallback.ranks
     if needed % each or needed >= ranks:
-        reason = f"has {needed} ranks, and whole nodes of {each} ranks each must hold them, fewer than the run's {spec.nodes}"
+        reason = f"has {needed} ranks, but it must fill whole nodes of {each} ranks, and fewer nodes than the run's {spec.nodes}"
         yield error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
     alone = spec.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})
     run = during(case.spec, Phases.of(case.spec).all[0])  # later phases have their turn

@@ -63,7 +63,7 @@ def methods_are_whole(case: Case) -> Found:
 
 
 def asynchronous_merges_need_no_site(case: Case) -> Found:
-    """Asynchronous merges gain something: they can be made without a site, and each site waits for them."""
+    """Asynchronous merges are useful: a quorum does not need every site, and each site waits for its merges."""
     sites = case.spec.sites
     if sites is None or not sites.staleness:
         return
@@ -102,12 +102,12 @@ def gradients_can_be_exchanged(case: Case) -> Found:
 
 
 def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]]:
-    """Yield settings that would make the updates of sites with equal gradients differ: key, value and reason. `experts`: of the
-    model."""
+    """Yield settings that would make the updates of sites with equal gradients differ: key, value and reason. `experts`: True if the
+    model has some."""
     if experts:
         yield "sites.method", "data-parallel", "is not for models with experts: their loads are counted within each site"
     if spec.optimizer.qk_clip:
-        yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by what one site has seen"
+        yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by the logits that one site has seen"
     if (sites := spec.sites) is None:
         return
     if len(set(sites.plans)) > 1:

@@ -9,11 +9,11 @@ def answers_are_a_ladder(case: Case) -> Found:
     stability = case.spec.stability
     ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
     if stability.answers != ladder:
-        reason = "must list each answer once, from the mildest to the hardest"
+        reason = "must list each response once, the mildest first"
         yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
     if stability.answers and not stability.watch:
         reason = "has responses to spikes, and stability.watch = false detects none"
-        yield error("stability.answers", list(stability.answers), reason, "Use stability.watch = true, or no answers.")
+        yield error("stability.answers", list(stability.answers), reason, "Use stability.watch = true, or an empty list.")
 
 
 def rewinds_have_copies(case: Case) -> Found:

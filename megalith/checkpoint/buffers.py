@@ -63,7 +63,7 @@ class Buffers:
         return chosen
 
     def commit(self, number: int, label: Label) -> None:
-        """The copy in a buffer is complete, and takes the place of another of the same step."""
+        """Mark the copy in a buffer as complete. It replaces another copy of the same step."""
         self.files[number].commit(label)
         for other, file in enumerate(self.files):
             if other != number and (old := file.label) and old.step == label.step:
@@ -94,7 +94,7 @@ def _body(file: Buffer) -> Tensor:
 
 
 def write_layout(file: Buffer, text: bytes) -> None:
-    """Once a file: it is the same for all its copies."""
+    """Write the layout, once for each file: all copies in it have the same one."""
     if file.memory[PAGE : PAGE + len(text)] != text:
         file.strike_out()
         file.memory[PAGE : PAGE + len(text)] = text

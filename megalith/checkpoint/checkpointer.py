@@ -69,7 +69,7 @@ class Checkpointer:
     `group` carries its own messages; it must be a gloo group that nothing else uses, because an asynchronous save communicates
     while training does. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
     `warn` is called on the first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed).
-    `existed`: the folder above is known to have existed, so it is away if it is not there.
+    `existed`: the folder above is known to have existed. If it is missing now, it counts as temporarily unavailable.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Checkpointer:
             return set()
 
     def from_meta(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
-        """Return `what` of the meta of the newest checkpoint, or of that of `step`, on every rank; None if no checkpoint can be
-        read. Its tensors are not looked at."""
+        """Call `what` with the meta of the newest checkpoint, or of the checkpoint of `step`, and return the result on every rank; None if
+        no checkpoint can be read. Tensors are not read."""
         self._join()
         return self._ranks.broadcast(self._from_meta(what, step) if self._ranks.is_leader else None)
 
@@ -230,8 +230,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """The rest of a save, which may run in a thread. The ranks meet again in it, so a rank in trouble goes on and
-        reports its trouble there."""
+        """The rest of a save, which may run in a thread. It has further collectives, so a rank with an error continues, and reports the
+        error there."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))

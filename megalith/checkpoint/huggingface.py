@@ -262,7 +262,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _different(pieces: Iterable[Piece], found: Mapping[str, Tensor]) -> list[str]:
-    """Every tensor that is one of ours a second time, and holds other numbers."""
+    """Return every tensor that duplicates one of ours, but holds other numbers."""
     return [
         f"{copy} is not the same as {first}, and here a model has one tensor for both"
         for first, *copies in (piece.theirs for piece in pieces if piece.copied)

@@ -24,8 +24,8 @@ class ShareLocation(NamedTuple):
 
 
 def link(folder: Path, rank: int, shares: Mapping[str, Tensor | StreamedShare]) -> dict[str, ShareLocation]:
-    """Link the files of shares into `folder`, and return where these shares are. Shares without a file, and of files that cannot be linked,
-    are left out: they are for the caller to copy."""
+    """Link the files of shares into `folder`, and return where these shares are. Shares without a file, or with a file that cannot be
+    linked, are left out: the caller copies them."""
     files: dict[ImmutableFile, dict[str, tuple[Piece, ...]]] = {}
     for key, data in shares.items():
         if not isinstance(data, Tensor) and (extents := data.extents) is not None:

@@ -48,7 +48,7 @@ def checksum_words(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """The same as a number, from which a copy's digest is made."""
+    """Return `checksum_words` as a number, from which a copy's digest is made."""
     return int(checksum_words(tensors)) % WORDS
 
 
@@ -101,13 +101,12 @@ class CopyError(RuntimeError):  # it says what was found
 
 
 class Memory:
-    """The copies of the rank of `rank_info`, of `state`: its tensors by name, always the same ones.
+    """The copies of one rank's state. `state`: the tensors of the rank by name, always the same ones.
 
-    `pinned`: one more copy is kept, that of the last `pin`. `good`: this many more, the last ones that were marked as good.
-    `text_bytes`: bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn`
-    hears of files that were removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a
-    MAC by the run's key; copies without a valid MAC are ignored.
-    """
+    `pinned`: one more copy is kept, that of the last `pin`. `good`: this many more, the last ones that were marked as good. `text_bytes`:
+    bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn` is called with
+    messages about files that were removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a
+    MAC by the run's key; copies without a valid MAC are ignored."""
 
     def __init__(
         self,
@@ -162,9 +161,9 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
-        """From now on the node `distance` slots further keeps this one's copies, and this one keeps others'. All ranks call it together.
-        `group`: a gloo group of them all, in the order of their ranks, that nobody else uses. Raises OSError on every rank if one has no
-        room."""
+        """Pair the nodes: from now on the node `distance` slots further keeps this one's copies, and this one keeps those of another
+        node. All ranks call it together. `group`: a gloo group of them all, in the order of their ranks, that nobody else uses. Raises
+        OSError on every rank if one has no room."""
         self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
@@ -212,7 +211,7 @@ class Memory:
         good: bool = False,
     ) -> None:
         """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
-        taken already. `text`: stored with it. `good`: one that is kept to go back to.
+        taken already. `text`: stored with it. `good`: keep this copy, so that the run can rewind to it.
 
         Everything except the copying itself overlaps training; a copy to disk waits for the previous one.
         """
@@ -238,7 +237,7 @@ class Memory:
             self._write_to_disk(number, step)
 
     def _encode_text(self, text: str) -> Tensor:
-        """A text in the room that there is for it. Raises ValueError if it does not fit."""
+        """Return a text padded to the room reserved for it. Raises ValueError if it does not fit."""
         encoded = text.encode()
         if len(encoded) > self.room:
             raise ValueError(f"a copy has room for {self.room} bytes of text, and this one has {len(encoded)}")
@@ -292,8 +291,8 @@ class Memory:
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
-        """In a thread, whole or not at all. A copy still in flight is waited for: if ranks skipped copies, soon there would be no step of
-        which all ranks have one."""
+        """Write a copy to disk in a thread, whole or not at all. First wait for one still being written: if ranks skipped copies, soon
+        there would be no step of which all ranks have one."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)

@@ -116,7 +116,7 @@ class FolderWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: clear what dead runs left, and choose the name all ranks write under."""
+        """On the first rank, remove the files of dead runs, and choose the name under which all ranks write."""
         temporary = files.temporary(self.step)
         try:
             if self.place is not None and (why := self.place.away()):

@@ -71,7 +71,7 @@ def write(path: Path, tensors: "Mapping[str, Tensor | StreamedShare]") -> FileDi
 
 def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, offset: Sequence[int] | None = None) -> None:
     """Copy a box of one chunk of the tensor `name`, which begins at `offset` of the chunk, from its open file (`safetensors.safe_open`).
-    Of a chunk in pieces, memory holds one piece besides, if the box is whole slices of the first dim."""
+    If a chunk is in pieces and the box is whole slices of the first dim, memory holds one piece in addition."""
     start = (0,) * into.dim() if offset is None else tuple(offset)
     if not chunk.pieces:
         into.copy_(box(content.get_tensor(name), start, into.shape))

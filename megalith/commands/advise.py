@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megalith.planner.batch import Advice, Trial
 
 Train = Callable[["Trial", Path], int]
-"""Trains a trial in a run folder; its exit status."""
+"""Function that trains a trial in a run folder and returns its exit status."""
 
 
 @dataclass(frozen=True)

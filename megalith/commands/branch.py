@@ -31,7 +31,7 @@ def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ..
 
 
 def _steps_of(saved: dict[str, Any]) -> int:
-    """Return the length that a run's schedule is over; that of a branch's is the first run's."""
+    """Return the number of steps that a run's schedule spans; for a branch it is that of the first run."""
     return (saved.get("branch") or {}).get("steps") or saved["train"]["steps"]
 
 

@@ -39,7 +39,7 @@ class Faultload:
 
 def command(
     run: RunFile,
-    count: Annotated[int, typer.Option("--faults", min=1, help="Faults, in the mix of Llama 3's table.")] = 24,
+    count: Annotated[int, typer.Option("--faults", min=1, help="Number of faults. Their mix is that of Llama 3's table.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder of both runs; emptied first. Default: runs/NAME-campaign.")] = None,
@@ -174,7 +174,8 @@ def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str
 
 
 def _end_state(folder: Path) -> dict[str, Any] | None:
-    """Return all that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
+    """Return the end state of a run, in a form that can be compared: digests of the files with weights and moments, position, data, and
+    random numbers.
 
     No random state passes from one step to the next: the order of data and the first weights are functions of the
     seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
@@ -241,8 +242,8 @@ def sentences(found: "Judgement") -> Iterator[str]:
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
     others = f" ({found.among} of them named with another node)" if found.among else ""
-    aims = "" if found.asked else "; no speed was asked"
-    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed right{others}{aims}"
+    aims = "" if found.asked else "; no time limit was set"
+    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed correctly{others}{aims}"
 
 
 def _hangs(hangs: "Hangs") -> Iterator[str]:
@@ -267,4 +268,7 @@ def _false_alarms(found: "Judgement") -> Iterator[str]:
     if not found.false_alarms:
         yield "no false alarm"
     elif found.same_end:
-        yield f"{counted(len(found.false_alarms), 'false alarm')}, none of which changed the result: the end is that without faults"
+        yield (
+            f"{counted(len(found.false_alarms), 'false alarm')}, none of which changed the result: the end state is "
+            f"the same as without faults"
+        )

@@ -30,7 +30,9 @@ def command(
     ] = False,
     fp8: Annotated[
         bool,
-        typer.Option("--fp8", help="Also predict what products in 8 bits gain or cost each layer on the run's cluster."),
+        typer.Option(
+            "--fp8", help="Also predict how much time 8-bit matrix products save or cost in each layer on the run's cluster."
+        ),
     ] = False,
     here: Annotated[bool, typer.Option("--here", help="Report what this machine lacks as errors, as `train` does.")] = False,
     as_json: Json = False,
@@ -98,8 +100,8 @@ def _show_prices(priced: "Sequence[Price]") -> None:
 
 
 def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
-    """Return the problems, with advice about layers that products in 8 bits make slower; and, if `asked`, what they gain each layer: None
-    if the run's devices have no such products, or if nobody published their figures."""
+    """Return the problems, with advice about layers that 8-bit products make slower. If `asked`, also return the time they save in each
+    layer: None if the run's devices have no such products, or if nobody published their figures."""
     from megalith.spec import cluster as clusters
 
     spec = checked.resolved.spec
@@ -114,9 +116,9 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 
 
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
-    """Print what products in 8 bits gain or cost each layer."""
+    """Print how much time 8-bit products save or cost in each layer."""
     if found is None:
-        print(f'cluster = "{spec.cluster}": no products in 8 bits are known there for this trainer, so fp8 would be rehearsed')
+        print(f'cluster = "{spec.cluster}": this trainer has no 8-bit products for these devices, so fp8 would be rehearsed')
         return
     from megalith.report import plans  # drawing
 
@@ -154,7 +156,7 @@ def _show_treated(spec: "RunSpec") -> None:
         from megalith.spec.treatment import kept_of
 
         compute = PRECISIONS[spec.train.precision].compute.name
-        print(f"a number of a large matrix: {kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}")
+        print(f"state of each element of a large matrix: {kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}")
 
 
 def _show_run(spec: "RunSpec") -> None:

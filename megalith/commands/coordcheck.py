@@ -24,7 +24,7 @@ def command(
     widths: Annotated[str, typer.Option(help="Widths to compare; 0: none.")] = "64,128,256,512",
     depths: Annotated[str, typer.Option(help="Numbers of blocks to compare; 0: none.")] = "2,4,8,16",
     steps: Annotated[int, typer.Option(min=1, help="Updates of each model.")] = 10,
-    seeds: Annotated[int, typer.Option(min=1, help="Models of each size, whose numbers are averaged.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of models of each size; their results are averaged.")] = 1,
     limit: Annotated[float, typer.Option(min=0.0, help="Slope up to which a quantity counts as flat.")] = LIMIT,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the numbers over the sizes.")] = None,
     as_json: Json = False,

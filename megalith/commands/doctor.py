@@ -35,8 +35,8 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE.toml",
-            help="Check nothing. Measure what predictions need with --ranks processes at work (default: one a GPU, or 1), and write a "
-            "cluster file.",
+            help="Check nothing: measure the figures that predictions need, and write a cluster file. --ranks processes compute at once "
+            "(default: one for each GPU, or 1).",
         ),
     ] = None,
     seconds: Annotated[

@@ -81,7 +81,7 @@ def command(
 
 
 def init(wish: InitRequest) -> "RunSpec":
-    """Return the run that is wished for: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
+    """Return the run that was requested: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
     everything that is wrong."""
     from megalith.planner.request import named_model
     from megalith.spec.run import RunSpec

@@ -38,20 +38,22 @@ def command(
     account: Annotated[str | None, typer.Option(help="slurm: account.")] = None,
     image: Annotated[str | None, typer.Option(help="k8s: container image with Megalith.")] = None,
     namespace: Annotated[str | None, typer.Option(help="k8s: namespace of the JobSet.")] = None,
-    volume: Annotated[str | None, typer.Option(help="k8s: a claim that all pods mount at /shared.")] = None,
-    workdir: Annotated[str | None, typer.Option(help="Folder on the machines that paths are relative to.")] = None,
+    volume: Annotated[str | None, typer.Option(help="k8s: a PersistentVolumeClaim that all pods mount at /shared.")] = None,
+    workdir: Annotated[str | None, typer.Option(help="Folder on the machines; relative paths start there.")] = None,
     restarts: Annotated[int | None, typer.Option(min=0, help="Restarts of the whole job by the engine. Default: 20.")] = None,
     grace: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the end. Default: 300.")] = None,
     environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
-    show: Annotated[bool, typer.Option("--print", help="Print instead of writing; the default without --out.")] = False,
-    out: Annotated[str | None, typer.Option(metavar="PATH", help="Write it to this file, or into this folder.")] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the file instead of writing it; the default without --out.")
+    ] = False,
+    out: Annotated[str | None, typer.Option(metavar="PATH", help="Write the file to this path, or into this folder.")] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="Submit it to the engine; written to the run folder if --out is not given.")
+        bool, typer.Option("--submit", help="Submit the file to the engine. Without --out it is written to the run folder.")
     ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
-    """Print the file with which an engine starts a run: a batch script, a JobSet, a job. Only --submit starts it.
+    """Print the file with which an engine starts a run: a batch script, a JobSet or a job. Only --submit starts the run.
 
     The run is checked first; exit status 2 if the run or its launch settings are wrong.
 

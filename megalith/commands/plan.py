@@ -232,7 +232,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
     if found.site_plans is not None:
         narrow.print("", plans.sites(found.site_plans), sep="\n")
         console.print(
-            "waits: of each step, for the slowest site. The layouts above are those of the site that this command is for.",
+            "waits: share of each step spent waiting for the slowest site. The layouts above are those of the site of this command.",
             style="dim",
         )
     if across := plans.across(found):

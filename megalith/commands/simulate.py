@@ -163,7 +163,7 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def prepare(wanted: "SimulationRequest") -> "PreparedSimulation":
-    """Return the scenario that is wanted. Raises SpecErrors with everything that is wrong with the words."""
+    """Return the scenario that is wanted. Raises SpecErrors with everything that is wrong with the settings."""
     from megalith.rehearse import prepare as words
 
     return words.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
@@ -218,7 +218,7 @@ class SweepResult:
         return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
 
     def names(self, one: "SweepPoint") -> list[str]:
-        """Return the name of a value: "best", or whose formula gives it."""
+        """Return the name of a value: "best", or the author of the formula that gives it."""
         return ["best"] * (one is self.best) + [name for name, value in self.known.items() if value == one.value]
 
     def as_json(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def _show_simulated(found: "SimulationResult") -> None:
             found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
         )
         print(
-            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, with none left at a merge"
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because none was left at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")
@@ -352,7 +352,8 @@ def _show_formulas(found: SweepResult) -> None:
     )
     if plan.fleet.tiers != ("store",):
         print(
-            "Both formulas take every fault back to a checkpoint. Here other copies come first, so checkpoints may be rarer; "
+            "Both formulas assume that every fault goes back to a checkpoint. Here copies in memory and on disks are "
+            "used first, so checkpoints may be rarer; "
             "--set fleet.memory_every=0 --set fleet.disk_every=0 leaves these out."
         )
 

@@ -22,7 +22,7 @@ NOTICED = 0.5
 """Seconds until a signal is noticed at the latest. Any thread may receive one from the system, and then the main thread keeps
 sleeping."""
 YIELDS = 10
-"""Niceness of the process that watches: where ranks share its processors, they come first."""
+"""Niceness of the process that watches, so that ranks on the same processors take precedence."""
 
 
 def command(
@@ -126,7 +126,7 @@ def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
     from megalith.control import orders
 
     if source.setting("fleet", "recover") is False:
-        raise ValueError("fleet.recover = false: so no controller takes orders. Send SIGTERM to the command to save and stop.")
+        raise ValueError("With fleet.recover = false no controller takes orders. Send SIGTERM to the command to save and stop.")
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
     return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."
 

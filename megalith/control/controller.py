@@ -186,7 +186,7 @@ class Controller:
             time.sleep(IDLE_SECONDS)
 
     def _idle(self) -> None:
-        """No ranks: wait for a node."""
+        """Wait for a node while no ranks run."""
         if self._requests:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
@@ -362,10 +362,10 @@ class Controller:
         """Report which plan the ranks follow from now on, when that changes."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
-            words = f"from {order.source} on under fleet.fallback, on {nodes}: its bits are no longer those of the run's own plan"
+            words = f"continues from {order.source} under fleet.fallback, on {nodes}: its bits are no longer those of the run's own plan"
             self._log.write(Problem("warning", words))
         elif isinstance(order, commands.Grow):
-            self._log.write(Problem("warning", f"from {order.source} on under the run's own plan again"))
+            self._log.write(Problem("warning", f"continues from {order.source} under the run's own plan again"))
 
     def _log_decision(self, seen: TimedObservation, decision: Decision) -> None:
         self._incidents += 1

@@ -92,7 +92,7 @@ class Goodput:
         return self.seconds.get(Cause.USEFUL, 0.0) / there if there > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs, as a JSON object."""
         seconds = {cause.value: value for cause, value in self.seconds.items()}
         counts = {"steps": self.steps, "lost_steps": self.lost_steps, "incidents": self.incidents}
         return {"goodput": self.share, "wall_seconds": self.wall, "seconds": seconds, **counts}
@@ -184,7 +184,7 @@ def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """Yield the pauses. A validation, or a comparison, ends at its event. The wait for a save is somewhere before its event; the
+    """Return the pauses. A validation, or a comparison, ends at its event. The wait for a save is somewhere before its event; the
     latest place is accurate enough."""
     found = []
     for event in events:
@@ -199,9 +199,8 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
 
 
 def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
-    """Detection, then recovery up to the first step after it. The work of the broken step is lost, too. The time of the first
-    step after it does not count, although the incident ends only once that step is seen to run.
-    """
+    """Return the intervals of detection, and those of recovery up to the first step after it. The work of the broken step is lost, too.
+    The time of the first step after it does not count, although the incident ends only once that step is seen to run."""
     ends = sorted(step.time for step in steps)
     begins = sorted(step.time - step.seconds for step in steps)
     starts = sorted(start.time for start in of_kind(events, RunStarted))
@@ -226,7 +225,8 @@ def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interv
 
 
 def _of_starts(events: Sequence[Event]) -> list[Interval]:
-    """From each start to its first step; before a start that follows no incident, the run was away since the last event."""
+    """Return the intervals from each start to its first step. Before a start that follows no incident, the run was away since the last
+    event."""
     found: list[Interval] = []
     start: RunStarted | None = None  # the newest, until its first step
     away: float | None = None  # since when no process has run
@@ -280,7 +280,7 @@ class PostMortem:
         return None if self.over is None else max(0.0, self.over - self.decided)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs, as a JSON object."""
         return asdict(self) | {"detection_seconds": self.detection, "recovery_seconds": self.recovery}
 
     def text(self) -> str:

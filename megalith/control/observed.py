@@ -19,17 +19,17 @@ NO_INCIDENT = (
     observations.Waited, observations.SaveWorks, observations.Ordered,
 )  # fmt: skip
 ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.SaveFailed, observations.NodesLost)
-"""Signs that are incidents even if nothing is ordered."""
+"""Observations that are incidents even if no command follows."""
 
 CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Signs that cause a warning if they delay the run or a node, and the commands that delay it."""
+"""Observations that cause a warning if they delay the run or a node, and the commands that delay it."""
 
 _ENDING = (
     observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,
     observations.GradientWrong, observations.DataDamaged,
     observations.NotThisRun, observations.StoreAway,
 )  # fmt: skip
-"""Signs after which a generation is over, if `ends`."""
+"""Observations after which a generation is over, if `ends`."""
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class _Claims:
         return True
 
     def beat(self, claim: Claim) -> None:
-        """Show that an owner lives."""
+        """Write an owner's next sign of life."""
         disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
@@ -343,7 +343,7 @@ class _Claims:
             return ""
 
     def leave(self, claim: Claim) -> None:
-        """Say that an owner has ended."""
+        """Record that an owner has ended."""
         self._path(claim, "left").touch()
 
     def left(self, claim: Claim) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 from megalith.spec.sites import FULL, Fragment, SitesSpec, fragments, part_of, sent_after, verdict_bytes, wire_bytes
 
 ROUNDS = 20
-"""Rounds that are followed: a link that is too slow falls behind by more in each."""
+"""Number of rounds that are simulated: a link that is too slow falls further behind in each."""
 LONG = 100
-"""Rounds beyond which the end of a run does not count."""
+"""Number of rounds beyond which the merge at the end of a run is neglected."""
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
 """Least share of the time in which a site computes for a method to count as good."""
@@ -114,7 +114,7 @@ def choose(
     the least overlap, then the fewest fragments. If that is more than MAX_INTERVAL, few elements are sent instead, in MIN_ROUNDS at
     least. Where no interval has that use, because a round trip takes many steps, sites are eager. If none has it then, the one with the
     most use is taken. `rounds_well`: 2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`:
-    steps of the run, which no interval exceeds.
+    the steps of the run; no interval is longer.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
@@ -164,7 +164,7 @@ def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
 
 
 def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:
-    """Follow ROUNDS rounds, or all `steps`. Differences queue for the link; a merge needs them and the verdict, which comes back
+    """Simulate ROUNDS rounds, or all `steps`. Differences queue for the link; a merge needs them and the verdict, which comes back
     after them: a round trip."""
     assert sites.link is not None
     line = _Line(1e6 * sites.link.megabits / 8 * (packet - HEADERS) / packet, 1e-3 * sites.link.milliseconds, WINDOW * packet)

@@ -63,12 +63,12 @@ BOUNDS: Mapping[str, Bounds] = {
 
 
 TIED = {f"fused.{name}": f"packaged.{name}" for name in ("host", "launch", "routing")}
-"""Figures with one common value: the host takes as long for an operation of Megatron-Core in a tuned run, until graphs start
-it."""
+"""Figures that share one value: tuning does not change the time in which the host starts an operation of Megatron-Core, unless graphs
+start it."""
 
 
 def choose(choices: Sequence[tuple[Workload, Parts]], figures: Calibration) -> tuple[Workload, Estimate]:
-    """The workload a planner would pick: the fastest that fits, or, if none does, the one that is least too large."""
+    """The workload a planner would pick: the fastest that fits, or, if none does, the one that needs the least memory."""
     found = [(workload, estimate(workload, figures, traced, _space(workload, traced, figures))) for workload, traced in choices]
     fitting = [pair for pair in found if pair[1].fits]
     if fitting:
@@ -181,7 +181,7 @@ def _distance(values: Mapping[str, float], first: Mapping[str, float]) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Return the mean; 0 if there are no values."""
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
 

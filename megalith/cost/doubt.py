@@ -49,7 +49,7 @@ class Residual(NamedTuple):
     name: str
     group: str
     kind: str
-    """One of KINDS, or another that nothing is estimated for."""
+    """One of KINDS, or another kind, for which nothing is estimated."""
     log: float
 
 
@@ -79,7 +79,7 @@ class LearnedSpread:
 
 @dataclass(frozen=True)
 class Spread:
-    """How far predictions of one kind are off, in logarithms."""
+    """Errors of the predictions of one kind, as logarithms of measured over predicted."""
 
     bias: float
     between: float
@@ -87,7 +87,7 @@ class Spread:
     reach: float
     """Half-width of an interval, in deviations, for a stack without known rows."""
     reach_known: float
-    """The same for a stack with some known rows."""
+    """Half-width of an interval, in deviations, for a stack with some known rows."""
     groups: int
     """Number of stacks behind it."""
     rows: int
@@ -204,7 +204,7 @@ def bundled() -> Mapping[str, Spread]:
 
 def as_toml(spreads: Mapping[str, Spread], *, command: str) -> str:
     """Return the text of doubt.toml."""
-    lines = [f"# How far predictions are off, in logarithms: {command}"]
+    lines = [f"# Errors of predictions, as logarithms of measured over predicted. Written by {command}"]
     for kind, row in spreads.items():
         lines += ["", f'["{kind}"]', *(f"{key} = {_number(value)}" for key, value in vars(row).items())]
     return "\n".join(lines) + "\n"

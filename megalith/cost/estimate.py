@@ -69,12 +69,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """A device."""
+        """Tokens a second for each device."""
         return self.tokens / self.time.step / self.devices
 
     @property
     def flops_per_second(self) -> float:
-        """A device."""
+        """FLOP/s for each device."""
         return self.flops / self.time.step / self.devices
 
     @property
@@ -101,7 +101,7 @@ class StageTime:
 
     @property
     def whole(self) -> SpentSeconds:
-        """Both ways."""
+        """Forward and backward together."""
         return self.forward + self.backward
 
 
@@ -139,7 +139,7 @@ class PartTimes:
 
 
 def part_times(traced: Parts, setting: Setting) -> PartTimes:
-    """Each distinct part once."""
+    """Return each distinct part once."""
     format, router = setting.workload.format, router_of(setting.workload)
     wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")

@@ -59,7 +59,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 class RecordedSplit(Split):
-    """The first rank of the tensor axis, without the others: their messages are recorded instead of sent.
+    """Split of the first tensor rank, in a process without the others: messages to them are recorded instead of sent.
 
     Modules are split by the trainer's own layout table (`parallel.tensor.split_part`).
     """
@@ -84,7 +84,7 @@ class RecordedSplit(Split):
 
 
 class _Copied(torch.autograd.Function):
-    """Without sequence parallelism: the same tensor everywhere, summed on one of the two ways."""
+    """Border without sequence parallelism: every rank has the same tensor, which is summed either in forward or in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, recorder: Recorder, leaving: bool) -> Tensor:

@@ -19,7 +19,7 @@ def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers
 
 
 def wide(workload: Workload, weights: Numbers) -> Numbers:
-    """Return the bytes of weights that are gathered as they compute."""
+    """Return the bytes of weights that are gathered in the compute format."""
     return Numbers(workload.width * weights.dense, workload.width * weights.expert)
 
 

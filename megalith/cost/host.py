@@ -75,7 +75,7 @@ def has_weights(workload: Workload) -> bool:
 
 
 def read_seconds(workload: Workload, numbers: float) -> float:
-    """Return the seconds to read this many master weights there, from which the weights that compute are made."""
+    """Return the seconds to read this many master weights there, from which the compute weights are made."""
     host, devices = workload.cluster.host, _devices(workload.cluster)
     disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     rate = disk if workload.plan.state.optimizer == "disk" else host.link or LINK

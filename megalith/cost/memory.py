@@ -320,7 +320,7 @@ def _own(parts: Parts, here: RankParts) -> _Own:
 
 
 def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, float]:
-    """Bytes that a microbatch leaves in a chunk's segments, and the most that one of them holds besides while it runs again. Blocks of
+    """Bytes that a microbatch leaves in a chunk's segments, and the most that one of them holds in addition while it runs again. Blocks of
     several kinds count as if each segment had those that hold the most."""
     blocks = sum(times for _, times in chunk)
     if not blocks:

@@ -83,7 +83,7 @@ class _Stage:
     saved: tuple[float, ...]
     """Bytes that a microbatch's forward leaves in each part."""
     inside: tuple[float, ...]
-    """The most that the backward of each part holds besides what forward left."""
+    """The most that the backward of each part holds in addition to what forward left."""
     coming: tuple[float, ...]
     """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
     last: float
@@ -146,7 +146,7 @@ class _Timeline:
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
-        """Return what the rank holds with these bytes besides."""
+        """Return what the rank holds, with these additional bytes."""
         held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
@@ -158,8 +158,8 @@ class _Timeline:
         self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
 
     def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:
-        """Count a forward. Activations of a part leave when its forward ends, so until then it may hold the most. Otherwise the last part
-        does: if it is the head, logits, and gradients that are made of them."""
+        """Count a forward. Activations of a part leave when its forward ends, so the peak may be just before that. Otherwise the peak is
+        in the last part: if it is the head, logits, and gradients that are made of them."""
         head = self.traced.head
         for number, part in enumerate(stage.parts):
             self.kept += stage.saved[number]

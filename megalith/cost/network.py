@@ -62,15 +62,15 @@ class Wires:
         return line.size if self.pod is None else line.inside(self.pod)
 
     def sends(self, line: Line, cards: int) -> float:
-        """Return the bytes/s between two domains, of which one has `cards` ranks of the line that send. At the border of two pods all
-        ranks of the line in the pod have their share of what leaves it."""
+        """Return the bytes/s between two domains, if `cards` ranks of the line send from one of them. Between two pods, all ranks of the
+        line in a pod share the rate at its border."""
         below = self.together(line)
         near = min(self.fast, cards * self.slow)
         return near if below == line.size else min(near, below * self.thin)
 
     def hops(self, line: Line) -> float:
-        """Return the mean number of links between two ranks of a line in one domain: on a torus a quarter of each side of the block of
-        devices that the line spans."""
+        """Return the mean number of links between two ranks of a line in one domain. On a torus that is a quarter of the side of the block
+        of devices that the line spans, for each dimension."""
         block = min(self.domain, line.size * line.stride)
         return max(1.0, self.torus * block ** (1 / self.torus) / 4) if self.torus else 1.0
 
@@ -86,7 +86,7 @@ def rate(line: Line, wires: Wires) -> float:
 
 
 def ring(line: Line, wires: Wires) -> float:
-    """Seconds a ring takes beyond its bytes: a start, a hundredth of it for each rank, and a hop for each domain it passes."""
+    """Latency of a ring in seconds: a start, a hundredth of the start for each rank, and a hop for each further domain."""
     inside = line.inside(wires.domain)
     return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
 
@@ -100,7 +100,7 @@ def gather(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 
 
 def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """All-reduce of `size` bytes: as much as a reduce-scatter and an all-gather. On long lines trees start it in fewer hops."""
+    """Seconds of an all-reduce of `size` bytes: those of a reduce-scatter and an all-gather. On long lines, trees need fewer hops."""
     if line.size == 1 or size == 0:
         return 0.0
     domains = line.size / line.inside(wires.domain)
@@ -109,9 +109,9 @@ def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 
 
 def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
-    """Each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` holds every token that many times, for
-    different experts: a token goes to each rank once, and crosses the network once for each domain (DeepEP). The router limits
-    it to `reach` domains. On a torus, bytes take as many links as they have hops."""
+    """Seconds of an all-to-all in which each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` counts each token
+    `copies` times, once for each of its experts. It is still sent only once to each rank, and only once to each domain over the network
+    (DeepEP). The router limits a token to `reach` domains. On a torus, each byte occupies one link for each hop."""
     if line.size == 1 or size == 0:
         return 0.0
     domains, pods = line.size / line.inside(wires.domain), line.size / wires.together(line)
@@ -131,6 +131,6 @@ def _others(places: float, copies: int) -> float:
 
 
 def message(size: float, line: Line, wires: Wires) -> float:
-    """From one rank to the next of the line. On a torus a message takes one link of two in each dimension."""
+    """Seconds of a message from one rank of the line to the next. On a torus it uses one of the two links in one dimension."""
     near = line.inside(wires.domain) == line.size
     return wires.latency + size / (wires.fast / max(1, 2 * wires.torus) if near else wires.sends(line, 1))

@@ -242,12 +242,12 @@ _known: dict[Key, Profile] = {}
 
 
 def _found(key: Key) -> Profile:
-    """From memory, from disk, from what is known of smaller microbatches, or traced now."""
+    """Return the profile of a part: from memory, from disk, from those of smaller microbatches, or traced now."""
     return _read(key) or _keep(key, _followed(key) or _trace(key))
 
 
 def _followed(key: Key) -> Profile | None:
-    """From those of smaller microbatches."""
+    """Return the profile of a part, extrapolated from those of smaller microbatches."""
     if on := _line(key):
         return _found(on.one).extrapolate(_found(on.other), on.times)
     return None

@@ -240,7 +240,7 @@ class Layout:
     dispatched: int = 0
     """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
     returned: int = 0
-    """The same where gradients of experts' results are sent to experts."""
+    """Numbers that share a scale where gradients of experts' results are sent to experts in 8 bits; 0: they are sent as they are."""
     packed: tuple[str, ...] = ()
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0

@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         if name in SENT:
             raise TypeError(
                 f"{name} reached a trace, which has no cost for it. Let the module send through its parallel.tensor.Split or its "
-                "Exchange, whose counterparts are in cost/exchanges.py"
+                "token dispatcher, whose counterparts are in cost/exchanges.py"
             )
         out = _at_once(name, args) if name in PLAIN and not kwargs else None
         out = func(*args, **(kwargs or {})) if out is None else out

@@ -32,9 +32,8 @@ def in_transit(workload: Workload, largest: float) -> float:
 
 
 def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:
-    """Return the bytes of a tied embedding's gradient, of `embedding` numbers, that waits from the head's backward on for its
-    other part: as
-    it was computed if both ends are on this rank, else as a reduced share."""
+    """Return the bytes of a tied embedding's gradient. From the head's backward on it waits for its other part: in full if both ends are
+    on this rank, else as a reduced share. `embedding`: its number of elements."""
     if not workload.model.head.tied or not last:
         return 0.0
     return embedding * (workload.width if first else workload.gradient_bytes / workload.shards[0])

@@ -104,8 +104,8 @@ class Setting:
 
 
 def product_seconds(product: Product, setting: Setting, format: str, *, rate: float = 1.0) -> float:
-    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer. `rate`: that of large products beside
-    the device's usual one.
+    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer. `rate`: that of large products,
+    relative to the device's usual one.
 
     The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes a
     fixed time in seconds, so a faster format needs a longer inner dimension.

@@ -82,7 +82,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
 
 
 def _beyond(parameter: Parameter, workload: Workload) -> float:
-    """Bytes of each of a parameter's numbers beyond those of the optimizer's own slots."""
+    """Extra bytes for each element of a parameter, beyond the optimizer's own slots."""
     optimizer = _optimizer(workload.optimizer, workload.moments)
     return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
 
@@ -99,7 +99,7 @@ def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> fl
 
 @lru_cache(maxsize=1024)
 def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    """Bytes of all of a block's numbers beyond those of the optimizer's own slots."""
+    """Extra bytes for all elements of a block, beyond the optimizer's own slots."""
     optimizer = _optimizer(kind, moments)
     each = block_parameters(block, dim)
     own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)

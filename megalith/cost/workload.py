@@ -29,7 +29,7 @@ class SoftwareProfile:
     gradient_bytes: float = bytes_each([GRADIENT])
     """Bytes of an accumulated gradient."""
     moment_bytes: float | None = None
-    """Bytes that the optimizer keeps for a parameter besides its own copy of it; None: as in the optimizer's row."""
+    """Bytes that the optimizer keeps for a parameter in addition to its own copy of it; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
     update_bytes: float = 0.0
@@ -201,13 +201,13 @@ class Workload:
 
     @cached_property
     def master_bytes(self) -> float:
-        """Bytes of the optimizer's own copy of a parameter: only of its lower half if the weight that computes is the upper
+        """Bytes of the optimizer's own copy of a parameter: only of its lower half if the compute weight is the upper
         half."""
         return bytes_each([LOWER[self.master]]) if self.halved else self.software_profile.master_bytes
 
     @property
     def halved(self) -> bool:
-        """True if the weights that compute are the upper half of the master weights."""
+        """True if the compute weights are the upper half of the master weights."""
         return self.master in LOWER
 
     @cached_property
@@ -217,8 +217,8 @@ class Workload:
 
     @cached_property
     def lasting(self) -> float:
-        """The part of the weights, or under ZeRO 3 of a rank's share, that lasts in the format that computes. Where it does not, a gather
-        makes it from the master weights."""
+        """Share of the compute weights (under ZeRO 3, of a rank's shard) that stays in memory. A gather makes the rest from the master
+        weights."""
         if self.plan.zero < 3 or not self.software_profile.ours or self.width == 4 or self.halved:
             return 1.0
         return 0.0 if self.plan.state.weights_away else self.plan.state.away

@@ -22,7 +22,7 @@ class SampleSource(Protocol):
         ...
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index`, from 0, as long as the prepared one: `megalith.data.stream.Sample`."""
+        """Return sample `index` (from 0), a `megalith.data.stream.Sample` of the same length as a prepared one."""
         ...
 
 

@@ -44,9 +44,9 @@ _WAYS_OUT = {
     "seq_len": "Set train.seq_len back",
     "seed": "Set train.seed back",
     "weights": "Set data.weights back",
-    "phases": "Set data.phases back as far as they had begun",
+    "phases": "Restore the entries of data.phases that had already begun",
     "document_mask": "Set data.document_mask back",
-    "source": "Set data.source, and what its fingerprint names, back",
+    "source": "Restore data.source and what its fingerprint names",
 }
 
 
@@ -79,7 +79,7 @@ class PhaseChange:
 @dataclass(frozen=True)
 class _Pass:
     """Progress in a domain: in pass `epoch`, which is cut into windows of `unit` tokens, the first `at` places of all windows in
-    a row are read. Places are tokens, and what the last window is filled up with."""
+    a row are read. A place is a token, or padding of the last window."""
 
     epoch: int
     unit: int
@@ -298,7 +298,7 @@ class Stream:
             raise IndexError(f"sample {index}: samples are numbered from 0")
         if self.split == "validation":
             if index >= self._firsts[-1]:
-                raise IndexError(f"sample {index} of {self._firsts[-1]} validation samples in {self._folder}")
+                raise IndexError(f"sample {index}: {self._folder} has only {self._firsts[-1]} validation samples")
             domain = int(np.searchsorted(self._firsts, index, side="right")) - 1
             window = index - int(self._firsts[domain])
             return domain, self.seq_len, self._runs(domain, [(window, 0, self.seq_len)], self.seq_len)

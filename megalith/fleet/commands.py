@@ -53,7 +53,7 @@ class Replace(Note):
 
 @dataclass(frozen=True)
 class RollBack(Note):
-    """Newer copies than `source` are not to be used."""
+    """Forbid the use of copies that are newer than `source`."""
 
     source: Source
     because: str
@@ -80,8 +80,8 @@ class CheckHealth(Command):
 
 @dataclass(frozen=True)
 class QuarantineCopy(Command):
-    """Never restore from a copy; one in memory or on a node's disk is also set aside, for a person to look at. A checkpoint in
-    the store stays in its place until that step is saved again. `slot` None: all pieces."""
+    """Mark a copy of the state, so that it is never restored. A copy in memory or on a node's disk is also set aside for inspection. A
+    checkpoint in the store stays in its place until that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int

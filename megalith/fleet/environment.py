@@ -166,7 +166,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Split a text at the commas outside brackets."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not items or ",".join(items) != text:
         raise ValueError(f"{text!r} is not a node list as Slurm writes it. Use a form such as node[01-03,07],gpu5")

@@ -129,7 +129,7 @@ class ForkServer:
         self._command({"prepare": {"path": assignment.path, "preload": list(preload)}})
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        assert not self.running(), f"ranks {sorted(self.running())} of the generation before still run"
+        assert not self.running(), f"ranks {sorted(self.running())} of the previous generation are still running"
         for handle in self._handles.values():
             handle.close()
         self._handles, self._ended, self._forking = {}, set(), True
@@ -287,7 +287,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> None:
-        """Until the input ends, or a command could not be obeyed."""
+        """Obey commands until the input ends, or a command fails."""
         while True:
             ready, _, _ = select.select([self._commands, self._woken], [], [])
             if self._woken in ready:

@@ -11,15 +11,14 @@ class Job:
     """Work of the ranks of a run.
 
     `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must survive JSON. `preload` are
-    modules imported once, before the ranks are forked. Every rank must beat phase `ready`
+    modules imported once, before the ranks are forked. Every rank must send a heartbeat of phase `ready`
     (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
     for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
     added to the variables that ranks inherit, before their interpreter starts. `fallback` is started instead if too few nodes are
     left: fewer ranks, but as many on each node. `sealed` are files that must not change (`megalith.sealed`): if there are any,
     the entry gets them as `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON
-    (`admission.burnt`). It runs before an excluded node returns, within `burn_in_timeout` seconds; empty: none is. `keyed`: the
-    ranks need the
-    run's key.
+    (`admission.burnt`). It runs before an excluded node returns, within `burn_in_timeout` seconds; empty: there is no burn-in.
+    `keyed`: the ranks need the run's key.
     """
 
     entry: str

@@ -310,7 +310,7 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """Check a node, in a thread, because that takes seconds; an existing node is this machine."""
+        """Check a node, in a thread, because that takes seconds. Nodes that exist here are all this machine."""
 
         def judge() -> None:
             there = node in self.there()

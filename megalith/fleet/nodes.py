@@ -60,7 +60,7 @@ class Nodes(Protocol):
         ...
 
     def start(self, generation: Generation) -> None:
-        """Start all ranks as new processes; those of the generation before must have ended."""
+        """Start all ranks as new processes; those of the previous generation must have ended."""
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure | Observation]:

@@ -78,7 +78,7 @@ class FreshProcesses:
         self._ended: set[int] = set()
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        assert not self.running(), f"ranks {sorted(self.running())} of the generation before still run"
+        assert not self.running(), f"ranks {sorted(self.running())} of the previous generation are still running"
         self._ranks, self._ended = {}, set()
         try:
             for rank in assignment.here:

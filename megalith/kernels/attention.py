@@ -59,7 +59,7 @@ def flash_takes(q: Tensor, v: Tensor) -> bool:
 
 @lru_cache(maxsize=16)
 def _has_flash(device: torch.device) -> bool:
-    """True from Ampere on; a V100 has no FlashAttention. Where no GPU is at hand (a trace), one that has it is meant."""
+    """True from Ampere on; a V100 has no FlashAttention. Without a GPU (in a trace), the answer is for one that has it."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -67,7 +67,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which parts are added up: fp32, or fp64 for fp64."""
+    """Return the dtype in which parts are added up: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -147,7 +147,7 @@ def _parts(rows: tuple[MaskRows, ...]) -> Iterator[tuple[Where, Where, MaskBlock
 
 
 def _turn(x: Tensor, pair: MaskBlock, dim: int = -2) -> Tensor:
-    """Read backwards, "future" is "past": the one triangle that kernels know."""
+    """Reverse a part that sees the "future": read backwards it sees the "past", the only triangle that kernels compute."""
     return x.flip(dim) if pair.sees == "future" else x
 
 
@@ -187,7 +187,7 @@ def _width(q: Tensor, v: Tensor, multiple: int) -> int:
 
 
 def _equal_channels(kernel: Kernel, multiple: int) -> Kernel:
-    """For kernels that want q, k and v of equally many channels, a multiple of some number: zeros change no score."""
+    """Return a kernel that pads q, k and v with zeros to the same number of channels, a multiple of `multiple`. Zeros change no score."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         wide_q, wide_k, wide_v = (_padded(x, _width(q, v, multiple)) for x in (q, k, v))
@@ -257,7 +257,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor, segments: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
-    """The same inside each piece of each row, in one call."""
+    """Causal attention on CUDA inside each piece of each row, in one call."""
     longest, ends = max(map(max, segments)), _ends(segments, q.device)
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = aten._flash_attention_forward(*wide, ends, ends, longest, longest, 0.0, True, False, scale=scale)[0]

@@ -27,7 +27,7 @@ def _fast_products() -> bool:
 
 
 def pays(q: Tensor) -> bool:
-    """Is this the fastest way for such queries?"""
+    """Return True if this is the fastest way for such queries."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] >= ROWS and _fast_products()
 
 
@@ -66,7 +66,7 @@ def _share(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[_Some]:
-    """All heads, as many at once as `SCORES` allow."""
+    """Yield all heads, as many at once as `SCORES` allow."""
     group, (at_once, _) = q.shape[1] // k.shape[1], _share(q, k)
     for sequence in range(q.shape[0]):
         for first in range(0, k.shape[1], at_once):

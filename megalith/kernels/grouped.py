@@ -70,7 +70,8 @@ def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _torch_can(one: Tensor, other: Tensor) -> bool:
-    """One launch on a GPU, in bf16 and aligned; so too where shapes alone are wanted. On a CPU torch's is a loop as well, a slower one."""
+    """True if torch's grouped product is used: on a GPU, for aligned bf16, where it is one launch; and on the meta device. On a CPU it is
+    a slower loop than ours."""
     if one.device.type == "meta":
         return True
     sizes = (*one.shape[1:], *other.shape[1:])

@@ -78,7 +78,7 @@ class Blocks(NamedTuple):
     along: tuple[int, int]
     """Activations and gradients, in products that sum over their columns"""
     down: tuple[int, int]
-    """The same, in products that sum over their rows: tokens"""
+    """Activations and gradients, in products that sum over their rows: tokens"""
     weight_along: tuple[int, int]
     weight_down: tuple[int, int]
 
@@ -136,7 +136,7 @@ class Narrow(Multiply, ABC):
         self.latest = torch.zeros(len(FACTORS), device=device)
 
     def take_in(self, largest: Tensor) -> None:
-        """Take in the largest numbers [factors] of a step's tensors, over all microbatches and ranks, after the step."""
+        """Record the largest numbers [factors] of a step's tensors, over all microbatches and ranks, after the step."""
         assert self.history is not None and self.latest is not None
         self.history.copy_(torch.cat((largest[:, None], self.history[:, :-1]), 1))
         self.latest.zero_()
@@ -288,7 +288,7 @@ class Narrow(Multiply, ABC):
         numbers = work and (work.numbers if sizes is None else sizes.tokens)
         if numbers is None:
             raise RuntimeError(
-                f"{self.layer or 'a layer'} rounds gradients stochastically and does not know of which tokens: "
+                f"{self.layer or 'a layer'} rounds gradients stochastically and does not know their tokens: "
                 "run forward and backward inside kernels.draws.working_on"
             )
         outputs = range(self.first_output, self.first_output + grad.shape[-1])

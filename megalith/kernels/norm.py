@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _some(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, as many at once as the cache holds; the first is [..., dim]."""
+    """Yield the same rows of each tensor, as many at once as the cache holds; the first is [..., dim]."""
     rows = max(1, AT_ONCE // tensors[0].shape[-1])
     return zip(*(x.reshape(-1, x.shape[-1]).split(rows) for x in tensors), strict=True)
 

@@ -19,7 +19,7 @@ DTYPE: Mapping[str, torch.dtype] = {
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a training: of weights as they compute and activations, of master weights, of sums of gradients."""
+    """The dtypes of a training: of compute weights and activations, of master weights, of sums of gradients."""
 
     compute: torch.dtype
     master: torch.dtype

@@ -12,11 +12,11 @@ from megalith.spec.numbers import SCALE_BYTES
 SLABS: Mapping[str, int] = {"cpu": 1 << 16}
 """Numbers that are rounded at once, by the kind of device: a processor's copies in fp32 stay in its cache."""
 SLAB = 1 << 24
-"""The same on a GPU, which takes long to launch kernels."""
+"""Numbers that are rounded at once on a GPU, which takes long to launch kernels."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:
-    """Return the bytes of a row of so many numbers."""
+    """Return the bytes of a row with this many numbers."""
     return columns + SCALE_BYTES * -(-columns // (scaling.block[1] or columns))
 
 

@@ -29,7 +29,7 @@ from megalith.kernels.elements import (
 
 Scale = Literal["up", "down", "fp32", "e4m3"]
 Share = Callable[[Tensor], Tensor]
-"""Maxima (fp32) of the blocks here -> those over all ranks that hold a part of these blocks. In place."""
+"""Function that changes this rank's maxima of blocks (fp32), in place, to those over all ranks that hold a part of these blocks."""
 
 ALL = 0
 """Block size that means the whole dimension."""
@@ -43,10 +43,11 @@ class Scaling:
     block: tuple[int, int]
     """Rows and columns of a block."""
     scale: Scale = "up"
-    """`up`: the smallest power of two by which nothing saturates. `down`: OCP's, by which the largest may. `fp32`: the block's largest
+    """`up`: the smallest power of two by which nothing saturates.
+    `down`: OCP's, by which the largest number may saturate. `fp32`: the block's largest
     number becomes the format's. `e4m3`: the same, rounded to E4M3, and one fp32 scale for the whole matrix."""
     saturates: bool = False
-    """True if `share` may return less than the largest number: larger ones become the format's largest."""
+    """True if `share` may return less than the largest number. Larger numbers then become the format's largest."""
 
     @property
     def exact(self) -> bool:
@@ -83,8 +84,8 @@ class QuantisedTensor:
 
 
 def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> QuantisedTensor:
-    """x [..., rows, columns] in a narrow format. `share` where other ranks hold a part of its blocks, or of the matrix where that has a
-    scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
+    """Return x [..., rows, columns] in a narrow format. `share` is needed if other ranks hold a part of its blocks, or of a matrix that
+    has a scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
     scaled, scales, whole = _scaled(x, scaling, share)
     return QuantisedTensor(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
 
@@ -93,8 +94,8 @@ def narrowed(
     x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None, lost: Tensor | None = None
 ) -> Tensor:
     """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two,
-    else in fp32, because bf16 cannot represent them. `lost`, int64 [3], counts: numbers, those that saturate, and those other than 0
-    that become 0.
+    else in fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by the number of elements, of those that
+    saturate, and of those that become 0 without being 0.
 
     Where scales are powers of two, they are the same for every block whose largest number is at least 2^-90; in smaller ones, differences
     of 2^-126 are lost.
@@ -165,7 +166,7 @@ def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tens
 
 
 def _fp32(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """By what numbers are multiplied so that `amax` becomes `largest`, and its inverse, both rounded to fp32 (Transformer Engine 2.20,
+    """Return the factor that turns `amax` into `largest`, and its inverse, both rounded to fp32 (Transformer Engine 2.20,
     tests/pytorch/references/quantize_scale_calc.py)."""
     by = _quotient(torch.full_like(amax, largest), amax).clamp_(max=torch.finfo(torch.float32).max)
     by = torch.where(amax == 0, 1.0, by).masked_fill_(~amax.isfinite(), torch.nan)
@@ -179,7 +180,7 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _two_levels(amax: Tensor, of_all: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """By what numbers are multiplied before they are rounded; their block's scale, one of E4M3's numbers, and that of the matrix."""
+    """Return the factor of numbers before they are rounded; their block's scale, which is one of E4M3's numbers; and the matrix's scale."""
     by_all, whole = _fp32(of_all, element.largest * E4M3.largest)
     scales = rounded(amax.div(torch.full_like(amax, element.largest)) * by_all, E4M3)
     return torch.where(scales == 0, 0.0, by_all / scales), scales, whole
@@ -195,5 +196,5 @@ def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse, to the shape that there was."""
+    """The inverse of `_blocked`, to the original shape."""
     return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]

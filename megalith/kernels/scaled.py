@@ -97,7 +97,7 @@ def coded(factor: Factor) -> tuple[Tensor, Tensor]:
 
 
 def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tuple[Tensor, Tensor]:
-    """`known`: the blocks' largest numbers over all ranks, if this rank's do not tell."""
+    """`known`: the blocks' largest numbers over all ranks, if other ranks have a part of the blocks."""
     assert scaling.element.dtype is not None
     narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
     codes = narrow.codes.view(scaling.element.dtype)

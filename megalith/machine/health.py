@@ -40,7 +40,7 @@ class Finding:
         return f"{self.verdict:4} {self.check}: {self.value} (limit: {self.limit}){tail}"
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs, as a JSON object."""
         return asdict(self)
 
 

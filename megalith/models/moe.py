@@ -114,7 +114,7 @@ class TokenDispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are in this process."""
+    """Dispatcher of a process that has all experts."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x

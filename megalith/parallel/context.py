@@ -88,7 +88,7 @@ class Line:
 
     @classmethod
     def of(cls, world: dist.ProcessGroup, ranks: Sequence[int]) -> "Line":
-        """`ranks` as `world` counts them, in order."""
+        """Return the line of these `ranks`, in order. They are numbers in `world`."""
         group = group_of(world, ranks)
         return cls(group, group.rank(), group.size())
 

@@ -62,7 +62,7 @@ class Place:
         return (Replicate(), shard, *self.split)
 
     def shape(self, computes: Sequence[int]) -> tuple[int, ...]:
-        """The whole parameter's, from that of the tensor that computes."""
+        """The whole parameter's, from that of the compute tensor."""
         sizes = list(computes)
         for axis, placement in enumerate(self.split):
             if isinstance(placement, Shard):
@@ -104,7 +104,7 @@ class Weight:
         self.total: Tensor | None = None
         self.narrow = dtypes.compute != dtypes.master
         """True if products compute with other numbers than the master weights."""
-        self._moved: Tensor | None = None  # the share in the format that computes, once the master weights are elsewhere
+        self._moved: Tensor | None = None  # the share in the compute format, once the master weights are elsewhere
         self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
         """The master weights from which the share is made at each gather; None: it is kept."""
@@ -146,7 +146,7 @@ class Weight:
             self.source.read(into)
 
     def share(self) -> Tensor:
-        """The share that is gathered, in the format that computes, its cut dimension first."""
+        """The share that is gathered, in the compute format, its cut dimension first."""
         made = self.compute.new_empty(local(self.master).shape)
         self.write(made)
         return made.movedim(self.dim, 0)
@@ -177,7 +177,7 @@ class Weight:
         return master
 
     def split(self, bits: int) -> Tensor:
-        """Keep the master weights as the share that computes, and return the lower half of `bits` bits, of the share's shape
+        """Keep the master weights as the compute share, and return the lower half of `bits` bits, of the share's shape
         (`kernels.halves`). It is the caller's from now on, and `moved` the upper half."""
         upper, lower = halves.split(local(self.master), bits)
         self._compute_from(upper)
@@ -203,7 +203,7 @@ class Weight:
 
     @property
     def moved(self) -> Tensor | None:
-        """The share in the format that computes, if the master weights are elsewhere, or this is their upper half."""
+        """The share in the compute format, if the master weights are elsewhere, or this is their upper half."""
         return self._moved
 
     def add(self, share: Tensor) -> None:

@@ -158,7 +158,7 @@ def _total(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class AllToAllTraffic(Traffic):
-    """Token exchange between this rank and the others of its expert line."""
+    """One token dispatch between this rank and the others of its expert group: the number of rows, and their order."""
 
     send: list[int]  # rows to each rank
     receive: list[int]  # rows from each

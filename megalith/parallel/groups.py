@@ -139,7 +139,7 @@ def _made(group: object) -> dist.ProcessGroup:
 
 
 def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
-    """The members of `group` as `world` counts them."""
+    """Return the members of `group`, as ranks in `world`."""
     numbers = {global_rank: rank for rank, global_rank in enumerate(dist.get_process_group_ranks(world))}
     return [numbers[global_rank] for global_rank in dist.get_process_group_ranks(group)]
 

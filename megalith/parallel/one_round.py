@@ -123,7 +123,7 @@ class _Added(Work):
 
 
 def _backend(group: ProcessGroup) -> Any:
-    """Any: torch's stubs leave out the collectives that a backend has."""
+    """Return a group's backend for CPU tensors. Its type is Any, because torch's stubs leave out its collectives."""
     return group._get_backend(torch.device("cpu"))
 
 
@@ -136,7 +136,7 @@ def _adds(operator: ReduceOp) -> Callable[[Tensor], Tensor] | None:
 
 
 def _times(tensor: Tensor, ranks: int) -> Tensor:
-    """The same for each rank."""
+    """Return the numbers of a tensor, repeated for each rank."""
     return tensor.reshape(-1).repeat(ranks)
 
 

@@ -31,7 +31,7 @@ class PendingPiece:
     work: Any
 
     def wait(self) -> Tensor:
-        """The piece, arrived."""
+        """Wait for the piece, and return it."""
         self.work.wait()
         return self.piece
 

@@ -123,7 +123,7 @@ def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
 
 
 def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> list[Tensor]:
-    """Return the fields of a message, with the dims of the weight, as far as a share of so many slices fills them."""
+    """Return the fields of a message, with the dims of the weight, as far as a share of this many slices fills them."""
     return [field.of(message)[: -(-count * field.chunk // item.chunk)].movedim(0, item.dim) for field in fields]
 
 

@@ -62,7 +62,7 @@ class Inlet:
         self._grad: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """x, as the graph's own."""
+        """Return x as a tensor of the graph."""
         anchor = torch.empty(0, requires_grad=True)  # what makes autograd follow; x itself is no leaf of the graph
         return _Enter.apply(anchor, x.detach(), self)  # pyright: ignore[reportReturnType]
 
@@ -71,7 +71,7 @@ class Inlet:
         self._grad = grad
 
     def take(self) -> Tensor | None:
-        """The gradient, if there is one; it is not kept."""
+        """Return the gradient, if there is one, and drop it."""
         grad, self._grad = self._grad, None
         return grad
 

@@ -159,7 +159,7 @@ def replicated(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def replicated_inside(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Every rank holds the weight, inside a boundary: it works on the whole sequence, for this rank's heads alone."""
+    """Every rank holds the weight and applies it inside a split module: to the whole sequence, but only for this rank's heads."""
     for name in _own(module):
         _replicate(module.get_parameter(name), split, partial=True)
 
@@ -177,7 +177,7 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def separate_mesh(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Placed on a separate mesh: see `parallel.expert`."""
+    """Do nothing: `parallel.expert` places these weights on a mesh of their own."""
 
 
 def _replicate(parameter: nn.Parameter, split: Split, *, partial: bool) -> None:

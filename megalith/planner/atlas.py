@@ -39,7 +39,7 @@ class Square:
 
 @dataclass(frozen=True)
 class Atlas:
-    """All squares by model, and their common settings."""
+    """All squares of the map by model, and their common settings."""
 
     request: ResolvedRequest
     models: tuple[str, ...]

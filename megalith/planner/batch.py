@@ -66,8 +66,8 @@ def trials(
             batch = now.global_batch * factor
             if batch != int(batch) or length % int(batch):
                 raise ValueError(
-                    f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch, which are "
-                    f"{steps} steps of it. Use --steps {math.lcm(*(math.ceil(each) for each in factors))}, say, or other --factors."
+                    f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch "
+                    f"({steps} steps of that batch). Use other --factors, or --steps {math.lcm(*(math.ceil(each) for each in factors))}."
                 )
             skip = replica * length
             branch = BranchSpec(
@@ -143,7 +143,7 @@ class Advice:
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
     """Return the advice from the losses of each factor's replicas, in the order of replicas. `batch`: the run's own, in sequences; factor 1
-    must be there. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
+    must be there. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch. It is as good
     if no part of the interval does."""
     own = losses[1.0]
     rows = list[BatchJudgement]()

@@ -58,7 +58,7 @@ class Space:
     most_chunks: int = 8
     zero: tuple[Zero, ...] = (1, 2, 3)
     schedules: tuple[str, ...] = field(default_factory=searched)
-    """Tried besides 1F1B and interleaved 1F1B."""
+    """Schedules that are tried in addition to 1F1B and interleaved 1F1B."""
     copies: bool = True
     """Under ZeRO 3, try two copies of the state, or one for each node, for every 8 nodes or for every 64 (HSDP)."""
     exchanges: bool = True

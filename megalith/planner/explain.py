@@ -18,7 +18,7 @@ class Neighbour:
     """One change of the plan, and its effect."""
 
     change: str
-    """Such as "tensor 8 -> 4"."""
+    """The change in words, such as "tensor 8 -> 4"."""
     plan: Plan
     seconds: float
     """Seconds of the step minus those of the plan's own step: above 0 is slower."""

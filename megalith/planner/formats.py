@@ -58,8 +58,8 @@ def follows_others(run: RunSpec) -> bool:
 
 
 def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
-    """Return the choices that the short name of a run's precision stands for on a cluster's devices: products in 8 bits where they have
-    them, without the layers that these make slower; elsewhere the defaults."""
+    """Return the choices that the short name of a run's precision stands for on a cluster's devices. If they have 8-bit products, every
+    layer uses them unless they make it slower; otherwise the choices are the defaults."""
     choices = _able(run, cluster)
     if choices is None:
         return PrecisionSpec()
@@ -68,14 +68,14 @@ def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
 
 
 def _able(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec | None:
-    """Return the first choices with products in 8 bits that a cluster's devices have for the precision of a run."""
+    """Return the first choices with 8-bit products that a cluster's devices support for the precision of a run."""
     capability = cluster.accelerator.compute_capability
     return next((choices for choices in RECIPES if in_codes(choices, run.train.precision, capability)), None)
 
 
 def losing(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Return patterns of the layers that products in 8 bits make slower under the run's plan, and that are not wide yet. None where all
-    layers lose: then the format pays nowhere, and leaving layers out is no remedy."""
+    """Return patterns of the layers that 8-bit products make slower under the run's plan, and that are not wide yet. Return no pattern if
+    they make the run slower as a whole: leaving layers out is then no remedy."""
     layers = pays(run, cluster, run.precision)
     lost = losers(layers)
     if gained(layers, lost) <= 0:
@@ -118,7 +118,7 @@ def precision_problems(run: RunSpec) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Gains:
-    """Gain or loss of each layer of a run by products in 8 bits on its devices, and the choices that gain most."""
+    """Time that 8-bit products save or cost in each layer of a run on its devices, and the choices that save most."""
 
     device: str
     choices: PrecisionSpec
@@ -147,7 +147,7 @@ class Gains:
 
 
 def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
-    """Return the gains of a run's layers; None if its devices have no products in 8 bits for it."""
+    """Return the gains of a run's layers; None if its devices have no 8-bit products for it."""
     if not multiplies_in_8_bits(run, cluster):
         run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp8"}), "precision": PrecisionSpec()})
         choices = _able(run, cluster)
@@ -158,7 +158,7 @@ def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
 
 
 def advice_on(run: RunSpec, cluster: ClusterSpec) -> list[Problem]:
-    """Return advice about the layers that products in 8 bits make slower than bf16 under the plan of a run that multiplies so."""
+    """Return advice about the layers of a run with 8-bit products that would be faster in bf16 under its plan."""
     if not multiplies_in_8_bits(run, cluster) or (found := gains(run, cluster)) is None:
         return []
     more = [pattern for pattern in found.wide if pattern not in run.precision.wide]

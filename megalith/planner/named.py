@@ -108,7 +108,7 @@ def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
 
 
 def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
-    """One plan a number of chunks."""
+    """Return one plan for each number of chunks."""
     return tuple(_plan(interleaving(n), chunks=n, **sizes) for n in chunks)
 
 

@@ -1,6 +1,6 @@
 """A plan over all phases of a run: does it fit in each, and what do they take together?
 
-The search looks for the plan that is best in the phase that reads most tokens. It must fit, and be valid, in all of them.
+The search finds the plan that is best in the phase with the most tokens. It must fit, and be valid, in all of them.
 """
 
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ class PlanResult:
     site_plans: SitesResult | None = None
     """Result for each site; None where sites have no clusters of their own."""
     gains: Gains | None = None
-    """Gain of products in 8 bits for each layer under the best plan, where the trainer multiplies so."""
+    """Time that 8-bit products save in each layer under the best plan; None if the trainer does not use them."""
 
     @cached_property
     def confidence(self) -> Confidence:

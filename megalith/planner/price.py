@@ -29,7 +29,7 @@ class Price:
     seconds: float
     """Seconds by which a step is longer than with the rule followed; below 0: following it would be slower."""
     share: float
-    """The same, relative to the step of the unchanged plan."""
+    """These seconds, relative to the step of the unchanged plan."""
     memory: float
     """Bytes of the worst rank in excess of those with the rule followed."""
     fits: bool

@@ -128,20 +128,23 @@ class ResolvedRequest:
         return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
 
     def gains(self, plan: Plan) -> formats.Gains | None:
-        """Return what products in 8 bits gain each layer under a plan; None where the trainer does not multiply so."""
+        """Return the time that 8-bit products save in each layer under a plan; None if the trainer does not use them."""
         run = self.run.model_copy(update={"plan": plan})
         codes = self.ours and not self.forward_only and formats.multiplies_in_8_bits(run, self.cluster)
         return formats.gains(run, self.cluster) if codes else None
 
     def widened(self, plan: Plan) -> "ResolvedRequest | None":
-        """Return the request with the layers wide that the chosen recipe makes slower under a plan; None if there are no more."""
+        """Return the request with every layer wide that the chosen recipe makes slower under a plan; None if there is no further one."""
         more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
         if not more:
             return None
         choices = self.run.precision.model_copy(update={"wide": (*self.run.precision.wide, *more)})
         changed = {"precision": choices}
         whole = self.whole and self.whole.model_copy(update=changed)
-        notes = (*self.notes, f"layers that it would make slower under the best layout stay wide too: {', '.join(more)}")
+        notes = (
+            *self.notes,
+            f"layers that narrow products would make slower under the best layout stay wide too: {', '.join(more)}",
+        )
         return replace(self, run=self.run.model_copy(update=changed), whole=whole, notes=notes)
 
     def is_valid(self, plan: Plan) -> bool:
@@ -183,7 +186,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     batch, notes = _batch(plan_request, spec, seq_len, problems)
     notes = (*taken, *noted, *notes)
     if plan_request.out and (own := of_cluster(plan_request.overrides)):
-        notes = (*notes, f"the run file names the cluster without {', '.join(own)}: a cluster file can have it")
+        notes = (*notes, f"--out writes the cluster's name without {', '.join(own)}; a cluster file can hold it")
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if plan_request.forward_only else _tokens(plan_request, spec, whole, problems)
@@ -215,7 +218,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
         length = {} if tokens is None else {"steps": phases.steps_to(Amount(round(tokens), "tokens"))}
         train = whole.train.model_copy(update=length | {"precision": trained})
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train, "precision": run.precision})
-        notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
+        notes = (*notes, f"searched for the phase with the most tokens; the plan fits in all {len(phases.all)} phases")
     found = ResolvedRequest(
         run, built, cluster, format_, tokens, notes, resolved, plan_request.forward_only, plan_request.offload, plan_request.software,
         whole=whole, sites=sites, chosen=chosen,
@@ -402,8 +405,8 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
     most = " x ".join(f"{name} {n}" for name, n in (("tensor", tensor), ("context", context), ("pipeline", pipeline)) if n > 1)
     near_ones = " or ".join(str(n) for n in (batch // least * least, -(-batch // least) * least) if n)
     reason = (
-        f"no layout of {cluster.count:,} devices deals {batch:,} sequences out evenly: with the largest split"
-        f"{f' ({most})' if most else ''} data ranks still number {least:,}"
+        f"no layout of {cluster.count:,} devices distributes {batch:,} sequences evenly: even with the largest split"
+        f"{f' ({most})' if most else ''} there are {least:,} data ranks"
     )
     key = "--global-batch"
     note = f" ({said} was rounded to {batch})" if said != key else ""

@@ -284,14 +284,14 @@ def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
 
 
 def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
-    """Return the software profile under a plan's schedule: with two microbatches at work, the token exchange of one overlaps the other's
+    """Return the software profile under a plan's schedule: with two microbatches in flight, the token dispatch of one overlaps the other's
     computation."""
     return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
 def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
-    """Return the known choices and the simulated waiting ones, in order of time. Plans that would not be among the first `most`
-    even if they never idled are left out, and are not simulated."""
+    """Simulate the candidates in `waiting`, and return them with those in `known`, the fastest first. A plan that would not be among the
+    first `most` even without idle time is left out, and not simulated."""
     ranked = sorted(known, key=_step)
     queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
     heapify(queue)

@@ -90,7 +90,8 @@ def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], Sea
         shares = share_out(rates, batch, lambda part: all(_deals_out(request, one, part) for one in there))
         if shares is None:
             reason = (
-                f"cannot be shared out among the {sites.count} sites in up to {PARTS} parts that their clusters deal out evenly"
+                f"cannot be divided among the {sites.count} sites, in up to {PARTS} parts, so that each cluster "
+                f"distributes its share evenly"
             )
             raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two leave the most choice.")])
         if shares in known:
@@ -127,8 +128,9 @@ def single_site(request: ResolvedRequest, batch: int) -> ResolvedRequest:
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
-    """Return whole shares of a batch for sites that train so many samples a second: of few parts, and with a step that is hardly longer
-    than the shortest. `able`: can all sites deal out parts of so many samples? None: in no number of parts."""
+    """Return whole shares of a batch for sites that train at these rates, in samples a second: of few parts, and with a step that is
+    hardly longer than the shortest. `able`: True if all sites can divide a part of so many samples. Return None if no number of parts
+    works."""
     found = list[tuple[float, tuple[int, ...]]]()
     for parts in range(len(rates), PARTS + 1):
         if batch % parts or not able(batch // parts):
@@ -146,7 +148,7 @@ def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -
 
 
 def _deals_out(request: ResolvedRequest, cluster: ClusterSpec, part: int) -> bool:
-    """True if some split of a cluster leaves data ranks that can share out so many samples."""
+    """True if some split of a cluster leaves data ranks that can divide this many samples evenly."""
     return any(
         part % (cluster.count // (tensor * context * pipeline)) == 0
         for tensor, context, pipeline in splits(request.model, cluster, request.run.train.seq_len)

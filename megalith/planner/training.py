@@ -21,7 +21,7 @@ class Training:
     """None where no price is known."""
     megawatt_hours: float | None
     flops: float
-    """That the model asks for, attention in full."""
+    """FLOPs that the model needs, with attention in full."""
 
 
 def training(choice: Candidate, cluster: ClusterSpec, *, tokens: float) -> Training:

@@ -27,7 +27,7 @@ def vary(plan_request: PlanRequest, change: str) -> ResolvedRequest:
         nearest = near(key, known)
         hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
         way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
-        raise SpecErrors([problem("--what-if", change, "is not a change that is known", way_out)])
+        raise SpecErrors([problem("--what-if", change, "is not a known change", way_out)])
     if key in LINKS:
         request = resolve(plan_request)
         rate = (number or 0.0) * 1e9

@@ -207,7 +207,7 @@ class _Spread:
 
 
 def _fit(spread: _Spread) -> Iterator[Row]:
-    """Yield the smallest layout with each technique that spares memory, until one fits; techniques that spare nothing are left out."""
+    """Yield the smallest layout with each technique that saves memory, until one fits; techniques that save nothing are left out."""
     allowed: list[Technique] = []
     before: Candidate | None = None
     for technique in (PLAIN, *(one for one in TECHNIQUES if one.spares)):

@@ -101,7 +101,10 @@ def _widened(model: Model, dim: int) -> dict[str, Any]:
         raise ValueError(f"a width of {dim} holds no whole number of heads of {head_dim}: use multiples of {head_dim}")
     kv = found.get("kv_heads")
     if kv is not None and found["heads"] % kv:
-        raise ValueError(f"a width of {dim} gives {found['heads']} heads and {kv} of keys, which do not share evenly")
+        raise ValueError(
+            f"a width of {dim} gives {found['heads']} query heads and {kv} key heads; the query heads cannot be "
+            f"divided evenly among the key heads"
+        )
     return found
 
 

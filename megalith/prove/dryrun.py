@@ -36,8 +36,8 @@ class RankCounts:
     parts: list[str]
     parameters: int
     state: dict[str, int]
-    """Bytes of its share between steps: weights, gradients (when all are there), optimizer. Of a tier also what blocks keep there, at
-    most."""
+    """Bytes of its share between steps: weights, gradients (when all are there), optimizer. For a tier, also the most that blocks keep
+    there."""
     memory: Memory
     memory_timeline: list[dict[str, int]]  # bytes by category along the step
     traffic: list[Traffic]
@@ -127,7 +127,7 @@ def _outer(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def single_documents(spec: RunSpec) -> Samples:
-    """A microbatch in which every sequence is one document: attention sees most, and a rank holds most."""
+    """A microbatch in which every sequence is one document: then attention has the most pairs, and a rank holds the most bytes."""
     rows, length = spec.plan.microbatch, spec.train.seq_len
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))

@@ -302,14 +302,15 @@ class Meter(TorchDispatchMode):
 
 
 def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
-    """Return the FLOPs of [.., m, k] by [.., k, n]; grouped: each row of `first` meets one of the matrices, or each k one product."""
+    """Return the FLOPs of [.., m, k] by [.., k, n]; grouped: each row of `first` is multiplied by one of the matrices, or each k belongs
+    to one of the products."""
     batch = first.shape[0] if first.dim() == 3 and not grouped else 1
     return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: bool) -> int:
-    """Return the FLOPs of attention on [batch, heads, seq, channels]: half of `products` run over q's channels and half over v's, rounded
-    up to q's."""
+    """Return the FLOPs of attention on [batch, heads, seq, channels]. Of the `products` matrix products, half have the size of q's channels
+    and half that of v's; if the number is odd, q has one more."""
     batch, heads, queries, channels = q.shape
     keys = k.shape[2]
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if causal and keys >= queries else queries * keys

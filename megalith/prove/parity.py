@@ -380,7 +380,7 @@ def main(run_dir: str, steps: int) -> None:
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
     admit(spec)
     place = environment.find()
-    assert place is not None, "no rank in the environment: `megalith parity` starts ranks"
+    assert place is not None, "the environment gives this process no rank. Start the ranks with `megalith parity`"
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
     world = join(place, launch=spec.launch, device=device)
     heartbeat.beat("building")

@@ -44,7 +44,7 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
         ("routing, tokens sent elsewhere than in fp32", moved, 0.0),
         ("loss, how much farther from fp32 than one process", [*_losses(exact, alone, found)], limits.loss),
         (
-            "gradients' distance from fp32, in that of one process",
+            "gradients' distance from fp32, relative to that of one process",
             [*_distances(exact, alone, found, alike=len(alike), least=limits.least)],
             limits.distance,
         ),
@@ -131,7 +131,8 @@ def _maxima(alone: Recording, found: Recording) -> list[Gap]:
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
-    """|weight - 1| of each microbatch: the weights of one process's gradients whose sum comes closest to the first gradient found."""
+    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch alone. With these weights, the sum of
+    its gradients is closest to the run's first gradient."""
     parts = alone.microbatches
     apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
     products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)

@@ -9,7 +9,7 @@ from megalith.spec.numbers import PRECISIONS, Reordered, Rounded
 from megalith.spec.run import RunSpec
 
 Alone = Callable[[RunSpec], Recording]
-"""Give a run on one process, in the precision of its spec."""
+"""Function that returns the recording of a run on one process, in the precision of its spec."""
 
 
 @dataclass(frozen=True)

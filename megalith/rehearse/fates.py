@@ -51,7 +51,7 @@ _OfRank = (
     | observations.Straggler
     | observations.Preempted
 )
-"""Signs that name a rank and its node."""
+"""Observations that name a rank and its node."""
 
 
 @dataclass(frozen=True)

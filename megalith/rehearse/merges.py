@@ -37,9 +37,9 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site. `since`: when it began the period `number`. `follows`: it does not train yet, and can from `since` on.
-    `merged`, `lost`: numbers of periods whose work a merge took, or no merge took. `lived`: seconds of its life that have
-    passed. `missed`: merges that were made without the work of its period, since it was late."""
+    """One site. `since`: when it began the period `number`. `follows`: it does not train yet, but can from `since` on.
+    `merged`: the number of periods whose work a merge took. `lost`: the number of the others. `lived`: seconds of its life that
+    have passed. `missed`: merges without the work of its period, because it was late."""
 
     periods: list[_Period]
     number: int = 0
@@ -70,7 +70,7 @@ class _Member:
         return not self.follows and not self.restarted and self.ready > now and self.missed < staleness
 
     def catch_up(self, now: float) -> int:
-        """End the periods that are done, of those whose merges it has missed; return how many. It did not wait after them."""
+        """End the periods that are done among those whose merges it has missed, and return their number. It did not wait after them."""
         done = 0
         while self.missed and not self.restarted and self.ready <= now:
             missed, done = self.missed - 1, done + 1
@@ -94,7 +94,7 @@ class _Member:
 @dataclass
 class MergeOutcome:
     """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since none that trained was
-    there, or no quorum; `seconds`: by use, in the mean of the sites."""
+    there, or no quorum; `seconds`: by use, on average over the sites."""
 
     merges: int = 0
     left: int = 0
@@ -153,8 +153,8 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return the time of the decider's merge: it waits for at most a grace until all sites are there, done or started again, that train
-    and may miss no merge, and then for a quorum of such sites; inf if that takes longer than its patience."""
+    """Return the time of the decider's merge. It waits, for a grace at most, until every site that trains and may miss no merge has done
+    its work or was started again. Then it waits for a quorum of such sites. inf if that takes longer than its patience."""
     enough = max(own.ready, _quorum(plan, members))
     awaited = [member.ready for member in members if not member.follows and member.missed >= plan.staleness]
     now = max(enough, min(max(awaited, default=enough), own.ready + plan.grace))

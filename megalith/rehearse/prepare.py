@@ -36,7 +36,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
     "nodes": "Use --cluster, which sets how many train.",
     "disk": "Use latencies.restore.disk and latencies.stall.disk.",
-    "digest": "No fault of the tables is a state that changes at rest.",
+    "digest": "The tables have no fault that alters the state between two steps.",
     "verify": "Use latencies.verify for its cost.",
     "hang_factor": "Use latencies.hang.",
     "hang_floor": "Use latencies.hang.",
@@ -204,7 +204,7 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
         reason = f"the cluster has {cluster.nodes} nodes to share out"
         yield _problem("sites", sites, reason, f"Use 1 to {cluster.nodes}.")
     if sites > 1 and run is not None and run.spec.sites is not None and run.spec.sites.exchanges_gradients:
-        reason = "is one world to faults: each stops all sites, and merges with a quorum are what is simulated"
+        reason = "lets each fault stop all sites, and only sites that merge with a quorum are simulated"
         yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:

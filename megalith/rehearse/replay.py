@@ -200,7 +200,7 @@ class _Hurt(Site):
         }  # fmt: skip
 
     def live(self) -> "_Hurt":
-        """From the first step to the last one."""
+        """Simulate from the first step to the last one."""
         self._at(0.0, self._ready, of_group=True)
         for _ in range(LIMIT):
             if self.running and self.progress >= self.end - 1e-9:
@@ -214,7 +214,7 @@ class _Hurt(Site):
     # When faults come
 
     def _ready(self) -> None:
-        """A first step takes longer."""
+        """Begin to work, after the extra time of a first step."""
         first, self.first = self.first, 0.0
         if first:
             self._spend(TimeUse.CHECKPOINT)
@@ -233,7 +233,7 @@ class _Hurt(Site):
         self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
 
     def _moment(self, one: Injection) -> float:
-        """Within a step, or after its update while the state rests."""
+        """Return the progress at which a fault comes: within a step, or after its update while the state rests."""
         step = self.plan.step_seconds
         return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
 

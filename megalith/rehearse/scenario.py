@@ -30,7 +30,7 @@ class TimeUse(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """Outage of `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` in the mean."""
+    """Outage of `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` on average."""
 
     name: str
     nodes: int

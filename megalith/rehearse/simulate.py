@@ -80,7 +80,7 @@ class SimulationResult:
         return [(what.value, value, value / wall) for what, value in used]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs, as a JSON object."""
         plan = self.scenario
         setting = {name: getattr(plan, name) for name in SETTING}
         tables = {name: getattr(plan, name).model_dump(mode="json") for name in ("fleet", "reliability")}

@@ -58,7 +58,7 @@ class Site:
         }  # fmt: skip
 
     def live(self) -> "Site":
-        """From the first start to the horizon."""
+        """Simulate from the first start to the horizon."""
         self._schedule_faults()
         self._at(self.plan.latencies.start, self._ready, of_group=True)
         for _ in range(LIMIT):

@@ -16,7 +16,7 @@ class Effect(StrEnum):
     RESTARTED = "restarted the ranks"
     SHORT = "left the run short of nodes"
     STOPPED = "ended the run"
-    TOGETHER = "were over with another one's restart"
+    TOGETHER = "ended with the restart for another fault"
     IN_PLACE = "were mended in place"
     SLOWED = "slowed it down"
     IDLE = "broke an idle node"

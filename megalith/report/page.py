@@ -256,7 +256,7 @@ def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
 
 
 def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:
-    """Draw the relative error of the gradients of the eight parts whose errors are largest in the end, and the limit if there is one."""
+    """Draw the relative error of the gradients of the eight parts with the largest last errors, and the limit if there is one."""
     last = watched[-1].errors
     largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
     errors = {part: [(one.step, error) for one in watched if (error := one.errors.get(part)) is not None] for part in largest}
@@ -267,8 +267,8 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
     shares = {name: [(one.step, max(getattr(one, key).values(), default=0.0)) for one in watched] for name, key in most.items()}
     lost = [Series(name, points, 1 + i, dots=True) for i, (name, points) in enumerate(shares.items())]
     raised = sum(bool(one.raised) for one in watched)
-    words = f"Relative error of gradients beside wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
-    inputs = "Share of the inputs of products that rounding cut off or made 0, in the worst part"
+    words = f"Relative error of gradients compared with wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
+    inputs = "Share of the inputs of products that saturated or became 0 in rounding, in the worst part"
     chart = curves(series, digits, log=True, from_zero=True)
     return [figure(words, chart), figure(inputs, curves(lost, units.percent, unit=" %", from_zero=True))]
 

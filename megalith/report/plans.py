@@ -170,7 +170,7 @@ def prices(broken: Sequence[Price]) -> Table:
 
 
 def columns(*names: str) -> Table:
-    """Return a table of these columns. All but the first two keep to the right, and are not broken."""
+    """Return a table of these columns. All columns but the first two are right-aligned and never wrapped."""
     drawn = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[2:]:
         column.justify = "right"
@@ -360,7 +360,7 @@ def amount(value: float) -> str:
 
 
 def gains(found: Gains) -> Table:
-    """Tabulate the gain or loss of each layer by products in 8 bits, in milliseconds of a block and a microbatch."""
+    """Tabulate the time that 8-bit products save or cost in each layer, in milliseconds for each block and microbatch."""
     drawn = columns("layer", "weight", "blocks", "tokens", "bf16", "8 bits", "rounding", "gain", "")
     for one in found.layers:
         experts = f"{one.experts} x " if one.experts else ""

@@ -95,7 +95,7 @@ def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float
 
 
 def work_end(bars: Sequence[Bar]) -> float:
-    """When the last computation ends."""
+    """Return the time at which the last computation ends."""
     return max((bar.end for bar in bars if bar.kind in COMPUTATIONS), default=0.0)
 
 

@@ -43,7 +43,7 @@ class Timeline:
 
     @cached_property
     def end(self) -> float:
-        """When the last rank has finished, in seconds from the start of the step."""
+        """Time at which the last rank has finished, in seconds from the start of the step."""
         return max((span.end for span in self.spans), default=0.0)
 
     @cached_property
@@ -170,7 +170,7 @@ def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
             return table["OVERLAP"] if "OVERLAP" in table else cost(entry.first) + cost(entry.second)
         if entry.kind in COMPUTATIONS and entry.kind not in table:
             raise ValueError(
-                f"no seconds for {entry.kind} ({entry}), only for {', '.join(table)}. Add an entry for {entry.kind}."
+                f"the time of {entry.kind} ({entry}) is missing: there are only {', '.join(table)}. Add an entry for {entry.kind}."
             )
         return table.get(entry.kind, 0.0)
 

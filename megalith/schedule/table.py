@@ -241,9 +241,14 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
         way_out = f"Use an even number, such as {ranks + 1}"
         yield ScheduleProblem("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
     if microbatches == 1:
-        yield ScheduleProblem("microbatches", 1, f"is too few: schedule = {name!r} runs some each way", "Use microbatches >= 2.")
+        yield ScheduleProblem(
+            "microbatches", 1, f"is too few: schedule = {name!r} runs some in each direction", "Use microbatches >= 2."
+        )
     if zero >= 2:
-        reason = f"with schedule = {name!r}, whose two copies of a stage would meet for each microbatch, in different orders"
+        reason = (
+            f"with schedule = {name!r}, whose two copies of a stage would exchange something for each microbatch, "
+            f"but run in different orders"
+        )
         yield ScheduleProblem("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
 
 
@@ -272,7 +277,7 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[S
             found.append(ScheduleProblem(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
     if schedule.mirrored is not None:  # what ranks share is laid out before a schedule is built
         both_ways = [f"schedule = {known!r}" for known, row in SCHEDULES.items() if row.bidirectional]
-        reason = "is bidirectional, and a plan tells from a schedule's name which ranks share the state of a stage"
+        reason = "is bidirectional, and only a schedule's name tells which ranks share the state of a stage"
         found.append(ScheduleProblem("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
     faults = problems(lower(schedule, 0))
     return found + [ScheduleProblem("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]

@@ -138,7 +138,7 @@ def _messages(program: Program) -> Iterator[str]:
     for action, ranks in there.items():
         for rank in ranks:
             if wanted.get(action) != rank:
-                yield f"rank {rank}: {action} has no other end; nothing there makes or uses it"
+                yield f"rank {rank}: {action} has no counterpart: no computation there makes or uses its tensor"
         if len(ranks) > 1:
             yield f"{action} occurs {len(ranks)} times (ranks {ranks}), not once"
     if all(wanted.get(action) == ranks[0] and len(ranks) == 1 for action, ranks in there.items() if ranks):

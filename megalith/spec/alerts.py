@@ -33,13 +33,13 @@ class AlertsSpec(Spec):
         default=0.8, lt=1.0, description="share of the usual tokens per second below which a run is slow"
     )
     predicted: float = Field(default=1.25, gt=1.0, description="times the predicted step time above which a run is slow")
-    memory: PositiveFloat = Field(default=0.95, le=1.0, description="share of the device's memory above which a peak is a sign")
+    memory: PositiveFloat = Field(default=0.95, le=1.0, description="share of the device's memory above which a peak is reported")
     experts: NonNegativeFloat = Field(
-        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which they collapse"
+        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which they count as collapsed"
     )
     disk: NonNegativeFloat = Field(default=2.0, description="checkpoints that the run folder's disk must have room for")
     again: NonNegativeFloat = Field(
-        default=3600.0, description="seconds before the same sign is sent again, once it was gone for a minute"
+        default=3600.0, description="seconds before the same alert is sent again, once its cause was gone for a minute"
     )
 
 

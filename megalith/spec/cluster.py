@@ -116,7 +116,9 @@ class ClusterSpec(Spec):
         default=None, description="devices of a part of the network that reach each other at the rate of scale_out; unset: all"
     )
     oversubscription: float = Field(
-        default=1.0, ge=1, description="how many times the rate at which a pod's devices send is what leaves the pod"
+        default=1.0,
+        ge=1,
+        description="rate at which all devices of a pod can send, over the rate at which data can leave the pod",
     )
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
     interruptions: NonNegativeFloat = Field(
@@ -131,7 +133,7 @@ class ClusterSpec(Spec):
     def _pods_are_whole(self) -> Self:
         near = max(self.per_node, self.accelerator.scale_up_domain)
         if self.pod is None and self.oversubscription > 1:
-            raise ValueError(f"oversubscription = {self.oversubscription:g} is that of a pod: set pod, in devices")
+            raise ValueError(f"oversubscription = {self.oversubscription:g} applies to a pod: set pod, in devices")
         if self.pod is not None and self.pod % near:
             raise ValueError(f"pod = {self.pod} is not a multiple of the {near} devices that have links of their own: use one")
         return self

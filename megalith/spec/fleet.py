@@ -16,7 +16,7 @@ class FleetSpec(Spec):
         description="start the ranks again after a fault; false: any fault ends the run, and nothing is copied or checked",
     )
     nodes: PositiveInt = Field(
-        default=1, description="groups of ranks treated as machines; more than one rehearses on one machine"
+        default=1, description="groups of ranks treated as machines; on one machine, more than one is a rehearsal"
     )
     spares: NonNegativeInt = Field(default=0, description="warm nodes outside the mesh that take a lost node's place")
     no_spare: Literal["wait", "shrink", "stop"] = Field(
@@ -24,8 +24,8 @@ class FleetSpec(Spec):
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
-        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); also to wait "
-        "for space for the run's last checkpoint, and for a checkpoint that is away",
+        description="seconds to wait for a node, for space for the run's last checkpoint, or for a checkpoint that cannot be "
+        "reached. If no node comes, the run shrinks if it has a fallback, else it stops (exit status 71)",
     )
     fallback: Plan | None = Field(default=None, description="plan to continue with when too few nodes are left")
     memory_every: NonNegativeInt = Field(
@@ -49,8 +49,9 @@ class FleetSpec(Spec):
     )
     verify: Literal["one", "all"] = Field(
         default="one",
-        description="microbatches recomputed in such a step. one: apart from the step, which never detects a one-off error; all: every "
-        "one, compared with the step itself, which detects it if its step is verified (always, if verify_every is 1)",
+        description="microbatches recomputed in such a step. one: a single one, apart from the step, which never detects a "
+        "one-off error. all: every one, compared with the step itself, which detects one-off errors in verified "
+        "steps (in all steps, if verify_every is 1)",
     )
     hang_factor: PositiveFloat = Field(default=3.0, description="a step may take this many times the rolling 99th percentile")
     hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress that are never called a hang")
@@ -58,7 +59,10 @@ class FleetSpec(Spec):
     straggler_factor: PositiveFloat = Field(default=1.5, ge=1.0, description="a rank this much slower than the median is slow")
     straggler_steps: PositiveInt = Field(default=8, description="consecutive slow steps that make a straggler")
     same_failure: PositiveInt = Field(
-        default=3, ge=2, description="times the same failure may come at one step: the second falls back a tier, this one stops"
+        default=3,
+        ge=2,
+        description="times that the same failure may occur at one step: the second time falls back a tier, this one stops "
+        "the run",
     )
     fruitless: PositiveInt = Field(default=10, description="starts in a row without one step done after which the run stops")
     backoff: NonNegativeFloat = Field(

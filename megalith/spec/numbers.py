@@ -107,7 +107,7 @@ class Rounded:
     scale: float
     """|ratio - 1| of the norms of a tensor's gradient and that of one process, beyond four standard errors"""
     microbatch: float
-    """|weight - 1| of each microbatch in the gradient of the first step"""
+    """|weight - 1| of each microbatch's gradient in the gradient of the first step"""
     norm: float
     """|difference| of the gradient norm from one process's, relative"""
     weights: float
@@ -243,19 +243,20 @@ ADA, HOPPER = 8.9, 9.0
 
 
 def multiplies_codes(granularity: Granularity, capability: float | None) -> bool:
-    """Return True if a GPU of this compute capability multiplies numbers in 8 bits that share scales so; None: it has no such number."""
+    """Return True if a GPU of this compute capability (None: a device without one) multiplies 8-bit numbers that share scales in this
+    way."""
     if capability is None:
         return False
     return {"tensor": capability >= ADA, "row": capability >= HOPPER, "tile": capability == HOPPER}[granularity]
 
 
 ALIGNED = 16
-"""Torch's product in 8 bits reads so many numbers at once."""
+"""Number of elements that torch's 8-bit product reads at once."""
 
 
 def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool = False) -> bool:
     """Return True if torch multiplies factors in 8 bits of these sizes, [rows, inner] and [columns, inner]. `tile`: how many numbers
-    along the inner dim share a scale, 0: all; `square`: so many rows of the second factor share it, too."""
+    along the inner dim share a scale, 0: all; `square`: as many rows of the second factor share it, too."""
     unit = max(ALIGNED, tile)
     return rows % ALIGNED == columns % (unit if square else ALIGNED) == inner % unit == 0 < rows * inner
 
@@ -288,24 +289,27 @@ class PrecisionSpec(Spec):
     weight_gradient: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the products that give the gradients of weights, except for experts"
     )
-    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients as factors of products")
+    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients in products")
     granularity: Granularity = Field(
         default="tile",
-        description="the numbers that share one scale in fp8: a tile; a row along a product's inner dimension; a microbatch's whole tensor",
+        description="numbers that share one scale in fp8. `tile`: a tile. `row`: a row along a product's inner dimension. "
+        "`tensor`: a microbatch's whole tensor",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
-        description="scale in 8 bits: the smallest power of two at which nothing saturates; OCP's, rounded down; in fp8 any fp32 number",
+        description="8-bit scales. `up`: the smallest power of two at which nothing saturates. `ocp`: OCP's, rounded down. "
+        "`fp32`: any fp32 number, in fp8 only",
     )
     history: NonNegativeInt = Field(
         default=0, description="steps whose largest numbers a tensor's scale follows (delayed scaling); 0: the current numbers"
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
-        default=None, description="rounding of gradients as factors of products; default: stochastic in nvfp4 and mxfp4"
+        default=None, description="rounding of gradients in products; default: stochastic in nvfp4 and mxfp4"
     )
     hadamard: bool | None = Field(
         default=None,
-        description="random Hadamard transform of weight gradients' factors, over a tile's tokens; default: in nvfp4 and mxfp4",
+        description="random Hadamard transform, over the tokens of a tile, of the operands of weight gradients; default: true in nvfp4 "
+        "and mxfp4",
     )
     tile: PositiveInt | None = Field(
         default=None,
@@ -319,7 +323,9 @@ class PrecisionSpec(Spec):
     )
     multiply: Literal["wide", "codes"] = Field(
         default="wide",
-        description="dense products in fp8: of rounded factors in bf16, on any device; of codes in 8 bits, on GPUs that have them",
+        description="how dense products in fp8 are computed. `wide`: from rounded numbers, in bf16, on any device. `codes`: "
+        "from 8-bit codes, "
+        "on GPUs that support it",
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
@@ -330,8 +336,8 @@ class PrecisionSpec(Spec):
     )
     kept: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which inputs are kept for backward: of narrow products in 8 bits, as forward rounds them; in bf16, of the "
-        "products and activations in blocks, which rounds them for the gradients of weights",
+        description="format in which inputs are kept for backward. In 8-bit precisions: inputs of narrow products, as forward rounds them. "
+        "In bf16: inputs of products and activations in blocks, which rounds them for the gradients of weights",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",

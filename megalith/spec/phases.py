@@ -1,9 +1,8 @@
 """The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
 
-`train.batch_ramp` and `data.phases` are points: each sets the values that it names from a sample on; for each value, the last
-point that names it counts. All samples of a step have the same values, so a phase begins with the first step at its point or
-after it. All numbers follow from the run file alone, so they are the same under any plan and in any resumed run. No torch.
-"""
+`train.batch_ramp` and `data.phases` are points: each sets the values that it names from a sample on; for each value, the latest point
+that names it applies. All samples of a step have the same values, so a phase begins with the first step at its point or after it. All
+numbers follow from the run file alone, so they are the same under any plan and in any resumed run. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

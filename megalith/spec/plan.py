@@ -51,7 +51,7 @@ class StateSpec(Spec):
 
     @property
     def weights_away(self) -> float:
-        """The share of the weights that compute which is not kept on the device."""
+        """The share of the compute weights that is not kept on the device."""
         return 0.0 if self.weights == "device" else self.away
 
 
@@ -60,8 +60,9 @@ class RetainSpec(Spec):
 
     blocks: Place = Field(
         default="device",
-        description="device | host | disk: where tensors that blocks keep for backward wait; fetched while the block after it is in its "
-        "backward",
+        description="device | host | disk: where the tensors that a block keeps for backward wait. They are fetched during "
+        "the backward of the "
+        "next block",
     )
     share: PositiveFloat = Field(
         default=1.0, le=1.0, description="share of the blocks whose tensors wait there, evenly over the model"

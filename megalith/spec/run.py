@@ -86,8 +86,8 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="all but fp32 keep fp32 master weights, moments and reductions; 8- and 4-bit formats also multiply in these "
-        "bits, emulated exactly",
+        description="number format of the computation. All but fp32 keep master weights, moments and reductions in fp32. 8- "
+        "and 4-bit formats also multiply in these bits, emulated exactly",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32", description="number format in which gradients are added up over microbatches and ranks, and kept"
@@ -199,7 +199,7 @@ class OptimizerSpec(Spec):
     )
     master: MasterForm = Field(
         default="fp32",
-        description="form of the master weights: fp32, or the bf16 weight that computes and 16 bits (exact) or 8 bits beside it",
+        description="form of the master weights: fp32, or the bf16 compute weight with 16 bits (exact) or 8 bits beside it",
     )
     moments: Literal["fp32", "bf16", "fp8"] = Field(
         default="fp32", description="number format in which the moments of matrices are kept between two updates"
@@ -331,7 +331,8 @@ class LaunchSpec(Spec):
     start_timeout: PositiveFloat = Field(default=120.0, description="seconds all ranks have to meet at start-up")
     timeout: PositiveFloat = Field(
         default=600.0,
-        description="seconds a collective, or a phase not seen before, may wait; above 600 other limits grow with it where not set",
+        description="seconds that a collective, or a phase without a known duration, may take; above 600, other limits that "
+        "are not set grow with it",
     )
     threads: NonNegativeInt = Field(default=0, description="compute threads a rank; 0: cores / ranks of this machine")
 

@@ -42,7 +42,7 @@ class Vitals:
 
     @property
     def finite(self) -> bool:
-        """True if loss and norm are."""
+        """True if loss and norm are finite."""
         return math.isfinite(self.norm) and math.isfinite(self.loss)
 
     @property

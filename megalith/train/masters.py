@@ -14,7 +14,7 @@ PIECE = 1 << 20
 
 
 class JoinedMasters:
-    """The fp32 master weights of one parameter's share: the half that computes, and the lower half, wherever that is."""
+    """The fp32 master weights of one parameter's share: the compute half, and the lower half, wherever that is."""
 
     dtype = torch.float32
 
@@ -39,7 +39,7 @@ class JoinedMasters:
         """None: they are joined as they are read."""
 
     def snapshot(self) -> None:
-        """None: the half that computes is in memory, where updates change it."""
+        """None: the compute half is in memory, where updates change it."""
 
     def numel(self) -> int:
         """The number of elements."""

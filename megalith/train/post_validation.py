@@ -84,7 +84,7 @@ class Unchecked:
         notify(self.step_hooks, "after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals; return True if the decision is the one of the update. Gradients and copies are then dropped."""
+        """Wait for the totals; return True if the decision is the one that the update assumed. Gradients and copies are then dropped."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         who = {"referee": self._referee, "healer": self._healer}

@@ -95,7 +95,7 @@ def main(
     networks.enter(RankInfo.find().node)
     _watch_link()
     place = environment.find()
-    assert place is not None, "no rank in the environment: `megalith train` starts ranks"
+    assert place is not None, "the environment gives this process no rank. Start the ranks with `megalith train`"
     keep_memory()
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
     collective_progress.answer()

@@ -229,7 +229,7 @@ class State:
         for slot, kept in self._held.items():
             here = (share for name, share in kept.items() if (slot, name) not in away and not isinstance(share, JoinedMasters))
             found[slot.category] += sum(map(_bytes, here))
-        apart = (weight for weight in self._halved.values() if weight.mesh.size(1) > 1)  # else they are the weights that compute
+        apart = (weight for weight in self._halved.values() if weight.mesh.size(1) > 1)  # else they are the compute weights
         found[UPPER.category] += sum(_bytes(weight.moved) for weight in apart if weight.moved is not None)
         found["optimizer"] += sum(map(_bytes, self.usual.values()))
         return found | (self.home.bytes if self.home is not None else {})

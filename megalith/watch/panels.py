@@ -211,7 +211,7 @@ def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], li
 
 
 def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) -> dict[str, int]:
-    """Return the common place of a row's ranks, on the axes where they have one."""
+    """Return the mesh coordinates that all ranks of a row share, by axis."""
     return {axis: int(at[ranks[0]]) for axis, at in places.items() if len(ranks) == 1 or (at[ranks] == at[ranks[0]]).all()}
 
 

@@ -215,8 +215,8 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Return the data of a panel as JSON, and the seconds for which they are valid. Data are made again only so often that
-        this takes at most SHARE of a core."""
+        """Return the data of a panel as JSON, and the seconds for which they are valid. They are valid for so long that computing them
+        takes at most SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:

@@ -82,7 +82,7 @@ def _of_loss(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     near = spike is not None and found.step is not None and spike.step > found.step - 10
-    cause = spike.words if spike is not None and near else "the run's own watch over the loss has named none"
+    cause = spike.words if spike is not None and near else "the run's own watch over the loss has reported none"
     if number and not math.isfinite(loss[-1]):
         yield HealthMessage("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:

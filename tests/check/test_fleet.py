@@ -70,6 +70,6 @@ def test_the_plan_that_a_run_falls_back_on_is_valid_and_fits_whole_nodes():
     (ranks,) = errors(*run, "fleet.fallback.data=3", "train.global_batch=12")
     assert (ranks.key, ranks.way_out) == ("fleet.fallback", "Use a plan of 2 to 2 ranks, a multiple of 2.")
     (more,) = errors(*run, "fleet.fallback.data=4")
-    assert "fewer than the run's 2" in more.reason
+    assert "fewer nodes than the run's 2" in more.reason
     three = ["plan.data=6", "fleet.nodes=2", "train.global_batch=60"]
     assert "fleet.fallback.tensor" in {p.key for p in errors(*three, "fleet.fallback.tensor=3")}

@@ -55,9 +55,9 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs them all"),
         ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs them all"),
         ([*AWAY, "plan.state.optimizer=host"], "plan.state.weights", 'Use plan.state.optimizer = "disk", or weights = "device".'),
-        ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps all of them whole. Use plan.zero = 3"),
+        ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps the weights of all parts. Use plan.zero = 3"),
         ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
-        ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes these from the weights"),
+        ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes the master weights from the weights"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
         (
             ["plan.retain.blocks=host", "plan.retain.share=0.5", "plan.recompute=segments:2"],
@@ -195,7 +195,7 @@ def test_a_model_that_nothing_makes_fit_needs_more_ranks():
     (problem,) = [
         problem for problem in errors("cluster=h100:1", "model.preset=llama3.1-405b", *LARGE) if problem.key == "plan.zero"
     ]
-    assert problem.way_out.startswith("No change on as many ranks is enough. Use more of tensor, pipeline or data")
+    assert problem.way_out.startswith("No change with the same number of ranks is enough. Use more of tensor, pipeline or data")
 
 
 @pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])

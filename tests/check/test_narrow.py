@@ -156,7 +156,7 @@ def test_blocks_become_wide_by_comparisons_alone() -> None:
     assert "Use watch_every = 100, say, or auto = 0." in reasons(*asked)["precision.auto"]
     assert not errors(*asked, "precision.watch_every=100")
     assert (
-        "each site would make other blocks wide"
+        "each site would make different blocks wide"
         in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
     )
     assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")

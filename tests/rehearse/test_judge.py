@@ -141,7 +141,7 @@ def test_a_fault_that_never_came_is_not_passed(tmp_path: Path):
     assert (alarm.cause, alarm.step, alarm.rank, alarm.seconds, alarm.lost_steps) == ("hang", 6, 2, 1.0, 1)
     said = list(sentences(found))
     assert "false alarm: hang at step 6, rank 2 on 0 (because): 1.00 s, 1 step repeated" in said
-    assert "1 false alarm, none of which changed the result: the end is that without faults" in said
+    assert "1 false alarm, none of which changed the result: the end state is the same as without faults" in said
     other = list(sentences(_of(whole, faulted, file, states=(STATE, {}))))
     assert not any("none of which changed" in line for line in other), "only what the comparison shows is said"
 
@@ -194,7 +194,7 @@ def test_limits_of_first_steps_and_of_phases_not_seen_before_are_not_those_of_th
 def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_passed(tmp_path: Path):
     none = _judged(tmp_path / "none")
     assert none.asked == ()
-    assert list(sentences(none))[-1].endswith("no speed was asked")
+    assert list(sentences(none))[-1].endswith("no time limit was set")
     met = _judged(tmp_path / "met", aims=Aims(median=0.75, most=1.0, minutes=0.5, silence=1.5))
     assert met.passed, met.problems
     missed = _judged(tmp_path / "missed", aims=Aims(median=0.7, most=0.9, minutes=0.4, silence=1.01))

@@ -228,7 +228,7 @@ def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
     assert [one.step for one in history(tmp_path).watched] == [2]
     page = write(tmp_path).read_text()
     parsed(page)
-    assert "Relative error of gradients beside wide products; 1 block made wide" in page
+    assert "Relative error of gradients compared with wide products; 1 block made wide" in page
     assert "all products of blocks.1 are wide from step 3 on" in page
 
 

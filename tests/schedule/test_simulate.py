@@ -111,7 +111,7 @@ def test_half_backwards_let_the_stage_before_go_on():
 
 
 def test_a_kind_without_seconds_is_refused():
-    with pytest.raises(ValueError, match=r"no seconds for B \(0B0\)"):
+    with pytest.raises(ValueError, match=r"the time of B \(0B0\) is missing"):
         simulate(lower(build("1f1b", ranks=1, microbatches=1), 0), {"F": 1.0})
 
 

@@ -231,7 +231,7 @@ def test_pods_are_of_whole_domains_and_an_oversubscription_is_theirs():
     cluster = load("h100:64")
     assert changed(cluster, {"pod": 32, "oversubscription": 2.0}).oversubscription == 2
     for values, words in (
-        ({"oversubscription": 2.0}, "oversubscription = 2 is that of a pod: set pod"),
+        ({"oversubscription": 2.0}, "oversubscription = 2 applies to a pod: set pod"),
         ({"pod": 12}, "pod = 12 is not a multiple of the 8 devices"),
         ({"pod": 16, "oversubscription": 0.5}, "greater than or equal to 1"),
         ({"scale_uot": 1e9}, "Did you mean 'scale_out'?"),

@@ -237,7 +237,7 @@ def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_
     assert isinstance(observation, GradientWrong) and observation.suspects == ("n1",)
 
 
-@pytest.mark.parametrize("times", [1, -1], ids=["once", "alike each time"])
+@pytest.mark.parametrize("times", [1, -1], ids=["once", "in the same way each time"])
 def test_without_another_replica_a_rank_repeats_itself_which_finds_only_what_comes_once(times: int) -> None:
     """`megalith check` says so: tests/check/test_fleet.py."""
     run = {"plan": {}, "fleet": {"verify_every": 1, "verify": "all"}}
@@ -276,7 +276,7 @@ AWAY: list[tuple[int, dict[str, Any]]] = [
 @sampled(4, together=True)
 @pytest.mark.parametrize(("zero", "place"), AWAY, ids=str)
 def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place: dict[str, Any], tmp_path: Path) -> None:
-    """The weights that compute are in bf16, and the update repeated from a copy makes none."""
+    """The compute weights are in bf16, and the update repeated from a copy makes none."""
     plan = {"data": 2, "zero": zero, "state": place}
     train_bf16 = {"global_batch": 4, "steps": 3, "seq_len": 32, "precision": "bf16"}
     root = None if place["optimizer"] == "disk" else tmp_path  # copies would hold all the state that is on disk

@@ -74,7 +74,7 @@ def _experts(spec: DeepSeek) -> list[Piece]:
 
 
 def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
-    """`piece` of one tensor, which they have under further names too."""
+    """Return `piece` for a tensor that their files also hold under the names `copies`."""
     if not copies:
         return piece
     names = piece.theirs + tuple(copies)
@@ -124,7 +124,7 @@ def _read_yarn(config: Json) -> Read:
     rope = rope_settings(config)
     problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "yarn"):
-        problems.append(f"rope_type = {rope['rope_type']!r}; what can be represented is 'default' or 'yarn'")
+        problems.append(f"rope_type = {rope['rope_type']!r}; only 'default' and 'yarn' can be represented")
     if rope["rope_type"] != "yarn":
         return Read({"rope_theta": rope["rope_theta"], "rope_scaling": None}, problems)
     given = {ours: rope[theirs] for ours, theirs in STRETCH.items() if rope.get(theirs) is not None}
@@ -155,7 +155,9 @@ def _given(value: Any) -> str:
 def _read_v2(config: Json) -> Read:
     yarn, method = _read_yarn(config), config.get("topk_method", "greedy")
     problems = (
-        [] if method in ("greedy", "group_limited_greedy") else [f"topk_method = {method!r}; greedy and group_limited_greedy can"]
+        []
+        if method in ("greedy", "group_limited_greedy")
+        else [f"topk_method = {method!r}; only greedy and group_limited_greedy can be represented"]
     )
     grouped = method == "group_limited_greedy"
     groups = {field: config.get(theirs) or 1 if grouped else 1 for field, theirs in GROUPS.items()}
@@ -175,7 +177,7 @@ def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
 
 
 def _refuse(spec: DeepSeek) -> list[str]:
-    """A mixture of the two models' routers is neither."""
+    """Return the settings of a router that transformers' class for the model does not have."""
     wanted: dict[str, Any] = {"group_score": "top2"}
     if spec.scores == "softmax":
         wanted = {"group_score": "max", "normalise": False, "bias_rate": 0.0, "ahead": 0}

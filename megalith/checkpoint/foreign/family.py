@@ -23,7 +23,8 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "router_aux_loss_coef": ((int, float), "a number"),
     "num_experts_per_tok": ((int,), "a whole number"),
 }
-"""Settings that `read` functions compute with: their types, and the name of these. Every other value is for the spec to judge."""
+"""Settings that `read` functions compute with: the types of their values, and the name of these types. Every other value is for the spec
+to judge."""
 
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 """Our field -> their setting, in families since Llama."""
@@ -164,7 +165,7 @@ YARN = {
     "beta_slow": "beta_slow",
 }
 STRETCHES: dict[str, Mapping[str, str]] = {"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": "factor"}}
-"""Kind of stretch -> our fields and their settings; those of YaRN besides the first two have the same defaults in transformers."""
+"""Kind of stretch -> our fields and their settings; all but the first two of YaRN have the same defaults in transformers."""
 
 
 def scaled_rope(config: Json) -> Read:

@@ -21,7 +21,7 @@ class Piece:
     """True if each of theirs holds all the numbers: the first counts, and the others are compared with it."""
 
     def under(self, ours: str, theirs: str) -> "Piece":
-        """The same with prefixes before all names."""
+        """Return the same pieces with prefixes before all names."""
         return replace(self, ours=tuple(ours + name for name in self.ours), theirs=tuple(theirs + name for name in self.theirs))
 
 

@@ -44,7 +44,7 @@ TRAIN = "megalith.train.run:main"
 """Entry that each rank of a training calls."""
 
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
-"""Modules that every rank needs besides its entry: imported once, before the fork."""
+"""Modules that every rank needs in addition to its entry: imported once, before the fork."""
 
 
 @dataclass(frozen=True)

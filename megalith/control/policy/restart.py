@@ -57,7 +57,7 @@ def _see_to_vacancy(
 
 
 def for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Copies that ranks of another plan can read: a node's own copies are cut as its plan says."""
+    """Copies that ranks of another plan can read: those on nodes are cut for their own plan."""
     return tuple(copy for copy in copies if copy.tier is Tier.STORE)
 
 

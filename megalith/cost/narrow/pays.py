@@ -1,4 +1,4 @@
-"""Gain or loss of each layer of a run by products in 8 bits on its devices, from shapes and the calibration. No torch."""
+"""Time that 8-bit products save or cost in each layer of a run on its devices, from shapes and the calibration. No torch."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Layer:
     shape: tuple[int, int]
     """Outputs and inputs on a rank; those of each expert."""
     experts: int
-    """Number of experts on a rank; 0: the layer is no experts'."""
+    """Number of experts on a rank; 0: it is not a layer of experts."""
     wide: float
     """Seconds of the products in the wide format."""
     products: float

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megalith.cost.parts import Parts
 
 RATES: Mapping[Granularity, float] = {"tensor": 1.0, "row": 0.75, "tile": 0.68}
-"""Rate of products in 8 bits by the numbers that share a scale, beside that of products with a scale for each tensor. Tiles: fitted to the
+"""Rate of 8-bit products by the numbers that share a scale, relative to products with one scale for each tensor. Tiles: fitted to the
 H200 of docs/performance.md, "Products in 8 bits". Rows: from torchao's table of Llama 3 8B on 8 H100 (docs/source/workflows/training.md),
 which gains 25.0 % with scales of tensors, and 10.0 % with scales of rows."""
 
@@ -54,7 +54,7 @@ class FormattedProduct(NamedTuple):
     share: float
     """Share of the product's kernels that are computed so."""
     rate: float = 1.0
-    """Rate beside the device's usual one in this format."""
+    """Rate relative to the device's usual one in this format."""
 
 
 class Rounding(NamedTuple):
@@ -62,13 +62,13 @@ class Rounding(NamedTuple):
 
     product: Product
     numbers: float
-    """Numbers that are rounded, in all."""
+    """Total number of elements that are rounded."""
     bytes: float
     """Bytes that are moved for each."""
     kernels: float
-    """Kernels that are launched, in all."""
+    """Total number of kernels that are launched."""
     messages: float
-    """Messages that ask other ranks for maxima, in all."""
+    """Total number of messages that ask other ranks for maxima."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Ways:
 
     @classmethod
     def on(cls, device: Accelerator, narrow: Narrow, wide: str, *, ranks: int) -> "Ways":
-        """Return the ways of a device, without any layers. `ranks`: that hold a part of a tensor."""
+        """Return the ways of a device, without any layers. `ranks`: how many ranks hold a part of each tensor."""
         asked, whole = narrow.choices.multiply == "codes", PRECISIONS[narrow.precision].factors.name == "nvfp4"
         codes = asked and in_codes(narrow.choices, narrow.precision, device.compute_capability)
         return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))

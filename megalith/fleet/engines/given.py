@@ -44,7 +44,7 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
     if engine in ALLOCATES and "gpus_per_node" not in said:
         said["gpus_per_node"] = ranks if _on_gpus(spec, cluster) else 0
         if not said["gpus_per_node"] and spec.train.device != "cpu":
-            way_out = f"Give --gpus-per-node {ranks}, or name the cluster in the run file, if ranks are to have them."
+            way_out = f"Give --gpus-per-node {ranks}, or name the cluster in the run file, if the ranks need GPUs."
             advice.append(
                 Problem(
                     "advice",

@@ -129,5 +129,5 @@ def variables(launch: Launch) -> dict[str, str]:
 
 
 def exports(launch: Launch) -> str:
-    """The same as lines of shell."""
+    """Return the environment as lines of shell."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables(launch).items())

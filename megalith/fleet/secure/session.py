@@ -84,7 +84,7 @@ class ServerHandshake:
         self.greeting = MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[bytes, tuple[Opener, Sealer] | None]:
-        """Judge the client's PROOF_BYTES; what to reply, and both directions if it knows the key."""
+        """Judge the client's PROOF_BYTES. Return the reply, and both directions if the client knows the key."""
         nonces = self._nonce + proof[:NONCE_BYTES]
         if not self._key.proves(proof[NONCE_BYTES:], "client", nonces):
             return REFUSED, None
@@ -104,7 +104,7 @@ class ClientHandshake:
         self.proof = own + key.mac("client", self._nonces)
 
     def finish(self, reply: bytes) -> tuple[Sealer, Opener] | None:
-        """Both directions; None if the server's reply of REPLY_BYTES, or its refusal, does not show that it knows the key."""
+        """Return both directions; None if the server's reply of REPLY_BYTES, or its refusal, does not show that it knows the key."""
         if reply[:1] != ACCEPTED or not self._key.proves(reply[1:], "server", self._nonces):
             return None
         return Sealer(self._key, "from client", self._nonces), Opener(self._key, "from server", self._nonces)

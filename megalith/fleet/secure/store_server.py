@@ -287,7 +287,7 @@ class StoreServer:
         return all(key in self._values for key in keys)
 
     def _set(self, key: bytes, value: bytes) -> bytes | None:
-        """Write; the reply if there is no room."""
+        """Write a value. Return a reply if there is no room for it."""
         old = self._values.get(key)
         more = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._stored + more > self._limits.stored:

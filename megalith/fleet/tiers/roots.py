@@ -28,7 +28,7 @@ def memory_root(run_dir: Path, identity: str) -> Path:
 
 
 def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
-    """The same on the disks of its nodes; None: no copies go there."""
+    """Return the folder for a run's copies on the disks of its nodes; None: no copies go there."""
     return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
 
 

@@ -64,7 +64,7 @@ class ExpressedRow:
 
     @property
     def expert(self) -> bool:
-        """A mixture of experts."""
+        """True for a mixture of experts."""
         return any(isinstance(block.mlp, MoeSpec) for choice in self.choices[:1] for block in choice.model.blocks)
 
 

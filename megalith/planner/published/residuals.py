@@ -25,7 +25,7 @@ class Result:
     workload: Workload
     estimate: Estimate
     seconds: float | None
-    """Measured."""
+    """Measured seconds of a step."""
     memory: float
     """Predicted peak bytes of the rank that the source reports."""
 

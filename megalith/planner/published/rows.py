@@ -53,7 +53,7 @@ class Row:
 
     @property
     def scored(self) -> bool:
-        """Measured, the best version of its configuration, and without a contradiction in the source."""
+        """True if the row was measured, is the best version of its configuration, and its source does not contradict itself."""
         return self.text("primary") == "1" and self.text("value_kind") == "measured" and not self.text("flag")
 
     @property

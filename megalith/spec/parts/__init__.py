@@ -55,15 +55,15 @@ class Tensor(NamedTuple):
 
 
 class ModelPart(NamedTuple):
-    """An own part of every block of a model: a row that `model.attention`, `model.mlp` or `model.norm` names.
+    """Declaration of a user's own part, which every block of the model has: the object that `model.attention`, `model.mlp` or `model.norm`
+    names.
 
     `module` is called as Megalith's own part is: `module(dim, spec, rope_slot)` for an attention, `module(dim, spec)` for an MLP or a
     norm, with the `spec` that the part has (`spec.model.AttentionSpec`, `MlpSpec`, `NormSpec`). Its forward takes and returns
     x [batch, seq, dim]; an attention or an MLP also takes a `models.batch.Batch`. Sizes follow from `dim` and `spec`, so that
     parity can build a small one. Its only state is its parameters: it has no buffers, no state from step to step and no random
     numbers. Each tensor rank gets the whole sequence and its shares of the cut parameters, and Megalith adds up their results. An
-    MLP
-    or norm that cuts nothing works on each rank's part of the sequence; an attention that cuts nothing is computed by every rank.
+    MLP or norm that cuts nothing works on each rank's part of the sequence; an attention that cuts nothing is computed by every rank.
     Pipeline ranks hold whole blocks. Context ranks get their part of the sequence, and generation one token at a time: take
     positions from `batch.positions` or `batch.rotary`, and never count them from x.
     """

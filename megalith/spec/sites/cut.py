@@ -130,8 +130,8 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
 
 
 def verdict_bytes(steps: int = 0) -> int:
-    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: of so many sites, where merges are
-    asynchronous."""
+    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: for how many sites it holds a step, if merges
+    are asynchronous."""
     return VERDICT_BYTES + STEP_BYTES * steps + FRAME_BYTES
 
 

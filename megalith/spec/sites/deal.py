@@ -77,7 +77,7 @@ class Deal:
         return found
 
     def send(self, fragment: int, step: int) -> None:
-        """The sites that train take their differences of a fragment after `step` steps."""
+        """Record that the sites that train take their differences of a fragment after `step` steps."""
         self.counted[fragment] = self.count_in(fragment)
         if self.backlog is not None:
             self.backlog.send(fragment, step, self.due(step))

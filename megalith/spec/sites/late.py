@@ -38,12 +38,12 @@ class Backlog:
         return cls({number: {} for number in range(count)}, {number: {} for number in range(count)})
 
     def note(self, site: int, samples: int) -> None:
-        """A site reads samples."""
+        """Record that a site reads samples."""
         for each in self.read.values():
             each[site] = each.get(site, 0) + samples
 
     def send(self, fragment: int, sent: int, sites: Collection[int]) -> None:
-        """These sites take their differences of a fragment. A second call for the same step changes nothing."""
+        """Record that these sites take their differences of a fragment. A second call for the same step changes nothing."""
         due = self.due[fragment]
         for site in sites:
             if not due.get(site) or due[site][-1].sent != sent:

@@ -47,7 +47,7 @@ class SiteSpec(Spec):
     plan: Plan | None = Field(default=None, description="the whole plan of this site; default: the run's [plan]")
     share: PositiveInt | None = Field(
         default=None,
-        description="parts of every step's samples that this site reads, of the sum over all sites; default: the ranks of its plan",
+        description="samples of every step that this site reads, as parts of the sum over all sites; default: the ranks of its plan",
     )
 
 
@@ -75,7 +75,7 @@ class SitesSpec(Spec):
     top_k: PositiveInt | None = Field(
         default=None,
         lt=CHUNK,
-        description="the largest elements that are sent of each 4,096 of a matrix; default: all are sent",
+        description="how many of the largest elements are sent of each 4,096 of a matrix; default: all are sent",
     )
     error_feedback: bool = Field(default=True, description="add what rounding or top_k left out to the next difference")
     feedback_decay: PositiveFloat = Field(
@@ -84,8 +84,8 @@ class SitesSpec(Spec):
     staleness: NonNegativeInt = Field(
         default=0,
         le=15,
-        description="merges of its fragment that a site's difference may miss, and is merged later; a merge then waits only for a quorum. "
-        "0: it waits for all sites",
+        description="merges of its fragment that a site's difference may miss before it is merged. 0: a merge waits for all "
+        "sites; above 0: only for a quorum",
     )
     eager: bool = Field(
         default=False,
@@ -103,7 +103,7 @@ class SitesSpec(Spec):
     )
     decides: NonNegativeInt | None = Field(
         default=None,
-        description="number of a site that is enough for a quorum; default: more than half of the sites must be present",
+        description="number of the site whose presence is enough for a quorum; default: more than half of the sites must be present",
     )
     grace: PositiveFloat | None = Field(
         default=None,
@@ -116,7 +116,9 @@ class SitesSpec(Spec):
         default=(), description="folders of a run whose recorded merges are repeated, as `megalith replay` does; default: none"
     )
     link: LinkSpec | None = Field(
-        default=None, description="what `megalith plan` chooses a method for and predicts waits over; default: it predicts none"
+        default=None,
+        description="link between the sites, for which `megalith plan` chooses a method and predicts waits; default: it "
+        "predicts none",
     )
     tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 

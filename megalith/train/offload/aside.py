@@ -49,7 +49,7 @@ class Aside:
         self._end = 0
 
     def __call__(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Write a tensor behind the others. The function returned reads it into the host's memory."""
+        """Write a tensor after the others. The function returned reads it into the host's memory."""
         like = torch.empty_like(tensor, device="meta")
         octets = tensor.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be freed by resizing
         start, self._end = self._end, self._end + tensor.nbytes

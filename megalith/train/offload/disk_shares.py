@@ -42,7 +42,7 @@ class Segment:
 
 
 class LiveShare(Segment):
-    """A share that updates change, wherever its chunks count."""
+    """A share that updates change, read from the valid slot of each chunk."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LiveShare(Segment):
             yield first, self.values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write the box of the share that begins at `offset`. It counts at once."""
+        """Write the box of the share that begins at `offset`. It is valid at once."""
         if tuple(values.shape) != self.shape:
             box = whole = torch.cat([piece.clone() for _, piece in self.pieces()]).view(self.shape)
             for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):
@@ -111,7 +111,7 @@ class ShareSnapshot(Segment):
             yield first, self.values(body, 0, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Refuse to: a checkpoint has these values."""
+        """Refuse to write: a checkpoint holds these values."""
         raise ValueError(
             f"{self._file.path} is held by a checkpoint, so it cannot be filled at {tuple(offset)}. Fill the live share"
         )

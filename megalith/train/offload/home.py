@@ -74,7 +74,7 @@ class Host:
     """State in the host's memory, updated there."""
 
     def __init__(self, lots: Mapping[str, Lot], *, weights: bool = False) -> None:
-        """`weights`: the weights that compute are made from these master weights at each gather."""
+        """`weights`: the compute weights are made from these master weights at each gather."""
         self.lots = lots
         self.held: dict[tuple[Slot, str], Tensor] = {}
         for name, lot in lots.items():
@@ -86,7 +86,7 @@ class Host:
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are here too, or their lower halves."""
+        """True if this home also holds the master weights, or their lower halves (`spec.state.LOWER`)."""
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
@@ -103,7 +103,7 @@ class Host:
                 part.weight.copy_(weight)
 
     def publish(self) -> None:
-        """Let the weights that compute be what the master weights say, which were loaded."""
+        """Make the compute weights from the master weights, which were loaded."""
         for (slot, name), held in self.held.items():
             if slot == MASTER:
                 self.lots[name].weight.take_over(0, held)
@@ -129,7 +129,7 @@ class Disk:
     tensors that are here."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
-        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once. `weights`: the weights that compute
+        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once. `weights`: the compute weights
         are made from these master weights at each gather."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
@@ -168,7 +168,7 @@ class Disk:
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are here too, or their lower halves."""
+        """True if this home also holds the master weights, or their lower halves (`spec.state.LOWER`)."""
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
@@ -190,7 +190,7 @@ class Disk:
                 resident.copy_(weight)
 
     def publish(self) -> None:
-        """Let the weights that compute be what the master weights say, which were loaded."""
+        """Make the compute weights from the master weights, which were loaded."""
         for (slot, name), stored in self.held.items():
             if slot == MASTER and self.lots[name].weight.source is None:
                 for first, numbers in stored.pieces():
@@ -271,7 +271,7 @@ def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
 
 
 def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
-    """The shape of a slot's piece of so many of the share's numbers."""
+    """Return the shape of a slot's piece for this many numbers of the share."""
     if lot.whole:
         return slot.shape_of(lot.share.shape)
     columns = lot.share.shape[-1] if slot.block else 1

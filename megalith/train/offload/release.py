@@ -90,9 +90,9 @@ class Release:
         self.norms: dict[str, Norms] = {}
         """Norms of the last pass's gradients, before any clipping, by parameter."""
         self.odd: dict[str, Tensor] = {}
-        """How many elements of them were not finite."""
+        """The number of their elements that were not finite."""
         self.marks: list[tuple[str, object, object]] = []
-        """When the last pass updated."""
+        """Marks of the clock while the last pass updated."""
         self.asked: UpdateRequest | None = None
         """The last pass; None: it was taken back, or its update counts."""
 

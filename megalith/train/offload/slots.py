@@ -33,7 +33,7 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Return the most bytes that files of this process take besides older checkpoints: two slots, and a third that replaces a slot
+        """Return the most bytes that files of this process take, older checkpoints excluded: two slots, and a third that replaces a slot
         held by the newest checkpoint."""
         return DISK_SLOTS * self.layout.bytes
 

@@ -44,8 +44,8 @@ def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
 
 
 def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> bool:
-    """Return True if update `update` (0 is the first) of `steps` is in the decay at the end of `wsd` or `1-sqrt`, or in a branch's own:
-    its rate is lower than the one before the decay."""
+    """Return True if an update lies in the decay at the end of `wsd` or `1-sqrt`, or in that of a branch: its rate is lower than the one
+    before the decay. `update`: its number, from 0. `steps`: all updates of the run."""
     if branch is not None and branch.decay:
         return update >= branch.updates
     total = steps if branch is None else branch.steps

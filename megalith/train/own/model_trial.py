@@ -118,7 +118,8 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
     if not _same(out, total):
         raise own.OwnPartError(
             f"the declared cuts of {declared.name} do not add up to the whole: two tensor ranks are off by {_gap(out, total):.2g} of it. "
-            "Correct `cut`; sizes must follow from x and the parameters, and what comes after a cut along the inputs must be added once"
+            "Correct `cut`; sizes must follow from x and the parameters, and anything added after a cut along the "
+            "inputs (a bias) must be added on one rank only"
         )
     (total * weight).sum().backward()
     for name, tensor in declared.tensors.items():

@@ -139,7 +139,7 @@ class Council(SiteMessenger):
         return found
 
     def _in_line(self, merge: Pending, ask: Callable[[Pending], T | None]) -> T | None:
-        """Return the answer of `ask`. If there can be none in this line, meet the others for another."""
+        """Return the answer of `ask`. If this line can no longer agree, meet the other sites to form a new line."""
         if self._gone is not None:
             self._meet_again(*self._gone)
             return None
@@ -298,8 +298,8 @@ class Council(SiteMessenger):
     # --- the end ---
 
     def end(self, number: int, step: int, mark: str, members: Mapping[int, int], *, seconds: float) -> bool | None:
-        """Say that this site has saved all `number` merges of the run. True once it may end; False if a site asks for the weights, and None
-        if `seconds` were not enough: then the caller must call again. Other arguments are those of `decide`. Raises PeerGone."""
+        """Announce that this site has saved all `number` merges of the run. True once it may end; False if a site asks for the weights,
+        and None if `seconds` were not enough: then the caller must call again. Other arguments are those of `decide`. Raises PeerGone."""
         return self._wire is None or self._agreed(Pending(number, 0, step, step, members, mark), self._ended, seconds)
 
     def _ended(self, merge: Pending) -> bool | None:

@@ -17,12 +17,12 @@ class Leaving:
     def __init__(self, site: int) -> None:
         self._site = site
         self.own: End | None = None
-        """This site's word, once it has saved them."""
+        """This site's message, once it has saved them."""
         self._others: dict[int, End] = {}
         self._since: float | None = None
 
     def note(self, site: int, end: End) -> None:
-        """Take note of the word of a site, which stays true in any line."""
+        """Record the message of a site, which is valid in every line."""
         self._others[site] = end
 
     def saved(self, mark: str) -> set[int]:
@@ -35,7 +35,7 @@ class Leaving:
 
     def close(self, wire: Wire, seconds: float, *, patience: float, beat: Callable[[], object]) -> bool:
         """End the connections; True once the others have what this site has sent, or the patience is over. False if `seconds` were not
-        enough, and the call is to be made again."""
+        enough; the caller must then call again."""
         began = time.monotonic()
         self._since = began if self._since is None else self._since
         while not wire.close(seconds=TURN_SECONDS):

@@ -34,14 +34,14 @@ class Line(NamedTuple):
 
 
 class Meeting:
-    """The words of the others about themselves, since site `site` last began to take part in a line."""
+    """The messages of the other sites about their state, since site `site` last began to take part in a line."""
 
     def __init__(self, spec: SitesSpec, site: int, roll: SiteRoster) -> None:
         self._spec, self._site, self._roll = spec, site, roll
         self._hellos: dict[int, Hello] = {}
 
     def note(self, site: int, hello: Hello) -> None:
-        """Take note of how a site stands."""
+        """Record the state of a site."""
         self._hellos[site] = hello
 
     def forget(self, site: int) -> None:
@@ -105,9 +105,9 @@ def caller(offers: dict[int, Hello]) -> int | None:
 
 
 def no_quorum(spec: SitesSpec, site: int, wire: Wire, limit: float) -> PeerGone:
-    """Return the reason why a site ends that has met too few others for `limit` seconds."""
+    """Return the error that ends a site which has been connected to too few others for `limit` seconds."""
     need = f"more than half of the {spec.count} sites" if spec.decides is None else f"site {spec.decides}"
     away = [other for other in range(spec.count) if other != site and not wire.connected(other)]
     why = "; ".join(f"site {other}: {wire.trouble(other)}" for other in away)
     refused = f". {wire.turned_away} connections did not prove the run's key" if wire.turned_away else ""
-    return PeerGone(f"no quorum within {limit:.0f} s: {need} must be there, and site {site} misses {why}{refused}")
+    return PeerGone(f"no quorum within {limit:.0f} s: site {site} needs {need}, and is not connected to {why}{refused}")

@@ -88,7 +88,7 @@ class Sites:
         return self.progress.ended(self.total)
 
     def note(self, loss: float) -> None:
-        """Take note of the loss of a step of this site."""
+        """Record the loss of a step of this site."""
         self._losses.append(loss)
 
     def agree(self, flag: bool) -> bool:
@@ -147,7 +147,7 @@ class Sites:
     # --- steps ---
 
     def deal(self, step: int) -> StepShare:
-        """Deal out the samples of the step that `step` steps were done before."""
+        """Deal out the samples of the step that follows `step` finished steps."""
         deal = self.progress.deal
         schedule = self._phases.steps_in(deal.dealt)
         shares = deal.deal(step, self._phases, self.total)
@@ -167,8 +167,8 @@ class Sites:
 
     def after_step(self, step: int, *, stop: bool) -> Round:
         """Send and merge what is due after `step` steps of the run; everything, if no samples are left. `stop`: this site was asked to
-        stop, and tells the others with its next message. Without it the others may go on; if they do not, all stop with the same
-        merge. If they are not there, this site stops before a merge (`Progress.midway`), and another call makes the rest."""
+        stop, and tells the others with its next message. The others may continue without it; if they do not, all stop with the same
+        merge. If they are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining merges."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -382,8 +382,8 @@ class Sites:
         return found
 
     def _eager(self, name: str, own: Tensor | None, counted: Sequence[int]) -> Tensor:
-        """Return what this rank's share of an anchor would be if a merge had the site's own difference alone, counted as it will be; the
-        anchor itself where the site sent none."""
+        """Return this rank's share of an anchor after a merge of the site's own difference alone, with the weight that it will have.
+        Return the anchor itself if the site sent none."""
         anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
         if own is not None:
             own = own.to(anchor.device) * (counted[self.site] / sum(counted))
@@ -422,7 +422,7 @@ class Sites:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The merged weights are the model's while the block runs."""
+        """Use the merged weights in the model while the block runs."""
         self.state.swap()
         try:
             yield

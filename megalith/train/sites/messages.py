@@ -83,7 +83,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Start:
-    """All begin: from the checkpoint `cut`, or from the first weights."""
+    """Message to all sites to begin: from the checkpoint `cut`, or from the first weights."""
 
     kind = b"s"
     line: str

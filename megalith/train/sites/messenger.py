@@ -104,7 +104,7 @@ class SiteMessenger:
         return self._joining.fragment_values(fragment)
 
     def send_ready(self) -> None:
-        """Say that this site has all merges so far, and can train."""
+        """Announce that this site has all merges so far, and can train."""
         self._joining.asks = Ready(self.line)
         if self.decides:
             self._joining.ready.add(self.site)
@@ -118,7 +118,7 @@ class SiteMessenger:
 
     def close(self, seconds: float) -> bool:
         """End the connections; True once the others have what this site has sent, or the patience is over. False if `seconds` were not
-        enough, and the call is to be made again."""
+        enough; the caller must then call again."""
         if self._wire is None:
             return True
         return self._leaving.close(self._wire, seconds, patience=self._patience, beat=self._beat)

@@ -17,7 +17,7 @@ class Pace:
         self.rounds: deque[float] = deque(maxlen=ROUNDS)
 
     def merged(self, fragment: int, *, due: float, now: float) -> None:
-        """Take note of a merge that became due at one time and is decided at another."""
+        """Record when a merge became due, and when it is decided."""
         if fragment in self._merged:
             self.rounds.append(due - self._merged[fragment])
         self._merged[fragment] = now

@@ -22,7 +22,7 @@ class SiteRoster:
         return site in self._newest
 
     def came(self, site: int, start: bytes) -> bool:
-        """Take note of a connection; True if it is to a start that was not known."""
+        """Record a connection; return True if it is to a start that was not known."""
         new = self._newest.get(site) != start
         self._newest[site] = start
         return new
@@ -32,24 +32,24 @@ class SiteRoster:
         return self._newest.get(site) == start
 
     def spoke(self, site: int) -> None:
-        """Take note of words about this line."""
+        """Record a message about this line."""
         self._spoke[site] = self._newest[site], time.monotonic()
 
     def begin(self) -> None:
-        """All sites that have come take part in a new line, in which none has sent a message yet."""
+        """Let all sites that have come take part in a new line, in which none has sent a message yet."""
         self._ours = dict(self._newest)
         self._spoke.clear()
 
     def join(self, site: int) -> None:
-        """The newest start of a site takes part."""
+        """Record that the newest start of a site takes part."""
         self._ours[site] = self._newest[site]
 
     def expect(self, site: int) -> None:
-        """The newest start of a site takes part, unless an earlier one does."""
+        """Record that the newest start of a site takes part, unless an earlier one does."""
         self._ours.setdefault(site, self._newest[site])
 
     def leave(self, site: int) -> None:
-        """A site no longer takes part, whatever it sent before."""
+        """Record that a site no longer takes part, whatever it sent before."""
         self._ours.pop(site, None)
         self._spoke.pop(site, None)
 

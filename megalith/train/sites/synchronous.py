@@ -40,7 +40,7 @@ class SynchronousSites(Sites):
         self.step_hooks = (_Exchange(self),)
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
-        """Replace this rank's gradients of the step that `step` steps were done before, in place, by their mean over all sites. `loss`:
+        """Replace, in place, this rank's gradients of the step that follows `step` finished steps by their mean over all sites. `loss`:
         this rank's part of the site's loss, which the others learn with the gradients. Raises StopAsked, after which the step's samples are
         not dealt out."""
         self.note(sum(self._ranks.all_gather(loss)))
@@ -60,7 +60,7 @@ class SynchronousSites(Sites):
         return super().deal(step)
 
     def due(self, step: int) -> bool:
-        """False: what is exchanged is so within the step."""
+        """False: all exchanges are done within the step."""
         return False
 
     def after_step(self, step: int, *, stop: bool) -> Round:

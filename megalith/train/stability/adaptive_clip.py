@@ -33,8 +33,8 @@ class AdaptiveClip:
         shared: SharedParameters,
         groups: Groups,
     ) -> None:
-        """`usual`: fp32 [parameters of the model], a part of the state, which `commit` changes. `names`: of these parameters. `parameters`,
-        `shared`: this rank's."""
+        """`usual`: the usual gradient norm of each parameter of the model, in the order of `names`; fp32, a part of the state, changed by
+        `commit`. `parameters`, `shared`: those of this rank."""
         self.spec, self.usual, self.groups, self.parameters = spec, usual, groups, parameters
         self._place = {name: number for number, name in enumerate(names)}
         self._counted = gradients.counted(parameters, shared, groups)

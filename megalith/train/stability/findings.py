@@ -46,7 +46,8 @@ class SampleLoss:
 
 @dataclass(frozen=True)
 class RecomputedWindow:
-    """A window of recomputed steps. `step`: the first with other numbers; None: there is none. `was`, `now`: its loss."""
+    """A window of recomputed steps. `step`: the first one that gave other numbers; None: all gave the same. `was`, `now`: its
+    loss in the run and in the recomputation."""
 
     steps: int
     step: int | None = None
@@ -64,7 +65,7 @@ class OutputGrowth:
 
 
 def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Sequence[str]) -> OutputGrowth | None:
-    """Return the first part, in the `order` of the model, whose largest output grew by half or is not finite; None: none did."""
+    """Return the first part, in the `order` of the model, whose largest output grew by half or is not finite; None if no output did."""
     for part in order:
         if part in was and part in now and math.isfinite(was[part]) and not now[part] <= MOVED * was[part]:
             return OutputGrowth(part, was[part], now[part])
