@@ -263,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.addresses_are_each_sites),
     Rule("sites", sites.sites_are_numbered),
     Rule("sites", sites.each_site_has_a_table),
+    Rule("sites", sites.names_tell_sites_apart),
     Rule("sites", sites.each_cluster_has_the_ranks),
     Rule("sites", each_site_can_train),
     Rule("sites", sites.returned_samples_can_be_trained),

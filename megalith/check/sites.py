@@ -15,6 +15,9 @@ from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
 
+LONGEST_NAME = 40
+"""Characters of a site's name, which stands in tables and sentences."""
+
 
 def merges_fit_the_round(case: Case) -> Found:
     """Each fragment is merged once in a round, and has arrived before it is sent again."""
@@ -199,6 +202,22 @@ def each_site_has_a_table(case: Case) -> Found:
     if sites is not None and sites.each and len(sites.each) != sites.count:
         reason = f"are {len(sites.each)} tables for sites.count = {sites.count}"
         yield error("sites.each", len(sites.each), reason, "Write one for each site, in the order of their numbers, or none.")
+
+
+def names_tell_sites_apart(case: Case) -> Found:
+    """The name of a site fits in a line, and no other site has it."""
+    sites = case.spec.sites
+    seen = dict[str, int]()
+    for number in range(sites.count if sites is not None and sites.each else 0):
+        assert sites is not None
+        name, key = sites.named(number), f"sites.each.{number}.name"
+        if not name.strip() or not name.isprintable() or len(name) > LONGEST_NAME:
+            reason = f"is not a name of 1 to {LONGEST_NAME} printable characters"
+            yield error(key, name, reason, 'Write one such as "oslo".')
+        elif name in seen:
+            reason = f"is also the name of site {seen[name]}, so messages and tables could not tell them apart"
+            yield error(key, name, reason, "Give each site a name of its own.")
+        seen.setdefault(name, number)
 
 
 def each_cluster_has_the_ranks(case: Case) -> Found:

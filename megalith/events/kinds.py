@@ -123,7 +123,8 @@ class Merge(Event):
     among from here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
     one. `decided`: the site that decided about it; None in logs of earlier versions. Where merges are asynchronous, `merged` names a site
     once for each of its differences, and each of these has in `taken` the step after which it was taken, in `ages` the merges of its
-    fragment that it has missed, and in `weights` its weight in the mean."""
+    fragment that it has missed, and in `weights` its weight in the mean. `names`: of all sites, in the order of their
+    numbers, if the run file gives them."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -149,6 +150,11 @@ class Merge(Event):
     taken: list[int] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def named(self, site: int) -> str:
+        """Return the name of a site."""
+        return self.names[site] if site < len(self.names) else f"site {site}"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
     if sites is None:
         return []
     found, named = list[Problem](), any(one.cluster is not None for one in sites.each)
-    if out and (len(Phases.of(spec).all) > 1 or (sites.each and not named)):
+    if out and (len(Phases.of(spec).all) > 1 or (sites.plans and not named)):
         reason = (
             "writes the plan and batch of one site, and this run has phases, or tables of sites (sites.each) without clusters"
         )

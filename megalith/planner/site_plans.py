@@ -15,7 +15,7 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import SiteSpec, SitesSpec
+from megalith.spec.sites import SitesSpec
 
 PARTS = 64
 """The most parts into which a step's samples are cut."""
@@ -65,6 +65,7 @@ class SitesResult:
         longest = max(self.steps)
         return [
             {
+                "site": self.sites.named(site),
                 "cluster": ask.run.cluster,
                 "share": share,
                 "samples": ask.run.train.global_batch,
@@ -73,7 +74,9 @@ class SitesResult:
                 "plan": found.choices[0].plan.model_dump(),
                 "memory": found.choices[0].estimate.memory.total,
             }
-            for ask, share, step, found in zip(self.asks, _shares(self.sites), self.steps, self.found, strict=True)
+            for site, (ask, share, step, found) in enumerate(
+                zip(self.asks, _shares(self.sites), self.steps, self.found, strict=True)
+            )
         ]
 
 
@@ -163,9 +166,7 @@ def _planned(
 ) -> SitesResult:
     """Find the best plan of each site for its share."""
     assert request.sites is not None and request.resolved is not None
-    each = tuple(
-        SiteSpec(cluster=one.cluster, plan=one.plan, share=share) for one, share in zip(request.sites.each, shares, strict=True)
-    )
+    each = tuple(one.model_copy(update={"share": share}) for one, share in zip(request.sites.each, shares, strict=True))
     sites = request.sites.model_copy(update={"each": each})
     part = request.resolved.spec.train.global_batch // sites.parts
     tokens = None if request.tokens is None else request.tokens * part / request.run.train.global_batch

@@ -34,7 +34,10 @@ def merge_section(run: History) -> str:
     ]
     losses = [
         Series(
-            f"site {site}", [(one.step, loss) for one in shown for at, loss in _by_site(one) if at == site], site % 8, dots=True
+            made[-1].named(site),
+            [(one.step, loss) for one in shown for at, loss in _by_site(one) if at == site],
+            site % 8,
+            dots=True,
         )
         for site in sorted({site for one in shown for site, _ in _by_site(one)})
     ]

@@ -290,10 +290,10 @@ def across(found: PlanResult) -> str:
 def sites(found: SitesResult) -> Table:
     """Results of all sites, one a row."""
     drawn = columns("site", "cluster", "share", "samples", "layout", "step", "waits", "GiB")
-    for number, (one, row) in enumerate(zip(found.found, found.to_json(), strict=True)):
+    for one, row in zip(found.found, found.to_json(), strict=True):
         drawn.add_row(
-            str(number), escape(row["cluster"]), str(row["share"]), f"{row['samples']:,}", short(one.choices[0].plan), seconds(row["step"]),
-            f"{row['idle']:.1%}", f"{row['memory'] / GIB:.1f}",
+            escape(row["site"]), escape(row["cluster"]), str(row["share"]), f"{row['samples']:,}", short(one.choices[0].plan),
+            seconds(row["step"]), f"{row['idle']:.1%}", f"{row['memory'] / GIB:.1f}",
         )  # fmt: skip
     return drawn
 

@@ -322,7 +322,9 @@ def sites(source: Source, asked: Asked) -> dict[str, Any]:
     return {
         "merges": [
             {"step": one.step, "sent_after": one.sent, "fragment": one.fragment, "norm": one.norm, "spread": one.spread,
-             "losses": one.losses, "waited": one.waited, "seconds": one.seconds}
+             "losses": one.losses, "waited": one.waited, "seconds": one.seconds,
+             "merged": [one.named(site) for site in one.merged], "left": [one.named(site) for site in one.left],
+             "joined": [one.named(site) for site in one.joined]}
             for one in made
         ],
         "sites": last.sites if last else None,

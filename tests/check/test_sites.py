@@ -83,6 +83,29 @@ def test_a_site_with_a_plan_of_its_own_is_valid() -> None:
     assert not [one for one in check(run, files=False) if one.severity == "error"]
 
 
+def test_names_of_sites_tell_them_apart() -> None:
+    """A name may be given to some sites only. Tables that only name sites leave the run's plan and batch as they are."""
+    run = tiny_run(sites={"each": [{"name": "oslo"}, {}]})
+    assert at_site(run) == run and run.sites is not None and run.sites.names == ("oslo", "site 1")
+    assert (
+        tiny_run(sites={"each": [{}, {}]}).sites.names == ()
+        and _keys(sites={"inner_steps": 2, "each": [{"name": "oslo"}, {}]}) == []
+    )
+    for first, second, key in (
+        ("oslo", "oslo", 1),
+        ("site 1", None, 1),
+        (" ", "oslo", 0),
+        ("two\nlines", None, 0),
+        ("o" * 41, None, 0),
+    ):
+        each = [{"name": first}, {"name": second}]
+        assert _keys(sites={"inner_steps": 2, "each": each}) == [f"sites.each.{key}.name"]
+    own = at_site(
+        tiny_run(sites={"each": [{"name": "oslo", "plan": {"data": 2}}, {"name": "bergen"}]}, train={"global_batch": 12}), 1
+    )
+    assert own.sites is not None and own.sites.names == ("oslo", "bergen") and own.plan.data == 1
+
+
 @pytest.mark.parametrize(
     ("key", "each", "batch"),
     [

@@ -324,6 +324,7 @@ def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: py
 def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
     """Totals include all merges, even those that are no longer drawn."""
     merge = {"fragment": 0, "sites": 3, "losses": [3.0, None, 3.2], "bytes_received": 0, "seconds": 0.5}
+    merge |= {"merged": [0, 1, 2], "left": [3], "names": ["oslo", "bergen", "turku", "umea"]}
     made = [
         events.Merge(step=10 * i, sent=10 * i, bytes_sent=700, waited=0.25, norm=1.0 / i, spread=0.5 / i, **merge)
         for i in range(1, panels.POINTS + 11)
@@ -333,6 +334,7 @@ def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
     assert found["merges"][-1] == {
         "step": made[-1].step, "sent_after": made[-1].sent, "fragment": 0, "norm": made[-1].norm, "spread": made[-1].spread,
         "losses": [3.0, None, 3.2], "waited": 0.25, "seconds": 0.5,
+        "merged": ["oslo", "bergen", "turku"], "left": ["umea"], "joined": [],
     }  # fmt: skip
     assert found["sent"] == 700 * len(made) and found["waited"] == 0.25 * len(made)
     assert found["instead"] == 4 * start().parameters * made[-1].step * 2, "to each of two others"

@@ -15,7 +15,7 @@ from megalith.fleet.secure import key
 from megalith.machine import parent_watch
 from megalith.spec.files import FILE
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import folder_of
+from megalith.spec.sites import folder_of, usual_name
 
 LOG = "train.log"
 """The output of a further site's command, in the site's folder."""
@@ -41,9 +41,11 @@ class Siblings:
         sites: Sequence[int],
         quorum: Callable[[Collection[int]], bool],
         more: Sequence[str],
+        named: Callable[[int], str] = usual_name,
     ) -> None:
-        """`quorum`: true of sites that may merge without the others. `more`: further arguments of each command."""
-        self._sites, self._quorum = tuple(sites), quorum
+        """`quorum`: true of sites that may merge without the others. `more`: further arguments of each command. `named`: the name of a
+        site."""
+        self._sites, self._quorum, self._named = tuple(sites), quorum, named
         self._folders = [folder_of(run_dir, site) for site in sites]
         self._processes = [_start(request, folder, site, more) for site, folder in zip(sites, self._folders, strict=True)]
 
@@ -53,7 +55,7 @@ class Siblings:
         failed = [site for site, status in ended.items() if status is not None and status not in ORDERLY]
         if failed and not self._quorum({0, *self._sites} - set(failed)):
             folders = dict(zip(self._sites, self._folders, strict=True))
-            each = "; ".join(f"site {site} ended with status {ended[site]}: see {folders[site] / LOG}" for site in failed)
+            each = "; ".join(f"{self._named(site)} ended with status {ended[site]}: see {folders[site] / LOG}" for site in failed)
             text = f"{each}. The other sites form no quorum. Run the same command again once the cause is removed"
             raise SiteEndedError(text, ended[failed[0]] or 0)
 
@@ -61,13 +63,13 @@ class Siblings:
         """Wait for the other sites, once the first has ended with this status: after status 0 they end by themselves within `patience`
         seconds, else they are asked to stop. Returns a sentence for each site that ended in another way."""
         found = []
-        for process, folder in zip(self._processes, self._folders, strict=True):
+        for site, process, folder in zip(self._sites, self._processes, self._folders, strict=True):
             if code or not _ends(process, patience):
                 process.terminate()
                 if not _ends(process, LEAVE_SECONDS):
                     process.kill()
             if (other := process.wait()) != code:
-                found.append(f"{folder.name} ended with status {other}: see {folder / LOG}")
+                found.append(f"{self._named(site)} ended with status {other}: see {folder / LOG}")
         return found
 
 
@@ -79,7 +81,7 @@ def running(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence
     if sites:
         os.environ.update(key.of_run(run_dir).variables)  # all of them have the first one's
     quorum = spec.sites.quorum if spec.sites is not None else bool
-    siblings = Siblings(request, run_dir, sites, quorum, more)
+    siblings = Siblings(request, run_dir, sites, quorum, more, usual_name if spec.sites is None else spec.sites.named)
     try:
         yield siblings
     except BaseException:

@@ -34,6 +34,7 @@ from megalith.spec.sites.table import (
     own_batch,
     part_of_batch,
     unit_of,
+    usual_name,
     within,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "places_bytes",
     "sent_after",
     "unit_of",
+    "usual_name",
     "verdict_bytes",
     "wire_bytes",
     "within",

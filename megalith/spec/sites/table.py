@@ -38,9 +38,17 @@ class TlsSpec(Spec):
     authority: Path = Field(description="certificate of the authority that signed the certificates of all sites")
 
 
-class SiteSpec(Spec):
-    """The devices, the plan and the share of one site."""
+def usual_name(site: int) -> str:
+    """Return the name of a site that the run file gives none."""
+    return f"site {site}"
 
+
+class SiteSpec(Spec):
+    """The name, the devices, the plan and the share of one site."""
+
+    name: str | None = Field(
+        default=None, description='name of this site in messages, events and pages; default: its number, such as "site 0"'
+    )
     cluster: str | None = Field(
         default=None, description="devices of this site, which `megalith plan` plans for; default: the run's cluster"
     )
@@ -49,6 +57,11 @@ class SiteSpec(Spec):
         default=None,
         description="samples of every step that this site reads, as parts of the sum over all sites; default: the ranks of its plan",
     )
+
+    @property
+    def differs(self) -> bool:
+        """True if the table has more than a name."""
+        return (self.cluster, self.plan, self.share) != (None, None, None)
 
 
 class SitesSpec(Spec):
@@ -150,6 +163,17 @@ class SitesSpec(Spec):
         given = [one.share or 1 for one in self.each]
         return tuple(share // gcd(*given) for share in given) if len(set(given)) > 1 else ()
 
+    def named(self, site: int) -> str:
+        """Return the name of a site."""
+        own = self.each[site].name if site < len(self.each) else None
+        return usual_name(site) if own is None else own
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each site; empty if the run file gives none."""
+        given = any(one.name is not None for one in self.each)
+        return tuple(self.named(site) for site in range(self.count)) if given else ()
+
     @property
     def parts(self) -> int:
         """The smallest number of equal parts in which a step's samples can be divided among the sites."""
@@ -187,15 +211,16 @@ class SitesSpec(Spec):
 def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":
     """Return a run as the command of one site trains it: its cluster and plan are that site's, and each site's table gives its plan and
     share, and its cluster if any table does. `site`: its number; None: the one that the run names, else the first. A run without such
-    tables is returned as it is."""
-    if spec.sites is None or not spec.sites.each:
+    tables, or whose tables only name sites, is returned as it is."""
+    if spec.sites is None or not any(one.differs for one in spec.sites.each):
         return spec
     number = (spec.sites.site or 0) if site is None else site
     named = any(one.cluster is not None for one in spec.sites.each)
 
     def whole(one: SiteSpec) -> SiteSpec:
         plan = one.plan or spec.plan
-        return SiteSpec(cluster=(one.cluster or spec.cluster) if named else None, plan=plan, share=one.share or plan.ranks)
+        cluster = (one.cluster or spec.cluster) if named else None
+        return SiteSpec(name=one.name, cluster=cluster, plan=plan, share=one.share or plan.ranks)
 
     each = tuple(map(whole, spec.sites.each))
     sites, here = spec.sites.model_copy(update={"each": each}), each[number] if number < len(each) else SiteSpec()

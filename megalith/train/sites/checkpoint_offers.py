@@ -23,8 +23,8 @@ def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) ->
         return None, min(offered) if decides is None else decides
     if decides is not None and not offered.get(decides):
         raise ValueError(
-            f"sites.decides = {decides}, and site {decides} has no checkpoint of the run, but others have one of step {newest.step}. "
-            "Copy its run folder back, or name a site that has one"
+            f"sites.decides = {decides}, and {spec.named(decides)} has no checkpoint of the run, but others have one of step "
+            f"{newest.step}. Copy its run folder back, or name a site that has one"
         )
     trained = {site for site, cuts in offered.items() if cuts and site in newest.members}
     usable = {cut for cut in every if trained and trained <= set(holders[cut])} or {

@@ -219,7 +219,9 @@ class Council(SiteMessenger):
             hoped = here | may_come | {site for site in self._roll.followers() if self._is_near(site, waited)}
             if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
                 away = (set(range(self.spec.count)) - here) | (due - got)
-                raise PeerGone(f"{are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
+                raise PeerGone(
+                    f"{are(away, self.spec)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}"
+                )
             return None
         left = merge.stale | {site for site in members if site != self.site and not self._roll.takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
@@ -254,7 +256,7 @@ class Council(SiteMessenger):
         silent = now - max(began, self._roll.last_word(self.decider))
         if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
             what = "has made later merges than the one that is due here" if missed else "is away"
-            raise PeerGone(f"site {self.decider}, which decides, {what}: waited {now - began:.0f} s at step {step}")
+            raise PeerGone(f"{self.spec.named(self.decider)}, which decides, {what}: waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait for the differences that a verdict merges; True once they are there, False if `seconds` were not enough and the caller
@@ -263,7 +265,8 @@ class Council(SiteMessenger):
         while missing := {site for site, sent in verdict.takes(self._waiting) if site not in self._there(verdict.fragment, sent)}:
             if time.monotonic() - self._decided_at >= self.pace.grace:
                 raise PeerGone(
-                    f"{are(missing)} away from site {self.site}, and the others have merged the differences sent after step {verdict.sent}"
+                    f"{are(missing, self.spec)} away from {self.spec.named(self.site)}, and the others have merged the "
+                    f"differences sent after step {verdict.sent}"
                 )
             if time.monotonic() - began >= seconds:
                 return False
@@ -321,7 +324,7 @@ class Council(SiteMessenger):
         if not enough and self.decides and waited >= self._patience:
             others = set(range(self.spec.count)) - saved
             text = "and no quorum has saved the run's last merge"
-            raise PeerGone(f"{are(others)} away, {text}: waited {waited:.0f} s at step {merge.step}")
+            raise PeerGone(f"{are(others, self.spec)} away, {text}: waited {waited:.0f} s at step {merge.step}")
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:

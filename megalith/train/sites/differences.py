@@ -1,10 +1,11 @@
 """The differences of fragments that the leader of a site has at hand: its own, and those of the other sites."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from megalith.spec.sites import usual_name
 from megalith.train.sites.messages import Difference, Verdict
 
 SAME = "All sites must run the same version and run file"
@@ -17,9 +18,10 @@ class OutOfStepError(RuntimeError):
 class Differences:
     """Differences that have come or were sent, and may still be merged. Each line has its own."""
 
-    def __init__(self, site: int, *, kept: int = 1, late: int = 0) -> None:
+    def __init__(self, site: int, *, kept: int = 1, late: int = 0, named: Callable[[int], str] = usual_name) -> None:
         """`kept`: how many of this site's differences of each fragment may have to be sent again. `late`: how many of a site's
-        differences of a fragment a merge may lack that is later than they are."""
+        differences of a fragment a merge may lack that is later than they are. `named`: the name of a site."""
+        self._named = named
         self._site, self._late = site, late
         self._there: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
         self._own = defaultdict[int, deque[Difference]](lambda: deque(maxlen=kept))  # the newest of each fragment
@@ -65,8 +67,8 @@ class Differences:
         for (site, _), one in zip(takes, found, strict=True):
             if len(one.encoded) != bytes_each:
                 raise OutOfStepError(
-                    f"site {site} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and site {self._site} "
-                    f"expects {bytes_each}. {SAME}"
+                    f"{self._named(site)} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and "
+                    f"{self._named(self._site)} expects {bytes_each}. {SAME}"
                 )
         own = verdict.newest.get(self._site, -1) if self._late else verdict.sent
         self._merged[verdict.fragment] = max(own, self._merged.get(verdict.fragment, -1))

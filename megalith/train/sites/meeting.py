@@ -106,8 +106,8 @@ def caller(offers: dict[int, Hello]) -> int | None:
 
 def no_quorum(spec: SitesSpec, site: int, wire: Wire, limit: float) -> PeerGone:
     """Return the error that ends a site which has been connected to too few others for `limit` seconds."""
-    need = f"more than half of the {spec.count} sites" if spec.decides is None else f"site {spec.decides}"
+    need = f"more than half of the {spec.count} sites" if spec.decides is None else spec.named(spec.decides)
     away = [other for other in range(spec.count) if other != site and not wire.connected(other)]
-    why = "; ".join(f"site {other}: {wire.trouble(other)}" for other in away)
+    why = "; ".join(f"{spec.named(other)}: {wire.trouble(other)}" for other in away)
     refused = f". {wire.turned_away} connections did not prove the run's key" if wire.turned_away else ""
-    return PeerGone(f"no quorum within {limit:.0f} s: site {site} needs {need}, and is not connected to {why}{refused}")
+    return PeerGone(f"no quorum within {limit:.0f} s: {spec.named(site)} needs {need}, and is not connected to {why}{refused}")

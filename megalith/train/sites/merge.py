@@ -352,7 +352,8 @@ class Sites:
             return MergeResult(verdict, None)
         event = merge_event(
             verdict, fragment, taken, messages, site=self.site, decider=self._council.decider, others=others, deal=deal,
-            total=self.total, mark=progress.mark, spread=spread.tolist(), waited=waited, seconds=time.perf_counter() - began,
+            names=self.spec.names, total=self.total, mark=progress.mark, spread=spread.tolist(), waited=waited,
+            seconds=time.perf_counter() - began,
         )  # fmt: skip
         return MergeResult(verdict, event)
 

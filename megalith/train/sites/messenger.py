@@ -61,9 +61,9 @@ class SiteMessenger:
         self._gone: tuple[str, PeerGone] | None = None  # the line that this site left to stand there, and why
         self._start: tuple[int, Start] | None = None
         kept = 2 if spec.exchanges_gradients else 1 + spec.staleness  # who decides may be a step ahead
-        self._differences = Differences(site, kept=kept, late=spec.staleness)
+        self._differences = Differences(site, kept=kept, late=spec.staleness, named=spec.named)
         self._waiting: Mapping[int, Sequence[int]] = {}  # of the newest merge with a verdict, as in `Pending`
-        self._verdicts = Verdicts(kept=(2 + spec.staleness) * spec.fragments + 2)
+        self._verdicts = Verdicts(kept=(2 + spec.staleness) * spec.fragments + 2, named=spec.named)
         self._joining, self._leaving = Joining(spec.fragments), Leaving(site)
         self._due: int | None = None  # the number of the merge that waits for its verdict
         self._due_at = 0.0  # when it became due here

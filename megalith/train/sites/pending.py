@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from megalith.spec.sites import SitesSpec
+
 
 class Pending(NamedTuple):
     """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all merges before it. `got`: the sites among
@@ -37,6 +39,6 @@ class Pending(NamedTuple):
         return len(self.waiting.get(site, (self.sent,))) - self.arrived.get(site, 0)
 
 
-def are(sites: Collection[int]) -> str:
+def are(sites: Collection[int], spec: SitesSpec) -> str:
     """Return the beginning of a sentence about sites."""
-    return f"site{'s' * (len(sites) > 1)} {', '.join(map(str, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"
+    return f"{', '.join(map(spec.named, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"

@@ -65,9 +65,15 @@ def _refuse_changes(events: Iterable[Event], merges: Sequence[Merge]) -> None:
 
 def _text(spec: Mapping[str, Any], table: str) -> str:
     found = spec.get(table)
-    if table == "plan" and (spec.get("sites") or {}).get("each"):  # that of one site; `sites.each` has all of them
+    each = (spec.get("sites") or {}).get("each") or ()
+    if table == "plan" and any(one.get("plan") for one in each):  # that of one site; `sites.each` has all of them
         return ""
-    return repr({key: found[key] for key in sorted(found) if table != "sites" or key not in DECIDE_NONE} if found else found)
+    if table != "sites" or not found:
+        return repr({key: found[key] for key in sorted(found)} if found else found)
+    kept = [
+        one for one in ({key: one[key] for key in sorted(one) if key != "name" and one[key] is not None} for one in each) if one
+    ]
+    return repr({key: found[key] for key in sorted(found) if key not in (*DECIDE_NONE, "each")} | {"each": kept})
 
 
 def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
@@ -118,6 +124,8 @@ class ReplayedCouncil(Council):
         takes = verdict.takes(merge.waiting)
         if missing := {site for site, taken in takes if site not in self._there(fragment, taken)}:
             if merge.waited >= self._patience:
-                raise PeerGone(f"the difference of site {min(missing)} did not come: waited {merge.waited:.0f} s at step {step}")
+                raise PeerGone(
+                    f"the difference of {self.spec.named(min(missing))} did not come: waited {merge.waited:.0f} s at step {step}"
+                )
             return None
         return replace(verdict, stop=number + 1 == len(self._record))

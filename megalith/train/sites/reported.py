@@ -25,9 +25,10 @@ def merge_event(
     spread: Sequence[float],
     waited: float,
     seconds: float,
+    names: Sequence[str] = (),
 ) -> Merge:
-    """Return the event of a merge that was made. `others`: the sites to which this one sent its differences. `deal`: after the merge.
-    `spread`: squares of the mean difference, and of the distance to it."""
+    """Return the event of a merge that was made. `names`: of all sites. `others`: the sites to which this one sent its differences.
+    `deal`: after the merge. `spread`: squares of the mean difference, and of the distance to it."""
     mine = sum(one.site == site for one in taken)
     telling = verdict_bytes(len(verdict.steps))
     norm, apart = (value**0.5 for value in spread)
@@ -56,4 +57,5 @@ def merge_event(
         taken=[one.sent for one in late],
         ages=[one.age for one in late],
         weights=[one.weight for one in late],
+        names=list(names),
     )

@@ -123,7 +123,8 @@ class AllSitesCouncil(Council):
         missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
         if lost := {site for site in missing if not self._roll.takes_part(site)}:
             raise PeerGone(
-                f"{are(lost)} away from site {self.site}, and data parallelism needs all sites: at step {verdict.step}"
+                f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: at step "
+                f"{verdict.step}"
             )
         return super().gather(verdict, seconds)
 
@@ -131,8 +132,8 @@ class AllSitesCouncil(Council):
         """Begin as `start` says. Raises NoCheckpointError."""
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
-                f"site {self.site} has no checkpoint of step {start.cut.step}, from which the others begin, and with data parallelism no "
-                "site trains without. Copy the checkpoints of another site's run folder to this site's: all hold the same"
+                f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the others begin, and with data "
+                "parallelism no site trains without. Copy the checkpoints of another site's run folder to this site's: all hold the same"
             )
         beginning = super()._begun(start, decider)
         return Beginning(None) if start.cut == self._first else beginning
@@ -144,7 +145,7 @@ class AllSitesCouncil(Council):
     def _ended(self, merge: Pending) -> bool | None:
         """Return whether this site may end as `Council` does. A site that was started again needs all others for the steps that it lost."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
-            raise PeerGone(f"{are(lost)} away, and had not saved the last step: data parallelism needs all sites")
+            raise PeerGone(f"{are(lost, self.spec)} away, and had not saved the last step: data parallelism needs all sites")
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
@@ -152,7 +153,9 @@ class AllSitesCouncil(Council):
         number, fragment, sent, step = merge[:4]
         missing = merge.due - merge.got
         if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:
-            raise PeerGone(f"{are(lost)} away, and data parallelism needs all sites: waited {merge.waited:.0f} s at step {step}")
+            raise PeerGone(
+                f"{are(lost, self.spec)} away, and data parallelism needs all sites: waited {merge.waited:.0f} s at step {step}"
+            )
         if missing:
             return None
         stop = any(one.stop for one in self._there(fragment, sent).values())

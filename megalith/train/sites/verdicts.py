@@ -1,7 +1,9 @@
 """The verdicts that the leader of a site has at hand: those that came, and those that it gave as the site that decides."""
 
 from collections import deque
+from collections.abc import Callable
 
+from megalith.spec.sites import usual_name
 from megalith.train.sites.differences import SAME, OutOfStepError
 from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
@@ -10,8 +12,9 @@ from megalith.train.sites.pending import Pending
 class Verdicts:
     """Verdicts by line and number of the merge."""
 
-    def __init__(self, *, kept: int) -> None:
-        """`kept`: how many of this site's own verdicts a broken connection may have lost."""
+    def __init__(self, *, kept: int, named: Callable[[int], str] = usual_name) -> None:
+        """`kept`: how many of this site's own verdicts a broken connection may have lost. `named`: the name of a site."""
+        self._named = named
         self._there: dict[tuple[str, int], Verdict] = {}
         self.given: deque[Verdict] = deque(maxlen=kept)
 
@@ -46,7 +49,7 @@ class Verdicts:
         verdict = self._there.pop((line, merge.number), None)
         if verdict is not None and (verdict.fragment, verdict.sent, verdict.step) != (merge.fragment, merge.sent, merge.step):
             raise OutOfStepError(
-                f"site {decider} merges fragment {verdict.fragment} of step {verdict.sent} at step {verdict.step}, and site "
-                f"{site} fragment {merge.fragment} of step {merge.sent} at step {merge.step}. {SAME}"
+                f"{self._named(decider)} merges fragment {verdict.fragment} of step {verdict.sent} at step {verdict.step}, and "
+                f"{self._named(site)} fragment {merge.fragment} of step {merge.sent} at step {merge.step}. {SAME}"
             )
         return verdict

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalith.fleet.secure.peers import News, PeerGone
-from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SitesSpec
+from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SiteSpec, SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.checkpoint_offers import called
 from megalith.train.sites.council import Council
@@ -254,10 +254,18 @@ def test_a_site_that_decides_and_does_not_train_may_join() -> None:
     assert councils[0].decide(0, 0, 4, 4, members={1: 0, 2: 0}).joined == (0,)
 
 
+def test_messages_have_the_names_of_sites() -> None:
+    named = tuple(SiteSpec(name=name) for name in ("oslo", "bergen", None))
+    councils = _all(Hub(), each=named)
+    councils[0].post(_difference(4))
+    with pytest.raises(PeerGone, match="bergen, site 2 are away, and the others do not form a quorum"):
+        councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+
+
 def test_without_a_quorum_nobody_merges() -> None:
     councils = _all(Hub())
     councils[0].post(_difference(4))
-    with pytest.raises(PeerGone, match="sites 1, 2 are away, and the others do not form a quorum"):
+    with pytest.raises(PeerGone, match="site 1, site 2 are away, and the others do not form a quorum"):
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -531,7 +539,7 @@ def test_a_half_with_followers_goes_on_only_if_it_is_a_quorum(half: tuple[int, .
         if len(half) > 2:
             assert councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0}).merged == (0, 1)
         else:
-            with pytest.raises(PeerGone, match="sites 2, 3 are away, and the others do not form a quorum"):
+            with pytest.raises(PeerGone, match="site 2, site 3 are away, and the others do not form a quorum"):
                 councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0})
     alone = [_council(hub, site, start="later", count=4) for site in rest]
     _listen(alone)

@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import FOLDER
-from megalith.events import Merge
+from megalith.events import Merge, RunStarted
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import Verdict
-from megalith.train.sites.record import RecordError, ReplayedCouncil, _chained, recorded
+from megalith.train.sites.record import RecordError, ReplayedCouncil, _chained, _refuse_changes, recorded
+from tests.specs import tiny_run
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
 
 VERDICTS = [
@@ -60,6 +62,19 @@ def test_an_altered_event_is_found() -> None:
     altered = [replace(made[0], merged=[0, 1]), *made[1:]]
     with pytest.raises(RecordError, match="merge 0 follows none"):
         _chained(altered, 3, made[2].mark, named="runs/one")
+
+
+def test_sites_may_be_renamed_but_not_change_their_plans() -> None:
+    def starts(*each: dict[str, Any] | None) -> list[RunStarted]:
+        told = dict.fromkeys(("device", "peak_source", "flops_convention"), "") | dict.fromkeys(
+            ("world", "resumed_step", "parameters"), 0
+        )
+        specs = [tiny_run(sites={"each": [one, {}]} if one is not None else {}).model_dump() for one in each]
+        return [RunStarted(spec=spec, versions={}, peak_flops=None, flops_per_token=0.0, **told) for spec in specs]
+
+    _refuse_changes(starts({"name": "oslo"}, {"name": "bergen"}, None), [])
+    with pytest.raises(RecordError, match="was changed"):
+        _refuse_changes(starts({"name": "oslo"}, {"name": "oslo", "share": 2}), [])
 
 
 def test_a_run_without_a_merge_is_refused(tmp_path: Path) -> None:
