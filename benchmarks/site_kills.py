@@ -34,11 +34,8 @@ from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import RunStarted, Step, of_kind, read
 from megalith.spec import files
 from megalith.spec.phases import Phases
-from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site
-from megalith.spec.sites.deal import Deal
-from megalith.train.sites.messages import Verdict
-from megalith.train.sites.record import recorded
+from megalith.train.sites.record import merged_samples, recorded
 
 STEPS, KILLS = 40, 30
 METHODS = {
@@ -86,7 +83,7 @@ def measured(data: Path, case: tuple[str, int]) -> dict[str, Any]:
         _typed("train", str(file), "--run-dir", str(folder))
         answer = json.loads(_typed("replay", str(folder), "--json"))
         spec, made = files.load(file).spec, recorded([folder])
-        read_by = Counter(merged_samples(at_site(spec), list(made.values())))
+        read_by = Counter(merged_samples(at_site(spec), [made[number] for number in sorted(made)]))
         total = Phases.of(spec).after(0, spec.train.steps)
         starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
         logged = sum(1 for event in read(folder) if event.kind == "merge")
@@ -151,24 +148,6 @@ def _typed(*words: str) -> str:
             f"{' '.join(words)} ended with status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
     return done.stdout
-
-
-def merged_samples(spec: RunSpec, made: list[Verdict]) -> Iterator[int]:
-    """Yield the samples that recorded merges contain, from the run file and the record alone."""
-    assert spec.sites is not None
-    phases, step = Phases.of(spec), 0
-    total = phases.after(0, spec.train.steps)
-    deal = Deal.first(spec.sites.count, spec.sites.shares)
-    for one in made:
-        while step < one.step:
-            deal.deal(step, phases, total)
-            step += 1
-        for site, sent in one.newest.items():
-            for after, share in deal.open.get(site, []):
-                if after <= sent:
-                    yield from range(share.first, share.first + share.size)
-        sets = {"merged": one.merged, "left": one.left, "joined": one.joined}
-        deal.merge(sent=one.sent, step=one.step, **sets, steps=one.steps)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings, one_of
 from megalith.commands.shared.output import print_json
 from megalith.report.units import counted
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megalith.rehearse.campaign import CampaignRun
     from megalith.rehearse.hangs import Hangs
     from megalith.rehearse.judge import Aims, Judgement
+    from megalith.rehearse.site_judge import SitesJudgement
     from megalith.spec.files import ResolvedRun
     from megalith.spec.run import RunSpec
 
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Faultload:
     """The faults of a campaign: how many of Llama 3's mix, the seed that draws them, and how often the supervisor, or the agent
-    of a node, is killed as well. With agent kills each node has an agent of its own, as on many machines."""
+    of a node, is killed as well. With agent kills each node has an agent of its own, as on many machines. `kinds`: only these; empty:
+    all that the run can survive."""
 
     count: int = 24
     seed: int = 0
     supervisor_kills: int = 0
     agent_kills: int = 0
+    kinds: tuple[str, ...] = ()
 
 
 def command(
@@ -58,6 +61,10 @@ def command(
     silence: Annotated[
         float | None, typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang lasts longer than this multiple of its limit.")
     ] = None,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Inject only this kind of fault. May be repeated.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Inject faults into a run, and show that it ends as if there had been none.
@@ -67,19 +74,65 @@ def command(
     the limits that the run's pace gives, and the right rank was blamed; otherwise the exit status is 1. Speed depends on the machine too:
     it counts only with --median, --most, --minutes or --silence.
 
+    A run with [sites] gets faults of whole sites: killed, cut off, slow, with lost packets or torn connections. If these changed its
+    merges, it must end with the bits of their replay.
+
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
-    from megalith.rehearse.judge import Aims  # specifications take 0.2 s to import
+    from megalith.commands.sites import campaign as across_sites
+    from megalith.rehearse import site_faults  # specifications take 0.2 s to import
+    from megalith.rehearse.judge import Aims
 
-    faultload = Faultload(count, seed, supervisor_kills, agent_kills)
-    found = campaign(RunRequest(run, settings or ()), faultload, out=out, aims=Aims(median, most, minutes, silence))
+    request = RunRequest(run, settings or ())
+    if (resolved := _checked(request)).spec.sites is not None:
+        if supervisor_kills or agent_kills or (median, most, silence) != (None, None, None):
+            raise typer.BadParameter(
+                "a run with [sites] gets faults of whole sites: leave out --supervisor-kills, --agent-kills, --median, --most and --silence"
+            )
+        admit(kinds or (), site_faults.KINDS, {})
+        hurt = across_sites.campaign(
+            resolved, _folder(resolved.spec, out), count=count, seed=seed, kinds=kinds or (), minutes=minutes
+        )
+        _show(hurt, across_sites.table_of(hurt), across_sites.sentences(hurt), as_json=as_json)
+        return 0 if hurt.passed else 1
+    faultload = Faultload(count, seed, supervisor_kills, agent_kills, tuple(kinds or ()))
+    found = campaign(request, faultload, out=out, aims=Aims(median, most, minutes, silence))
+    _show(found, _table_of_faults(found), sentences(found), as_json=as_json)
+    return 0 if found.passed else 1
+
+
+def _show(found: "Judgement | SitesJudgement", table: Table, lines: Iterator[str], *, as_json: bool) -> None:
+    """Print a judgement."""
     if as_json:
         print_json(found.as_json())
-    else:
-        Console(highlight=False).print(_table_of_faults(found))
-        for line in sentences(found):
-            print(line)
-    return 0 if found.passed else 1
+        return
+    Console(highlight=False).print(table)
+    for line in lines:
+        print(line)
+
+
+def admit(wanted: Collection[str], known: Collection[str], left_out: Mapping[str, str]) -> None:
+    """Raise a usage error for a kind of fault that is not known, or left out for a reason."""
+    for kind in wanted:
+        if kind in left_out:
+            raise typer.BadParameter(f"--kind {kind} is not possible in this run: {left_out[kind]}.")
+        one_of("--kind", kind, *known)
+
+
+def _checked(request: RunRequest) -> "ResolvedRun":
+    """Return a run that has no problems. Raises SpecErrors."""
+    from megalith.commands.shared import runs
+    from megalith.spec.problem import SpecErrors
+
+    checked = runs.check(request)
+    if checked.errors:
+        raise SpecErrors(checked.errors)
+    return checked.resolved
+
+
+def _folder(spec: "RunSpec", out: Path | None) -> Path:
+    """Return the folder of a campaign."""
+    return (out or Path("runs") / f"{spec.name}-campaign").resolve()
 
 
 def campaign(
@@ -95,25 +148,24 @@ def campaign(
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that the campaign must also
     keep, if given. Raises SpecErrors for a run with problems.
     """
-    from megalith.commands.shared import runs
     from megalith.fleet import injection
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import faults, judge
     from megalith.spec.faults import tables
-    from megalith.spec.problem import SpecErrors
 
-    checked = runs.check(request)
-    if checked.errors:
-        raise SpecErrors(checked.errors)
-    spec = checked.resolved.spec
-    folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
+    resolved = _checked(request)
+    spec = resolved.spec
+    folder = _folder(spec, out)
     runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     own_data = runner.may_copy(Path(spec.data.path))
     left_out, kinds = runner.possible(
         spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing(), agents=faultload.agent_kills > 0
     )
+    if faultload.kinds:
+        admit(faultload.kinds, kinds, left_out)
+        kinds = [kind for kind in kinds if kind in faultload.kinds]
     kills = Counter(supervisor=faultload.supervisor_kills, agent=faultload.agent_kills)
     amounts = +(Counter(faults.counts(faultload.count, tables()["llama3"], kinds)) + kills)
     injections = faults.draw(
@@ -126,11 +178,11 @@ def campaign(
     injection.save(listed, injections)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
     faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED
-    whole = runner.run(_training(checked.resolved, spec, faultless), faultless)
+    whole = runner.run(_training(resolved, spec, faultless), faultless)
     if "shard" in amounts:
         spec = spec.model_copy(update={"data": runner.data_of(spec.data, folder / "data")})
-    faulted = _hurt(checked.resolved, spec, hurt, listed=listed, kinds=amounts, like=faultless)
-    states = _end_state(whole.folder), _end_state(faulted.folder)
+    faulted = _hurt(resolved, spec, hurt, listed=listed, kinds=amounts, like=faultless)
+    states = runner.end_state(whole.folder), runner.end_state(faulted.folder)
     aimed = runner.aimed(spec.fleet, checkpoint_every=spec.checkpoint.every, kinds=amounts)
     return judge.judge(
         whole, faulted, injections=listed, states=states, left_out=left_out, aimed=aimed, fleet=spec.fleet,
@@ -171,24 +223,6 @@ def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str
     file = run_dir.with_name(f"{run_dir.name}.toml")
     file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")
     return [sys.executable, "-m", "megalith.cli", verb, str(file)]
-
-
-def _end_state(folder: Path) -> dict[str, Any] | None:
-    """Return the end state of a run, in a form that can be compared: digests of the files with weights and moments, position, data, and
-    random numbers.
-
-    No random state passes from one step to the next: the order of data and the first weights are functions of the
-    seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
-    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: it differs if a step was seeded, or drew, in
-    another way.
-    """
-    from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest
-
-    try:
-        manifest = read_manifest(find(folder))
-    except (FileNotFoundError, DamagedCheckpointError):
-        return None
-    return {"files": manifest.files, "step": manifest.step, **{key: manifest.meta[key] for key in ("position", "rng", "data")}}
 
 
 def _table_of_faults(found: "Judgement") -> Table:

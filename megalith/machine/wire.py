@@ -1,8 +1,8 @@
 """A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
 
 As root it is a wire between two network namespaces, each with a TUN device: it carries IP packets, and TCP is the kernel's own.
-Otherwise it is a relay on the loopback address, through which one site connects to another: nothing is lost there, since it
-carries a stream.
+Otherwise it is a relay on the loopback address, through which one site connects to another. It carries streams, so a lost packet only
+delays what follows, as its repetition would.
 """
 
 import contextlib
@@ -30,13 +30,17 @@ QUEUE_SECONDS = 1.0
 """Time that a packet may wait for the wire before it is dropped, or a stream is no longer read."""
 _TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
 _BEGINS = 0x02  # SYN, which has a number of its own in the stream
-_SHARED = struct.Struct("<B7x4Q")  # cut; bytes that crossed in each direction; packets lost in each direction
+SEGMENT = 1460
+"""Bytes of a packet of a relayed stream, each of which may be lost."""
+REPEATED_SECONDS = 0.2
+"""Delay of a stream one of whose packets was lost: Linux's least time before it is sent again."""
+_SHARED = struct.Struct("<BB6xd4Q")  # cut; times torn; loss; bytes that crossed in each direction; packets lost in each direction
 
 
 @dataclass(frozen=True)
 class Conditions:
     """Properties of a link. `megabits`: millions of bits a second in each direction; `milliseconds`: of a round trip; `loss`:
-    share of packets that are lost; `seed`: chooses which."""
+    share of packets that are lost at first; `seed`: chooses which."""
 
     megabits: float
     milliseconds: float
@@ -57,9 +61,9 @@ class Lane:
         """Return the seconds that data put now would wait for the wire."""
         return max(0.0, self._free - now)
 
-    def put(self, data: bytes, now: float) -> None:
-        """Queue data behind the data put before."""
-        self._free = max(self._free, now) + len(data) / self._rate
+    def put(self, data: bytes, now: float, *, late: float = 0.0) -> None:
+        """Queue data behind the data put before. It leaves `late` seconds later than it could."""
+        self._free = max(self._free, now) + late + len(data) / self._rate
         self._crossing.append((self._free + self._delay, data))
 
     def arrived(self, now: float) -> Iterator[bytes]:
@@ -77,9 +81,12 @@ class Wire:
     """A wire that a process of its own keeps up. `network`: the namespaces at its ends, None on loopback. `address`: where the relay
     listens, None between namespaces."""
 
-    def __init__(self, network: Network | None = None, address: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, network: Network | None = None, address: tuple[str, int] | None = None, *, conditions: Conditions | None = None
+    ) -> None:
         self.network, self.address = network, address
         self._shared = mmap.mmap(-1, _SHARED.size)
+        self.lose(conditions.loss if conditions is not None else 0.0)
 
     def cut(self, *, cut: bool) -> None:
         """Stop all traffic from now on, or (`cut` False) let it cross again."""
@@ -90,20 +97,38 @@ class Wire:
         """True while nothing crosses."""
         return bool(self._shared[0])
 
+    def tear(self) -> None:
+        """Reset all connections through a relay. What was crossing is lost."""
+        self._shared[1] = (self._shared[1] + 1) % 256
+
+    @property
+    def torn(self) -> int:
+        """How often `tear` was called, modulo 256."""
+        return self._shared[1]
+
+    def lose(self, share: float) -> None:
+        """Lose this share of packets from now on."""
+        struct.pack_into("<d", self._shared, 8, share)
+
+    @property
+    def loss(self) -> float:
+        """The share of packets that are lost."""
+        return _SHARED.unpack_from(self._shared)[2]
+
     @property
     def crossed(self) -> tuple[int, int]:
         """Bytes of TCP's streams that were put on the wire from the first end to the second, and back: without headers, and
         without retransmissions."""
-        return _SHARED.unpack_from(self._shared)[1:3]
+        return _SHARED.unpack_from(self._shared)[3:5]
 
     @property
     def lost(self) -> tuple[int, int]:
         """Packets that were lost in each direction: by chance, in a cut, or because the queue was full."""
-        return _SHARED.unpack_from(self._shared)[3:5]
+        return _SHARED.unpack_from(self._shared)[5:7]
 
     def count(self, lane: int, *, crossed: int = 0, lost: int = 0) -> None:
         """Add to the counts of bytes that crossed, and of packets that were lost."""
-        for place, more in ((1 + lane, crossed), (3 + lane, lost)):
+        for place, more in ((2 + lane, crossed), (4 + lane, lost)):
             at = 8 * place
             struct.pack_into("<Q", self._shared, at, struct.unpack_from("<Q", self._shared, at)[0] + more)
 
@@ -122,7 +147,7 @@ def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
     Raises CalledProcessError and OSError where this process may not make them."""
     with networks.apart(nodes) as network:
         ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
-        wire = Wire(network)
+        wire = Wire(network, conditions=conditions)
         try:
             with _kept_up(lambda: _carry_packets(ends, wire, conditions)):
                 yield wire
@@ -135,7 +160,7 @@ def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
 def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iterator[Wire]:
     """Run a relay to a port on this machine, as slow as the link, while the block runs; it listens at `Wire.address`."""
     server = socket.create_server((host, 0))
-    wire = Wire(address=server.getsockname()[:2])
+    wire = Wire(address=server.getsockname()[:2], conditions=conditions)
     try:
         with _kept_up(lambda: _carry_streams(server, (host, port), wire, conditions)):
             yield wire
@@ -188,7 +213,7 @@ def _carry_packets(ends: Sequence[int], wire: Wire, conditions: Conditions) -> N
         now = time.monotonic()
         for number, lane in enumerate(lanes):
             for packet in _packets(ends[number]):
-                if wire.is_cut or lane.backlog(now) > QUEUE_SECONDS or chance.random() < conditions.loss:
+                if wire.is_cut or lane.backlog(now) > QUEUE_SECONDS or chance.random() < wire.loss:
                     wire.count(number, lost=1)
                 else:
                     wire.count(number, crossed=streams[number].new_bytes(packet))
@@ -235,8 +260,9 @@ def _until_next(lanes: Sequence[Lane]) -> float | None:
 class _Stream:
     """One connection through the relay: two sockets, and a lane for each direction."""
 
-    def __init__(self, near: socket.socket, to: tuple[str, int], conditions: Conditions) -> None:
+    def __init__(self, near: socket.socket, to: tuple[str, int], conditions: Conditions, chance: random.Random) -> None:
         self.sockets = near, socket.create_connection(to)
+        self._chance = chance
         self.lanes = Lane(conditions), Lane(conditions)
         self._over = [False, False]
         for each in self.sockets:
@@ -253,29 +279,39 @@ class _Stream:
             if source in ready:
                 data = source.recv(1 << 14)
                 self._over[number] = not data
-                lane.put(data, now)  # nothing: the end of the stream, which crosses like the rest
-                wire.count(number, crossed=len(data))
+                lost = sum(self._chance.random() < wire.loss for _ in range(0, len(data), SEGMENT)) if wire.loss else 0
+                lane.put(
+                    data, now, late=REPEATED_SECONDS * bool(lost)
+                )  # no data: the end of the stream, which crosses like the rest
+                wire.count(number, crossed=len(data), lost=lost)
             for data in lane.arrived(now):
                 self.sockets[1 - number].sendall(data) if data else self.sockets[1 - number].shutdown(socket.SHUT_WR)
         return not all(self._over) or any(lane.next is not None for lane in self.lanes)
 
-    def close(self) -> None:
+    def close(self, *, torn: bool = False) -> None:
+        """Close both sockets. `torn`: reset the connection, so that neither end can take it for an orderly end."""
         for each in self.sockets:
+            if torn:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             each.close()
 
 
 def _carry_streams(server: socket.socket, to: tuple[str, int], wire: Wire, conditions: Conditions) -> None:
     """Carry all connections of a relay for ever. A cut stops traffic, but ends no connection."""
-    streams = list[_Stream]()
+    streams, torn, chance = list[_Stream](), wire.torn, random.Random(conditions.seed)
     while True:
         now = time.monotonic()
+        if torn != wire.torn:
+            torn = wire.torn
+            while streams:
+                streams.pop().close(torn=True)
         reading = [one for stream in streams for one in stream.readable(now)]
         wait = _until_next([lane for stream in streams for lane in stream.lanes])
         ready, _, _ = select.select([server, *([] if wire.is_cut else reading)], [], [], min(0.05, wait or 0.05))
         now = time.monotonic()
         if server in ready:
             with contextlib.suppress(OSError):  # nobody listens there yet
-                streams.append(_Stream(server.accept()[0], to, conditions))
+                streams.append(_Stream(server.accept()[0], to, conditions, chance))
         for stream in [] if wire.is_cut else list(streams):
             try:
                 there = stream.carry(ready, wire, now)

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from megalith import events
+from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest
 from megalith.events import Step, of_kind
 from megalith.fleet import injection
 from megalith.machine import networks, parent_watch
@@ -167,6 +169,21 @@ def mender(injections: Path, network: Network | None) -> Callable[[], None]:
                 left.remove(number)
 
     return mend
+
+
+def end_state(folder: Path) -> dict[str, Any] | None:
+    """Return all that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
+
+    No random state passes from one step to the next: the order of data and the first weights are functions of the
+    seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
+    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: it differs if a step was seeded, or drew, in
+    another way.
+    """
+    try:
+        manifest = read_manifest(find(folder))
+    except (FileNotFoundError, DamagedCheckpointError):
+        return None
+    return {"files": manifest.files, "step": manifest.step, **{key: manifest.meta[key] for key in ("position", "rng", "data")}}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A slow link in user space: rate, delay, order, lost packets and outages."""
 
+import contextlib
 import os
 import random
 import socket
@@ -36,7 +37,7 @@ def test_a_lane_that_was_idle_saves_no_time() -> None:
 
 def _echo(server: socket.socket) -> None:
     connection, _ = server.accept()
-    with connection:
+    with connection, contextlib.suppress(ConnectionResetError):
         while data := connection.recv(1 << 16):
             connection.sendall(data)
 
@@ -61,6 +62,24 @@ def test_a_relay_is_as_slow_as_the_link_and_carries_nothing_while_it_is_cut() ->
             link.cut(cut=False)
             connection.settimeout(10)
             assert connection.recv(5) == b"later"
+
+
+def test_a_relay_tears_its_connections_and_loses_packets_when_it_is_asked_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, wire.relay(server.getsockname()[1], Conditions(1000, 0)) as link:
+        assert link.address is not None
+        for share in (0.0, 1.0):
+            link.lose(share)
+            threading.Thread(target=_echo, args=(server,), daemon=True).start()
+            with socket.create_connection(link.address) as connection:
+                connection.settimeout(10)
+                began = time.monotonic()
+                connection.sendall(b"here")
+                assert connection.recv(4) == b"here"
+                assert (time.monotonic() - began >= 2 * wire.REPEATED_SECONDS) == bool(share), "each way has one packet"
+                link.tear()
+                with pytest.raises(ConnectionResetError):
+                    connection.recv(4)
+        assert link.lost == (1, 1) and link.crossed == (8, 8)
 
 
 @pytest.mark.parametrize("loss", [pytest.param(0.0, marks=needs_namespaces), pytest.param(0.02, marks=needs_namespaces)])

@@ -4,7 +4,7 @@ An undisturbed run makes the same bits again by itself. A run whose sites came a
 sites were merged, left, or joined. So the same run file with the same verdicts makes the same bits.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 from megalith.checkpoint.folder import find, read_manifest
 from megalith.events import Event, Merge, RunStarted, of_kind, read
 from megalith.fleet.secure.peers import PeerGone
+from megalith.spec.phases import Phases
+from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, folder_of
+from megalith.spec.sites.deal import Deal
 from megalith.train.sites.council import Council
 from megalith.train.sites.differences import SAME, OutOfStepError
 from megalith.train.sites.messages import Verdict
@@ -95,6 +98,24 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
             raise RecordError(f"merge {number} follows none in the logs of {named}. Also name the folders of the other sites")
         found[number], mark = verdict, fitting[0]
     return found
+
+
+def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
+    """Yield the samples that recorded merges contain, from the run file and the record alone. `spec`: as `at_site` returns it; `made`: the
+    verdicts in their order."""
+    assert spec.sites is not None
+    phases, step = Phases.of(spec), 0
+    total = phases.after(0, spec.train.steps)
+    deal = Deal.first(spec.sites.count, spec.sites.shares)
+    for one in made:
+        while step < one.step:
+            deal.deal(step, phases, total)
+            step += 1
+        for site, sent in one.newest.items():
+            for after, share in deal.open.get(site, []):
+                if after <= sent:
+                    yield from range(share.first, share.first + share.size)
+        deal.merge(sent=one.sent, step=one.step, merged=one.merged, left=one.left, joined=one.joined, steps=one.steps)
 
 
 class ReplayedCouncil(Council):

@@ -1,0 +1,298 @@
+"""A campaign across sites: the commands of all sites of a run on this machine, with faults of whole sites and of the links between them.
+
+Each site is a command that a user would type, with a run folder of its own. Each two sites are joined by a relay
+(`machine.wire`), which the campaign cuts, tears or makes lossy. `rehearse.site_judge` judges the run.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+from megalith import disk, epochs, events
+from megalith.events import Merge
+from megalith.fleet.exit_codes import ORDERLY
+from megalith.fleet.secure import key
+from megalith.machine import parent_watch, wire
+from megalith.machine.wire import Conditions, Wire
+from megalith.rehearse.campaign import MAX_BY_HAND, POLL_SECONDS
+from megalith.rehearse.site_faults import KINDS, LOSS, SiteFault
+from megalith.rehearse.supervised_agents import HOST
+from megalith.spec.sites import folder_of
+
+LOOK_SECONDS = 0.5  # between looks at the logs
+SLOWED = 20
+"""While a site does not train, the others run in one of so many turns: else the run would end before the site is back."""
+PORTS = range(20_000, 32_000)
+"""Ports for sites. Systems give none of these to outgoing connections: one of a relay could take the port of a site that is away."""
+LINK = Conditions(megabits=1000, milliseconds=1)
+"""The links between sites, if the run file has none."""
+
+
+@dataclass
+class SiteFate:
+    """Outcome of a fault. Seconds since the epoch; None: not yet. `over`: it no longer lasts; `again`: all sites train again. `left`:
+    sites that the others have gone on without meanwhile."""
+
+    fault: SiteFault
+    came: float | None = None
+    over: float | None = None
+    again: float | None = None
+    left: tuple[int, ...] = ()
+
+    @property
+    def handled(self) -> bool:
+        """True if the fault came and all sites trained again."""
+        return self.again is not None
+
+
+@dataclass(frozen=True)
+class SitesRun:
+    """Outcome of the run with faults. `by_hand`: unexpected ends of a site's command."""
+
+    folder: Path
+    seconds: float
+    by_hand: int
+    fates: tuple[SiteFate, ...]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Sites in a run's newest merges. `merges`: made so far. `times`: for each site, when its own newest difference was merged, by its own
+    log; `left`: for each site, when the others last went on without it."""
+
+    merges: int
+    members: frozenset[int]
+    times: tuple[float, ...]
+    left: tuple[float, ...]
+
+
+def membership(run_dir: Path, count: int) -> Membership:
+    """Read the membership of a run of `count` sites from the logs of all: a site's log lacks what the others merged while it was away.
+    Of merges that were made again, only the last counts."""
+    logs = [_merges(folder_of(run_dir, site)) for site in range(count)]
+    everything = sorted((one for log in logs for one in log), key=lambda one: one.time)
+    by_number = {one.number: one for one in everything}
+    newest = [by_number[number] for number in sorted(by_number) if number <= everything[-1].number]
+    members = set(range(count))
+    for one in newest:
+        members = (members | {*one.merged} | {*one.joined}) - {*one.left}
+    own = (max((one.time for one in log if site in one.merged), default=0.0) for site, log in enumerate(logs))
+    left = (max((one.time for one in newest if site in one.left), default=0.0) for site in range(count))
+    return Membership(newest[-1].number + 1 if newest else 0, frozenset(members), tuple(own), tuple(left))
+
+
+def _merges(folder: Path) -> list[Merge]:
+    """Return the merges in a site's log. Other lines are not parsed: the log is read again and again."""
+    if not folder.is_dir():
+        return []
+    lines = (line for line in disk.lines(epochs.newest(folder, events.FILE)) if '"type":"merge"' in line)
+    return [event for event in map(events.parse, lines) if isinstance(event, Merge)]
+
+
+@dataclass
+class SiteProcess:
+    """The command of one site. `away`: when a killed one is started again, in monotonic seconds."""
+
+    begin: Callable[[], "subprocess.Popen[bytes]"]
+    process: "subprocess.Popen[bytes]"
+    away: float | None = None
+    stopped: bool = False
+    _ranks: list[int] = field(default_factory=list)
+
+    def kill(self) -> None:
+        """Kill all processes of the site with signal 9."""
+        import psutil  # which only campaigns need
+
+        self.run(True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = psutil.Process(self.process.pid)
+            everyone = [command, *command.children(recursive=True)]
+            for one in everyone:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            psutil.wait_procs([one for one in everyone if one.pid != self.process.pid], timeout=10)
+        self.process.wait()
+
+    def find_ranks(self) -> None:
+        """Find the processes of the site's ranks."""
+        import psutil  # which only campaigns need
+
+        self._ranks = []
+        with contextlib.suppress(psutil.Error):
+            servers = psutil.Process(self.process.pid).children()
+            self._ranks = [rank.pid for server in servers for rank in server.children()]
+
+    def run(self, go: bool) -> None:
+        """Let the site's ranks run, or stop them for a moment."""
+        if go != self.stopped:
+            return
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT if go else signal.SIGSTOP)
+        self.stopped = not go
+
+
+class SiteCampaign:
+    """The sites of a run with faults, while they train."""
+
+    def __init__(self, sites: Sequence[SiteProcess], wires: Sequence[tuple[tuple[int, int], Wire]], run_dir: Path) -> None:
+        """`wires`: with the sites at their ends."""
+        self.sites, self._wires, self._run_dir = list(sites), wires, run_dir
+        self.by_hand = 0
+        self.seen = Membership(0, frozenset(range(len(sites))), (0.0,) * len(sites), (0.0,) * len(sites))
+        self._turn, self._looked, self._slow = 0, 0.0, set[int]()
+        self._until = 0.0  # monotonic seconds
+        self._merges = 0  # from which on the next fault may come, or at which one is over
+
+    def live(self, fates: Sequence[SiteFate]) -> None:
+        """Let the sites train to their end, and inject the faults one after the other."""
+        left = list(fates)
+        self._merges = left[0].fault.after if left else 0
+        try:
+            while self.by_hand <= MAX_BY_HAND and not self._ended():
+                if left and self._goes_on(left[0]):
+                    left.pop(0)
+                    self._merges = self.seen.merges + (left[0].fault.after if left else 0)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for site in self.sites:
+                site.run(True)
+            if self.by_hand > MAX_BY_HAND:
+                for site in self.sites:
+                    site.kill()
+
+    def _ended(self) -> bool:
+        """Look after the processes and the logs; return True once every site has ended as it should."""
+        self._turn += 1
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self.seen = membership(self._run_dir, len(self.sites))
+            for site in self.sites:
+                if not site.stopped:
+                    site.find_ranks()
+        ended = []
+        for number, site in enumerate(self.sites):
+            if site.away is not None:
+                if time.monotonic() >= site.away:
+                    site.process, site.away = site.begin(), None
+                    site.find_ranks()
+            elif (code := site.process.poll()) is not None and code not in ORDERLY:
+                self.by_hand += 1
+                site.process = site.begin()
+            ended.append(site.away is None and site.process.poll() is not None)
+            site.run(self._turn % self._turns(number) == 0)
+        return all(ended)
+
+    def _turns(self, number: int) -> int:
+        """Return in one of how many turns a site's ranks run."""
+        if len(self.seen.members) < len(self.sites) and number in self.seen.members:
+            return SLOWED
+        return 2 if number in self._slow else 1
+
+    def _goes_on(self, fate: SiteFate) -> bool:
+        """Begin a fault, end it, or wait until all sites train again; True once they do."""
+        one, now = fate.fault, time.time()
+        if fate.came is None:
+            if self.seen.merges >= self._merges and len(self.seen.members) == len(self.sites):
+                fate.came = now
+                self._begin(one)
+            return False
+        fate.left = tuple(sorted({*fate.left, *(site for site, at in enumerate(self.seen.left) if at >= fate.came)}))
+        if fate.over is None:
+            if self._is_over(one):
+                fate.over = now
+                self._end(one)
+            return False
+        all_back = len(self.seen.members) == len(self.sites) and all(at > fate.over for at in self.seen.times)
+        fate.again = max(self.seen.times) if all_back else None
+        return all_back
+
+    def _begin(self, one: SiteFault) -> None:
+        print(f"fault {one.number}: {one.kind} at site {one.site} after {self.seen.merges} merges", file=sys.stderr, flush=True)
+        self._until, self._merges = time.monotonic() + one.seconds, self.seen.merges + KINDS[one.kind].merges
+        site = self.sites[one.site]
+        if one.kind == "kill":
+            site.away = self._until
+            site.kill()
+        if one.kind == "slow":
+            self._slow.add(one.site)
+        for link in self._links(one.site):
+            if one.kind == "cut":
+                link.cut(cut=True)
+            elif one.kind == "torn":
+                link.tear()
+            elif one.kind == "loss":
+                link.lose(LOSS)
+
+    def _is_over(self, one: SiteFault) -> bool:
+        if one.kind == "kill":
+            return self.sites[one.site].away is None
+        return time.monotonic() >= self._until and self.seen.merges >= self._merges
+
+    def _end(self, one: SiteFault) -> None:
+        self._slow.discard(one.site)
+        for link in self._links(one.site):
+            link.cut(cut=False)
+            link.lose(0.0)
+
+    def _links(self, site: int) -> Iterator[Wire]:
+        """Yield the links of a site."""
+        return (link for ends, link in self._wires if site in ends)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return this many free ports."""
+    found = list[int]()
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} ports from {PORTS.start} to {PORTS.stop - 1} are free. End processes that listen there")
+
+
+def run(
+    command_of: Callable[[int, Sequence[str]], Sequence[str]],
+    run_dir: Path,
+    faults: Sequence[SiteFault],
+    *,
+    count: int,
+    link: Conditions = LINK,
+) -> SitesRun:
+    """Run the commands of `count` sites to their end, with faults. `command_of` returns the command of a site, to which the addresses are
+    given at which it reaches the others."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    fates, begun = [SiteFate(one) for one in faults], time.monotonic()
+    ports = free_ports(count)
+    environment = os.environ | key.new().variables
+    with contextlib.ExitStack() as stack:
+        wires = [(ends, stack.enter_context(wire.relay(ports[ends[0]], link))) for ends in combinations(range(count), 2)]
+        logs = [stack.enter_context((run_dir.parent / f"{run_dir.name}-{site}.log").open("ab")) for site in range(count)]
+        reached = {ends: f"{there.address[0]}:{there.address[1]}" for ends, there in wires if there.address is not None}
+
+        def begin(site: int) -> "subprocess.Popen[bytes]":
+            # A site connects to those before it, through a relay.
+            addresses = [reached[other, site] if other < site else f"{HOST}:{ports[other]}" for other in range(count)]
+            dies = partial(parent_watch.die_with_parent, os.getpid())
+            command = command_of(site, addresses)
+            return subprocess.Popen(command, stdout=logs[site], stderr=logs[site], env=environment, preexec_fn=dies)
+
+        sites = [SiteProcess(partial(begin, site), begin(site)) for site in range(count)]
+        campaign = SiteCampaign(sites, wires, run_dir)
+        try:
+            campaign.live(fates)
+        finally:
+            for site in sites:
+                if site.process.poll() is None:
+                    site.kill()
+    return SitesRun(run_dir, time.monotonic() - begun, campaign.by_hand, tuple(fates))

@@ -1,0 +1,73 @@
+"""The kinds of faults that a campaign can inject into a run across sites, and the draw of a list of them, which a seed reproduces.
+
+They befall whole sites and the links between them. The campaign itself injects them, at a moment that no rank chooses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+
+@dataclass(frozen=True)
+class SiteKind:
+    """A kind of fault. `merges`: how many the run makes while it lasts; 0: it lasts for seconds, or happens at once. `room`: merges that
+    the run makes from the fault before until all sites train again, for the length of a campaign."""
+
+    title: str
+    merges: int = 0
+    room: int = 8
+
+
+KINDS: dict[str, SiteKind] = {
+    "kill": SiteKind("kill -9 of a whole site", room=16),
+    "cut": SiteKind("site cut off", room=16),
+    "loss": SiteKind("2 % of packets lost", merges=5),
+    "slow": SiteKind("site at half speed", merges=5),
+    "torn": SiteKind("connections torn"),
+}
+"""Faults of a site."""
+
+LOSS = 0.02
+"""Share of packets that are lost."""
+AFTERMATH = 6
+"""Merges of a campaign after its last fault."""
+GRACE = 5.0
+"""Seconds of a grace period that the run file leaves to the run's pace: its least."""
+
+
+@dataclass(frozen=True)
+class SiteFault:
+    """One fault of a site. It comes once all sites train and `after` more merges were made. `seconds`: until a killed site is started
+    again, or the time for which a site is cut off."""
+
+    number: int
+    kind: str
+    site: int
+    after: int
+    seconds: float = 0.0
+
+
+def draw(count: int, *, seed: int, sites: int, grace: float, kinds: Sequence[str] = tuple(KINDS)) -> list[SiteFault]:
+    """Return a list of `count` faults, as many of each kind as possible. The same arguments give the same list.
+
+    A site may be cut off for less than the `grace` period, so that it stays, or for longer, so that the others go on without it. The first
+    of two such faults is long.
+    """
+    random = Random(seed)
+    dealt = [kinds[number % len(kinds)] for number in range(count)]
+    random.shuffle(dealt)
+    cuts = 0
+    found = []
+    for number, kind in enumerate(dealt):
+        seconds = 0.0
+        if kind == "kill":
+            seconds = random.uniform(0.0, 2 * grace)
+        elif kind == "cut":
+            seconds, cuts = grace * (random.uniform(0.1, 0.4) if cuts % 2 else random.uniform(1.5, 2.5)), cuts + 1
+        found.append(SiteFault(number, kind, random.randrange(sites), random.randint(1, 4), round(seconds, 2)))
+    return found
+
+
+def merges_of(faults: Sequence[SiteFault]) -> int:
+    """Return how many merges a run needs for a list of faults."""
+    return sum(KINDS[one.kind].room for one in faults) + AFTERMATH

@@ -1,0 +1,130 @@
+"""The judgement of a campaign across sites, from the merges that both runs have recorded.
+
+A run's bits are a function of its run file and of its recorded merges. If the faults changed no merge, the run must end with the bits of
+the undisturbed one; if they did, with the bits of a replay of its own merges. Either way each sample must be in one merge.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+from megalith.rehearse.site_campaign import SiteFate, SitesRun
+from megalith.rehearse.site_faults import KINDS
+
+Law = Literal["undisturbed", "replay"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Records of the two runs. `law`: the run that the end of the run with faults was compared with; `same_end`: its bits are the same,
+    None if `error` prevented the comparison. `samples`: those in its merges, of `total` in the run."""
+
+    law: Law
+    same_end: bool | None
+    samples: Iterable[int]
+    total: int
+    merges: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """All faults of a kind. `without`: faults during which the others went on without a site; `again`: seconds from the end of a fault
+    until all sites trained again, in the median."""
+
+    kind: str
+    title: str
+    injected: int
+    handled: int
+    without: int
+    again: float | None
+
+
+@dataclass(frozen=True)
+class SitesJudgement:
+    """Everything a campaign across sites shows. `problems` is empty when it was passed. `lost`: samples that are in no merge; `doubled`:
+    those in more than one, or beyond the run's."""
+
+    rows: tuple[SiteRow, ...]
+    problems: tuple[str, ...]
+    injected: int
+    handled: int
+    merges: int
+    law: Law
+    same_end: bool | None
+    lost: int
+    doubled: int
+    seconds: float
+    seconds_without: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.passed} | asdict(self)
+
+
+def judge(faulted: SitesRun, evidence: Evidence, *, seconds_without: float, minutes: float | None = None) -> SitesJudgement:
+    """Judge the run with faults. `seconds_without`: duration of the run without them. `minutes`: a limit for both; None: no limit."""
+    times = Counter(evidence.samples)
+    lost = sum(sample not in times for sample in range(evidence.total))
+    doubled = sum(count > 1 or sample >= evidence.total for sample, count in times.items())
+    rows = [_row(kind, [fate for fate in faulted.fates if fate.fault.kind == kind]) for kind in KINDS]
+    return SitesJudgement(
+        rows=tuple(row for row in rows if row.injected),
+        problems=(
+            *_problems(faulted),
+            *_differences(evidence, lost, doubled),
+            *_late(faulted.seconds + seconds_without, minutes),
+        ),
+        injected=len(faulted.fates),
+        handled=sum(fate.handled for fate in faulted.fates),
+        merges=evidence.merges,
+        law=evidence.law,
+        same_end=evidence.same_end,
+        lost=lost,
+        doubled=doubled,
+        seconds=faulted.seconds,
+        seconds_without=seconds_without,
+    )
+
+
+def _row(kind: str, fates: Sequence[SiteFate]) -> SiteRow:
+    again = [fate.again - fate.over for fate in fates if fate.again is not None and fate.over is not None]
+    handled, without = sum(fate.handled for fate in fates), sum(bool(fate.left) for fate in fates)
+    return SiteRow(kind, KINDS[kind].title, len(fates), handled, without, median(again) if again else None)
+
+
+def _problems(ran: SitesRun) -> list[str]:
+    """Return the faults that did not come or were not recovered from, and ends that no fault explains."""
+    found = []
+    if ran.by_hand:
+        found.append(f"commands of sites ended {ran.by_hand} times in a way that no fault explains")
+    for fate in ran.fates:
+        one = fate.fault
+        if fate.came is None:
+            found.append(f"fault {one.number} ({one.kind} at site {one.site}) never came: the run ended before")
+        elif not fate.handled:
+            found.append(f"fault {one.number} ({one.kind} at site {one.site}): not all sites trained again")
+    return found
+
+
+def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
+    """Return the differences of the run with faults from what it must be equal to."""
+    against = "the run without faults" if evidence.law == "undisturbed" else "a replay of its own merges"
+    found = [evidence.error] if evidence.error else []
+    if evidence.same_end is False:
+        found.append(f"the end state differs from that of {against}")
+    if lost or doubled:
+        found.append(f"samples: {lost} are in no merge, {doubled} in more than one or beyond the run's {evidence.total}")
+    return found
+
+
+def _late(seconds: float, minutes: float | None) -> list[str]:
+    """Return the sentence about runs that took too long."""
+    late = minutes is not None and seconds > 60 * minutes
+    return [f"both runs took {seconds / 60:.2f} min, {minutes:g} min was the limit"] if late else []
