@@ -40,7 +40,8 @@ def command(
     Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the distance of both from
     one process in fp32 is compared. Needs no data. Exit status 1 on any gap.
 
-    With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
+    With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism, recomputation and sites, on up to 8
+    ranks.
 
     Example:  megalith parity run.toml --set plan.tensor=2
 
@@ -113,10 +114,10 @@ def of_draws(
 
     cases: list[dict[str, Any]] = []
     outcomes = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
-    for proof in prove.prove_drawn(count, seed, starting=lambda one: starting(one.name, one.spec.plan.ranks)):
+    for proof in prove.prove_drawn(count, seed, starting=lambda one: starting(one.name, one.ranks)):
         outcomes[proof.outcome] += 1
         rows = [asdict(row) | {"equal": row.equal} for row in proof.rows]
-        known = {"name": proof.draw.name, "choices": dict(proof.draw.choices), "ranks": proof.draw.spec.plan.ranks}
+        known = {"name": proof.draw.name, "choices": dict(proof.draw.choices), "ranks": proof.draw.ranks}
         cases.append({**known, "outcome": proof.outcome, "tokens_tied": proof.tokens_tied, "rows": rows, "error": proof.error})
         ended(proof.outcome)
     return {"equal": outcomes["equal"] == count, "asked": count, "seed": seed, "outcomes": outcomes, "cases": cases}

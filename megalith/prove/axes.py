@@ -21,11 +21,14 @@ from megalith.spec.state import LOWER
 MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
+"""Samples of a site's batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
 released."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of the three steps is in a different phase."""
+
+ROUND = {"inner_steps": 2, "grace": 600.0}
+"""Sites of a drawn run merge after two of its three steps and after the last. None is left behind, however slow."""
 
 UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
 """Schedules that are drawn with the embedding and the head in stages of their own."""
@@ -84,6 +87,17 @@ AXES: Axes = {
         "half on the host, weights too": {"state": {"optimizer": "host", "weights": "host", "share": 0.5}},
     },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
+    "sites": {
+        "one": {},
+        "one that merges": {"sites": {"count": 1, "lr": 1.0}},
+        "two": {"sites": {"count": 2}},
+        "two, fragments of 4 bits": {"sites": {"count": 2, "fragments": 2, "overlap": 1, "bits": 4}},
+        "two, eager, the largest": {
+            "sites": {"count": 2, "overlap": 1, "eager": True, "top_k": 64, "bits": 2, "momentum": 0.0, "feedback_decay": 0.95}
+        },
+        "two, asynchronous": {"sites": {"count": 2, "fragments": 2, "bits": 8, "staleness": 1}},
+        "three, at each step": {"sites": {"count": 3, "inner_steps": 1, "nesterov": False}},
+    },
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
     "moments": {number: {"moments": number} for number in ("fp32", "bf16", "fp8")},
@@ -113,7 +127,7 @@ def axes_with_precisions(*precisions: str) -> Axes:
     return {**AXES, "precision": {name: AXES["precision"][name] for name in precisions}}
 
 
-DEFAULTS = ("1", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
+DEFAULTS = ("1", "one", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Values that ask for nothing, which names leave out."""
 
 STEP_COST = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
@@ -135,6 +149,11 @@ class ParityCase:
     def name(self) -> str:
         """The choices in words, without the default ones."""
         return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in DEFAULTS)
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all sites."""
+        return self.spec.plan.ranks * (self.spec.sites.count if self.spec.sites is not None else 1)
 
     @property
     def pairs(self) -> frozenset[Pair]:
@@ -183,6 +202,9 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
         reason = f"amplifies the rounding of {precision}, so that no comparison is possible"
         yield Problem("error", "optimizer.kind", kind, reason, "Compare it in fp32.")
+    if spec.sites is not None and isinstance(PRECISIONS[precision].parity, Rounded):
+        reason = f"rounds to {precision}, where only whole runs can be compared, and those of sites are compared round by round"
+        yield Problem("error", "train.precision", precision, reason, "Compare it in fp32.")
     yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
 
 
@@ -191,7 +213,8 @@ def _plan_keys(choices: Choices) -> dict[str, Any]:
 
 
 def _ranks(asked: Mapping[str, Any]) -> int:
-    return prod(asked.get(name, 1) for name in ("data", "replicate", "tensor", "context", "pipeline"))
+    plan = prod(asked.get(name, 1) for name in ("data", "replicate", "tensor", "context", "pipeline"))
+    return plan * asked.get("sites", {}).get("count", 1)
 
 
 def run_of(choices: Choices) -> RunSpec:
@@ -200,6 +223,8 @@ def run_of(choices: Choices) -> RunSpec:
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
+    sites = asked.pop("sites", None)
+    batch = SAMPLES * (sites["count"] if sites else 1)
     narrow = {
         key: asked.pop(key)
         for key in ("granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
@@ -218,16 +243,22 @@ def run_of(choices: Choices) -> RunSpec:
             "name": preset,
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
-            "data": {"path": "none", "phases": phases},
+            "data": {"path": "none", "phases": [one | _times(one, batch // SAMPLES) for one in phases]},
             "precision": small_choices(precision, LAYERS) | narrow if narrow or is_narrow(precision) else {},
-            "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision, "gradients": summed},
+            "train": {"steps": 3, "global_batch": batch, "seq_len": 48, "precision": precision, "gradients": summed},
             "optimizer": OPTIMIZER
             | {"kind": kind, "moments": moments, "master": master}
             | clipping
             | (SMALL_MOMENTS if moments != "fp32" else {}),
             "loss_scale": {"initial": LOSS_SCALE},
+            **({"sites": ROUND | sites} if sites else {}),
         }
     )
+
+
+def _times(phase: Mapping[str, int], sites: int) -> dict[str, int]:
+    """Return the sizes of a phase for this many sites, each with the samples of a run without sites."""
+    return {key: sites * phase[key] for key in ("begin", "global_batch")}
 
 
 @cache

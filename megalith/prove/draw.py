@@ -29,7 +29,7 @@ from megalith.prove.axes import (
 
 FIRST = dict.fromkeys(
     ("dp_shard", "dp_replicate", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
-) | {"precision": 0.9}
+) | {"precision": 0.9, "sites": 0.8}
 """Probability that an axis keeps its first value without a draw. Without it, hardly any combination would have few enough ranks; and
 faults show best in the first precision."""
 

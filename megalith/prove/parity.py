@@ -1,6 +1,6 @@
 """The proof that a plan changes where the work happens, never the result: a small run under the plan beside plain PyTorch on one process.
 
-The reference shares the model's modules with the plan's run and nothing else: no process group, no pipeline, torch's own AdamW.
+The reference is `prove.one_process`.
 """
 
 import json
@@ -12,37 +12,27 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.checkpoint.shares import OffDeviceShare, as_tensor, shares
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.kernels.draws import working_on
-from megalith.kernels.narrow import Narrow, TrackedMaxima, maxima
-from megalith.kernels.numbers import Dtypes
-from megalith.models.init import initialise, seed_of
-from megalith.models.moe import Moe
+from megalith.kernels.narrow import TrackedMaxima, maxima
 from megalith.models.router import RoutingRecord, recording
-from megalith.models.stage import Stage
-from megalith.parallel.precision import apply_precision
-from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, StepRouting
-from megalith.prove.updates import update_of
+from megalith.prove.one_process import RandomText, gradient_of, reference
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, packs, recipe_of, settled
-from megalith.spec.phases import Phases, during
+from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, packs
+from megalith.spec.phases import Phase, Phases
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
-from megalith.train.batches import Cut, indices, to_batch
-from megalith.train.optimizers.rates import learning_rate
+from megalith.train.batches import indices
 from megalith.train.own.admit import admit
-from megalith.train.own.loss import use_loss
 from megalith.train.post_validation import Unchecked
 from megalith.train.run import choose_device, join
 from megalith.train.step import accumulate, conclude, train_step, update
@@ -69,29 +59,6 @@ def small_choices(precision: str, layers: int) -> dict[str, int]:
     more blocks that would grow to the size of a fault."""
     narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
-
-
-class RandomText:
-    """Random tokens in documents of random lengths, as a pure function of (seed, sample): a run needs no data to be checked."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self.vocab, self.seq_len, self.seed = spec.model.vocab, spec.train.seq_len, spec.train.seed
-        self.masked = spec.data.document_mask
-
-    def batch(self, numbers: range) -> Samples:
-        """Samples `numbers`; about one target in eight is missing, so that a mean taken over the wrong set shows."""
-        rows = [self._row(number) for number in numbers]
-        tokens, targets, positions = (np.stack([row[i] for row in rows]) for i in range(3))
-        return Samples(tokens, targets, positions, tuple(row[3] for row in rows), ("random",) * len(rows), tuple(numbers))
-
-    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-        random = np.random.default_rng(seed_of(self.seed, f"sample {number}"))
-        ids = random.integers(0, self.vocab, self.seq_len + 1)
-        targets = np.where(random.random(self.seq_len) < number % 3 / 8, -100, ids[1:])
-        cuts = np.unique(random.integers(1, self.seq_len, random.integers(0, 4))) if self.masked else np.array([], int)
-        lengths = np.diff(np.concatenate(([0], cuts, [self.seq_len])))
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        return ids[:-1], targets, positions, tuple(lengths.tolist())
 
 
 def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
@@ -158,148 +125,69 @@ def _multiple(least: int, of: int) -> int:
     return -(-least // of) * of
 
 
-def reference(spec: RunSpec, *, device: torch.device) -> Recording:
-    """The run on one process: plain modules, no groups, torch's AdamW and clipping. It takes the samples of microbatch i of all data ranks
-    together at once, since balance losses may be over these. In a rounded precision, weights are kept and gradients added up in fp32."""
-    model = spec.model.build()
-    with device:
-        stage = Stage(model)
-    if spec.train.loss is not None:
-        use_loss([stage], spec.train.loss)
-    recipe, choices = recipe_of(spec.precision, spec.train.precision), settled(spec.precision, spec.train.precision)
-    narrow = dict[nn.Module, Narrow]()
-    for name, part in stage.parts():
-        narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
-        initialise(part, name=name, spec=model, seed=spec.train.seed)
-    computes = stage.parameters_by_name()
-    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
-    faces = {name: (p, parameters[name]) for name, p in computes.items()}
-    for p in computes.values():
-        p.data = p.data.to(Dtypes.of(spec.train.precision).compute)
-    kept, phases, samples = Recording(), Phases.of(spec), 0
-    o = spec.optimizer
-    advance, clipping = update_of(parameters, o, model), Clipping(o, model, stage, parameters)
-    for step in range(spec.train.steps):
-        now = during(spec, phases.at(samples))
-        for multiply in narrow.values():
-            multiply.microbatch = spec.plan.microbatch * now.train.seq_len
-        kept.losses.append(_reference_step(stage, faces, now, first=samples, device=device, kept=kept))
-        samples += now.train.global_batch
-        grads = {name: _gradient(p).clone() for name, p in parameters.items()}
-        norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
-        clipping.clip(norm, number=step)
-        advance(step, learning_rate(step, spec=o, steps=spec.train.steps))
-        clipping.scale_heads()
-        for parameter in parameters.values():
-            parameter.grad = None
-        for p, parameter in faces.values():
-            p.data.copy_(parameter.data)
-        for module in stage.modules():
-            if isinstance(module, Moe):
-                module.end_of_step(module.router.counts)
-        for recipe in narrow.values():
-            if recipe.latest is not None:
-                recipe.take_in(recipe.latest.clone())
-                kept.maxima |= {} if step else recipe.followed()
-        kept.norms.append(norm)
-        kept.gradients.append({name: g.cpu() for name, g in grads.items()})
-    kept.weights = {name: t.detach().cpu() for name, t in (parameters | stage.lasting_buffers()).items()}
-    return kept
-
-
-def _reference_step(
-    stage: Stage,
-    faces: dict[str, tuple[nn.Parameter, nn.Parameter]],
-    spec: RunSpec,
-    *,
-    first: int,
-    device: torch.device,
-    kept: Recording,
-) -> float:
-    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter the
-    computing form, and the stored fp32 form, which gets the gradient."""
-    text, head = RandomText(spec), stage.spec.head
-    rows = spec.plan.set_sequences
-    sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
-    valid = sum(int((samples.targets >= 0).sum()) for samples in sets)
-    cut = Cut(spec.data.document_mask, head.ahead.depth if head.ahead else 0)
-    scale = gradient_scale_of(spec)
-    total = 0.0
-    with recording(stage) as routings, maxima() as seen:
-        for samples in sets:
-            batch = to_batch(
-                samples,
-                cut,
-                device=device,
-                loss_scale=1 / valid,
-                z_loss=spec.train.z_loss,
-                sequences=spec.train.global_batch,
-                gradient_scale=scale,
-            )
-            with working_on(batch.work):
-                loss = stage(batch.tokens, batch)
-                loss.objective.backward()
-            total += float(loss.nll)
-            grads = {name: _gradient(computes).float() / scale for name, (computes, _) in faces.items()}
-            for name, (computes, parameter) in faces.items():
-                computes.grad = None
-                parameter.grad = grads[name] if parameter.grad is None else parameter.grad + grads[name]
-            if first == 0:
-                kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
-    kept.routing.append({name: StepRouting.of(records) for name, records in routings.items()})
-    kept.maxima = kept.maxima if first else seen
-    return total
-
-
-def gradient_scale_of(spec: RunSpec) -> float:
-    """Return the loss scale of the first step, which a compared run keeps throughout."""
-    return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 def record(trainer: Trainer) -> Recording:
     """The run under its plan, on all ranks together. The first rank returns the whole model's recording, the others their
     parts."""
-    spec, kept, phases, first = trainer.run, Recording(), Phases.of(trainer.run), 0
-    totals: list[StepTotals] = []
-    late: Unchecked | None = None
-    for step in range(spec.train.steps):
+    recorder, phases, first = Recorder(trainer), Phases.of(trainer.run), 0
+    for _ in range(trainer.run.train.steps):
         if phases.at(first).first == first > 0:
-            totals += _settled(late)
-            late = None
-            trainer.enter(phases.at(first))
+            recorder.enter(phases.at(first))
+        recorder.step(first)
+        first += trainer.spec.train.global_batch
+    return recorder.finish()
+
+
+class Recorder:
+    """Trains on random text, and records each step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._kept = trainer, Recording()
+        self._totals: list[StepTotals] = []
+        self._late: Unchecked | None = None
+
+    def enter(self, phase: Phase, size: int | None = None) -> None:
+        """Train a phase from now on. `size`: as in `Trainer.enter`."""
+        self._totals += _settled(self._late)
+        self._late = None
+        self._trainer.enter(phase, size)
+
+    def step(self, first: int) -> None:
+        """Train a step of the samples from number `first` on."""
+        trainer, kept, step = self._trainer, self._kept, len(self._kept.gradients)
         text = RandomText(trainer.spec)
         numbers = indices(trainer.spec, first=first, data_rank=trainer.groups.coordinates["data"])
         samples = [text.batch(part) for part in numbers]
-        first += trainer.spec.train.global_batch
         with ExitStack() as stack:
             routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
             seen = stack.enter_context(maxima())
-            accumulated = accumulate(trainer, samples, check=late)
-        totals += [late.totals] if late else []
-        kept.gradients.append(_together({name: _gradient(p) for name, p in trainer.parameters.items()}, trainer))
+            accumulated = accumulate(trainer, samples, check=self._late)
+        self._totals += [self._late.totals] if self._late else []
+        kept.gradients.append(_together({name: gradient_of(p) for name, p in trainer.parameters.items()}, trainer))
         kept.routing.append(_all_routed(trainer, accumulated, routings))
         kept.maxima = kept.maxima if step else _noted(seen, trainer)
         if trainer.release is not None:
-            totals.append(_released(trainer, samples, step))
-        elif spec.plan.post_validation:
-            late = Unchecked(trainer, accumulated, step=step)
+            self._totals.append(_released(trainer, samples, step))
+        elif trainer.run.plan.post_validation:
+            self._late = Unchecked(trainer, accumulated, step=step)
         else:
             computed = conclude(trainer, accumulated, step=step)
-            totals.append(computed.totals)
+            self._totals.append(computed.totals)
             update(trainer, computed, step=step)
         if step == 0:
             followed = {name: one for recipe in trainer.delayed() for name, one in recipe.followed().items()}
             kept.maxima |= _noted(followed, trainer)
-    totals += _settled(late)
-    kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
-    weights = trainer.state.laid("weights")
-    kept.weights = _together({key.removeprefix("weights."): each for key, each in weights.items()}, trainer)
-    return kept
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return whole weights on the first rank."""
+        weights = self._trainer.state.laid("weights")
+        return _together({key.removeprefix("weights."): each for key, each in weights.items()}, self._trainer)
+
+    def finish(self) -> Recording:
+        """Return what was recorded, with the weights at the end."""
+        totals = self._totals + _settled(self._late)
+        self._kept.losses, self._kept.norms = [each.loss for each in totals], [each.norm for each in totals]
+        self._kept.weights = self.weights()
+        return self._kept
 
 
 def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals:

@@ -11,7 +11,9 @@ import torch
 from megalith.prove.axes import ParityCase, reference_key
 from megalith.prove.compare import Recording, Row
 from megalith.prove.draw import draw
-from megalith.prove.parity import record, reference
+from megalith.prove.one_process import reference
+from megalith.prove.parity import record
+from megalith.prove.sites import prove_sites
 from megalith.prove.verdict import judge
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
@@ -62,6 +64,9 @@ def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
     """
     torch.set_num_threads(1)
     try:
+        if one.spec.sites is not None:
+            rows, tied = prove_sites(one.spec, timeout=TIMEOUT)
+            return ParityResult(one, tuple(rows), tied)
         found = recorded(one.spec)
     except (RuntimeError, TimeoutError) as error:
         return ParityResult(one, (), error=str(error))
@@ -90,7 +95,7 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 def few(count: int, seed: int) -> list[ParityCase]:
     """Return the drawn combinations to prove: if few are asked for, those with several ranks."""
-    return sorted(draw(max(count, FEW), seed), key=lambda one: one.spec.plan.ranks > 1)[-count:]
+    return sorted(draw(max(count, FEW), seed), key=lambda one: one.ranks > 1)[-count:]
 
 
 def prove_drawn(count: int, seed: int, *, starting: Callable[[ParityCase], None] = lambda one: None) -> Iterator[ParityResult]:

@@ -34,6 +34,9 @@ REFUSED: dict[tuple[str, ...], set[str]] = {
     ("recompute", "retain"): {"plan.retain.share"},  # only all of the inputs of segments
     ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
     ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
+    ("state", "sites"): {"plan.state"},  # merges need the weights
+    ("norm", "sites"): {"plan.post_validation"},  # which other sites may have got by then
+    ("sites", "precision"): {"train.precision"},  # sites are compared round by round, which rounding does not allow
 }
 if FULL:
     streamed, released, lion = "plan.state.weights", "plan.state.release", "optimizer.kind"
@@ -47,6 +50,8 @@ if FULL:
         ("pipeline", "state"): {streamed, "plan.zero"},
         ("state", "optimizer"): {streamed, lion},
         ("state", "precision"): {streamed, released},
+        ("state", "sites"): {streamed, "plan.state", "train.precision"},
+        ("sites", "precision"): {"train.precision", released},
         ("pipeline", "precision"): {released, "plan.microbatch"},  # released gradients are those of one microbatch
         ("norm", "precision"): {released},
         ("phases", "precision"): {released},

@@ -15,6 +15,7 @@ import torch
 from megalith.checkpoint.folder import find
 from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
 from megalith.parallel.data import local
+from megalith.prove.site_merges import Reference
 from megalith.report.history import history
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
@@ -43,7 +44,6 @@ from tests.runs import (
     when,
 )
 from tests.specs import tiny_run
-from tests.train.sites.reference import Reference
 
 STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
 PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "nesterov": False, "clip": 0.0, "weight_decay": 0.0, "lr": 0.1}

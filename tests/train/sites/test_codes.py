@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from megalith.prove import site_merges as reference
 from megalith.spec.sites import Piece, encoded_bytes
 from megalith.train.sites import pieces
 from megalith.train.sites.codes import decode, encode
-from tests.train.sites import reference
 
 SIZES = (1, 3, 127, 128, 129, 130, 255, 1000)
 BITS = (2, 4, 8, 32)

@@ -14,6 +14,7 @@ import torch
 from megalith.events import Merge
 from megalith.parallel.data import local
 from megalith.parallel.groups import group_of
+from megalith.prove.site_merges import Reference
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import FRAME_BYTES, Fragment, at_site, folder_of, fragments, sent_after, verdict_bytes, wire_bytes
 from megalith.spec.sites.late import Backlog
@@ -27,7 +28,6 @@ from tests.full import only_full
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
-from tests.train.sites.reference import Reference
 
 STEPS = 9
 METHODS: dict[str, dict[str, Any]] = {
@@ -226,7 +226,7 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
         ]
         if made and not fault:
             others = spec.sites.count - 1
-            assert sorted(cut[one.fragment].bytes for one in made) == sorted(wanted.bytes)
+            assert sorted(cut[one.fragment].bytes for one in made) == sorted(wanted.sizes)
             told = sum(verdict_bytes(len({*one.merged} if one.taken else ())) for one in made) if site == 0 else 0
             theory = others * (told + sum(wire_bytes(cut[one.fragment]) for one in made))
             assert sum(one.bytes_sent for one in made) == sent == theory

@@ -102,7 +102,7 @@ class Reference:
     velocities: Tensors = field(default_factory=dict)
     feedback: list[Tensors] = field(default_factory=list)
     flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, bytes of each site
-    bytes: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     late: Callable[[int, int, int], bool] = lambda merge, site, age: False
     """True if a site's difference misses a merge, where merges are asynchronous."""
     missed: dict[int, list[tuple[int, int, int, bytes]]] = field(default_factory=dict)  # fragment: site, step, age, bytes
@@ -157,7 +157,7 @@ class Reference:
                 for name, early in self.early(number, site, message).items():
                     self.weights[site][name] = early
         self.flying.append((step, number, messages))
-        self.bytes.append(len(messages[0]))
+        self.sizes.append(len(messages[0]))
 
     def early(self, number: int, site: int, message: bytes) -> Tensors:
         """Return the anchors after an outer step with one site's own difference, weighted by its share of the samples."""
