@@ -170,7 +170,8 @@ def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTim
     mine += [(*spent.head, 1)] if here.head else []
     forward, backward = SpentSeconds(), SpentSeconds()
     for f, b, times in mine:
-        forward, backward = forward + f * (times / sides), backward + b * (times / sides)
+        share = times / sides
+        forward, backward = (forward + f, backward + b) if share == 1 else (forward + f * share, backward + b * share)
     return StageTime(forward, backward)
 
 

@@ -22,6 +22,7 @@ COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
 TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False)
 """This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
+COMPILED_TRAINER = replace(TRAINER, overheads="compiled")
 
 OURS = "megalith"
 """The name of this project's trainer, which plans assume by default."""
@@ -49,4 +50,4 @@ def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
     """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; other
     software keeps its own profile."""
     found = SOFTWARE[name].software_profile
-    return replace(found, overheads="compiled") if name == OURS and plan.compile else found
+    return COMPILED_TRAINER if name == OURS and plan.compile else found

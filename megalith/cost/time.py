@@ -59,11 +59,10 @@ class SpentSeconds:
         )  # fmt: skip
 
     def __mul__(self, factor: float) -> "SpentSeconds":
-        return SpentSeconds(*(factor * a for a in self.values))
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return self.products, self.attention, self.memory, self.host, self.tensor, self.context, self.expert
+        return SpentSeconds(
+            factor * self.products, factor * self.attention, factor * self.memory, factor * self.host,
+            factor * self.tensor, factor * self.context, factor * self.expert,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,11 @@ class ContextExchange(NamedTuple):
     ulysses: int = 1
 
 
+def is_ring(plan: Plan) -> bool:
+    """True if keys and values go around a ring of all context ranks, or there is one of these."""
+    return (plan.context_method, plan.ulysses) == ContextExchange()
+
+
 def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int) -> list[ContextExchange]:
     """Return a ring, which hides behind attention; a gather, if several ranks of a domain send into the network, since only one of them
     does in a ring; and as many ranks of one domain as can exchange heads, if they then send less than in a ring."""

@@ -5,6 +5,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megalith.cost import host, predicted, released
@@ -16,7 +17,7 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.software import OURS, software_profile_of
 from megalith.cost.time import Setting
 from megalith.cost.workload import Narrow, SoftwareProfile, Workload
-from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, retained, segmented
+from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, is_ring, retained, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
@@ -54,6 +55,7 @@ class SearchResult:
     """Pareto frontier of step time and free memory."""
     looked_at: int
     too_large: int
+    """Plans that do not fit. Exchanges of context ranks that are too slow to be shown are not counted."""
     closest: Candidate | None
     """The plan that is least too large, if nothing fits."""
     refused: int = 0
@@ -129,55 +131,26 @@ def search(
         for plan in plans
     ]
     scorer.prepare(workloads, tick)
-    fitting: list[Candidate] = []
-    waiting: list[BoundedCandidate] = []
-    offloaded: list[BoundedCandidate] = []
-    least: tuple[Memory, Workload] | None = None
-    too_large = recomputed = away = 0
-    smallest: dict[tuple[Any, ...], int] = {}  # the least microbatch that does not fit: no larger one does, all else being equal
-    for workload in workloads:
-        size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
-        if smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
-            too_large += 1
-            continue
-        held = scorer.memory(workload)
-        if scorer.fits(workload, held):
-            if kind(workload.plan.schedule).fills_and_drains:
-                fitting.append(_choice(workload, held, scorer))
-            else:
-                waiting.append(BoundedCandidate(scorer.busy(workload), workload, held))
-            if not scorer.fits(
-                workload, replace(held, reserve=held.reserve + CLOSE * held.total)
-            ):  # `valid` may count more than here
-                more = [one for one in _again(workload, held, scorer, space.again) if one[0] is not workload]
-                waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
-            continue
-        again = _again(workload, held, scorer, space.again)
-        near = next((one for one in again if scorer.fits(*one)), None)
-        if near is not None:
-            recomputed += 1
-            waiting.append(BoundedCandidate(scorer.busy(near[0]), *near))
-        found = _elsewhere(again, near, _retained(workload, held, scorer, space.offload), scorer, space.offload)
-        away += bool(found) and near is None
-        offloaded += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in found]
-        if near is None and not found:
-            too_large += 1
-            smallest[others] = size
-            one, needed = again[-1]
-            least = (needed, one) if least is None or needed.total < least[0].total else least
-    here = _simulated(waiting, fitting, scorer, most=4 * top)
-    ranked = _simulated(offloaded, here, scorer, most=4 * top)
+    rings, exchanges = ([one for one in workloads if is_ring(one.plan) == ring] for ring in (True, False))
+    sorter, most = _Sorter(scorer, space), 4 * top
+    for workload in rings:
+        sorter.add(workload)
+    here = _simulated(sorter.waiting, sorter.fitting, scorer, most=most)
+    sorter.fitting, sorter.waiting = here, []
+    for bound, workload in sorted(((scorer.busy(one), one) for one in exchanges), key=itemgetter(0)):
+        if len(sorter.fitting) >= most and bound >= _step(sorter.fitting[most - 1]):
+            break
+        sorter.add(workload)
+    here = _simulated(sorter.waiting, sorter.fitting, scorer, most=most)
+    ranked = _simulated(sorter.offloaded, here, scorer, most=most)
     best, refused = _first_valid(ranked, top, valid, differ)
     runnable = next(iter(_first_valid(here, 1, valid)[0]), None)
-    closest = None if best or least is None else _choice(least[1], least[0], scorer)
+    closest = None if best or sorter.least is None else _choice(*sorter.least, scorer)
     thrifty = _first_valid(pareto(ranked), None, valid)[0]
-    return SearchResult(best, thrifty, len(workloads), too_large, closest, refused, away, runnable, recomputed)
-
-
-def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
-    """Return all choices of a plan except the microbatch."""
-    split = plan.tensor, plan.context, plan.context_method, plan.ulysses, plan.pipeline, plan.expert, plan.expert_tensor
-    return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
+    counts = {"looked_at": len(workloads), "too_large": sorter.too_large, "offloaded": sorter.away}
+    return SearchResult(
+        best, thrifty, closest=closest, refused=refused, runnable=runnable, recomputed=sorter.recomputed, **counts
+    )
 
 
 class BoundedCandidate(NamedTuple):
@@ -188,6 +161,64 @@ class BoundedCandidate(NamedTuple):
     workload: Workload
     held: Memory
     close: bool = False
+
+
+class _Sorter:
+    """Workloads sorted by the form in which they fit: with a closed form of their time, without one, or with some state or activations
+    elsewhere."""
+
+    def __init__(self, scorer: "Scorer", space: Space) -> None:
+        self.scorer, self.space = scorer, space
+        self.fitting: list[Candidate] = []
+        self.waiting: list[BoundedCandidate] = []
+        self.offloaded: list[BoundedCandidate] = []
+        self.least: Sized | None = None
+        """The workload that is least too large."""
+        self.too_large = self.recomputed = self.away = 0
+        self._smallest: dict[tuple[Any, ...], int] = {}
+        """The least microbatch that does not fit, by all other choices: no larger one does."""
+
+    def add(self, workload: Workload) -> None:
+        """Sort in a workload. Workloads that differ in the microbatch alone come in its order."""
+        scorer, space = self.scorer, self.space
+        size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
+        if self._smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
+            self.too_large += 1
+            return
+        held = scorer.memory(workload)
+        if scorer.fits(workload, held):
+            self._keep(workload, held)
+            return
+        again = _again(workload, held, scorer, space.again)
+        near = next((one for one in again if scorer.fits(*one)), None)
+        if near is not None:
+            self.recomputed += 1
+            self.waiting.append(BoundedCandidate(scorer.busy(near[0]), *near))
+        found = _elsewhere(again, near, _retained(workload, held, scorer, space.offload), scorer, space.offload)
+        self.away += bool(found) and near is None
+        self.offloaded += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in found]
+        if near is None and not found:
+            self.too_large += 1
+            self._smallest[others] = size
+            if self.least is None or again[-1][1].total < self.least[1].total:
+                self.least = again[-1]
+
+    def _keep(self, workload: Workload, held: Memory) -> None:
+        """Keep a workload that fits; if little is left, also forms that need less, because the final count of memory may be higher."""
+        scorer = self.scorer
+        if kind(workload.plan.schedule).fills_and_drains:
+            insort(self.fitting, _choice(workload, held, scorer), key=_step)
+        else:
+            self.waiting.append(BoundedCandidate(scorer.busy(workload), workload, held))
+        if not scorer.fits(workload, replace(held, reserve=held.reserve + CLOSE * held.total)):
+            more = [one for one in _again(workload, held, scorer, self.space.again) if one[0] is not workload]
+            self.waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
+
+
+def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
+    """Return all choices of a plan except the microbatch."""
+    split = plan.tensor, plan.context, plan.context_method, plan.ulysses, plan.pipeline, plan.expert, plan.expert_tensor
+    return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
 
 def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Candidate:

@@ -9,7 +9,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import Space, candidates, offloaded, segmented
+from megalith.planner.candidates import Space, candidates, is_ring, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed, search
@@ -206,6 +206,26 @@ def test_keys_are_gathered_where_several_ranks_of_a_node_send_to_others():
     for tensor, context in ((1, 16), (2, 8), (1, 8), (8, 2)):
         faster = waits(tensor, context, "gather") < waits(tensor, context, "ring")
         assert faster == ((tensor, context) in tried), (tensor, context)
+
+
+def test_exchanges_of_context_ranks_are_priced_where_they_may_be_among_the_best(monkeypatch):
+    """Their answers are those of a search that prices all of them, from fewer estimates."""
+    model = _of_heads(16, 16)
+    deep = model.model_copy(update={"blocks": model.blocks * 4})
+    space = Space(microbatches=(1,), policies=SPACE.policies, schedules=(), most_chunks=1, zero=(1,), copies=False)
+    ask = partial(search, deep, clusters.load("h100:16"), seq_len=131_072, global_batch=2, space=space, top=1)
+    priced, estimate = [], Scorer.estimate
+
+    def counted(self, workload, held=None):
+        priced.append(workload.plan)
+        return estimate(self, workload, held)
+
+    monkeypatch.setattr(Scorer, "estimate", counted)
+    some, few = ask(), len(priced)
+    assert not is_ring(some.best.plan)
+    monkeypatch.setattr(Scorer, "busy", lambda self, workload: 0.0)
+    assert ask().choices == some.choices
+    assert few < len(priced) - few
 
 
 def test_a_layout_names_how_its_context_ranks_exchange():
