@@ -6,9 +6,9 @@ Resources that one machine lacks for a run are checked separately from faults of
 
 from megalith.check.case import Case
 from megalith.check.here import all_ranks, check_here, node_ranks
-from megalith.check.memory import PARTS
 from megalith.check.resume import MAY_CHANGE, check_resume
 from megalith.check.rules import RULES, Rule, check
+from megalith.spec.plan import PARTS
 from megalith.spec.problem import Problem
 
 __all__ = [

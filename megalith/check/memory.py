@@ -10,10 +10,9 @@ from megalith.check.remedies import cheapest
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import PRECISIONS, is_narrow
+from megalith.spec.numbers import PRECISIONS, SCALE_BYTES, is_narrow, packs
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, segment_size
-from megalith.spec.problem import near
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
 from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
@@ -24,61 +23,6 @@ PAIR = 2
 
 ROOM = 0.9
 """The part of a device's memory that a change must fit in to be named; the rest is for temporary tensors, context and fragments."""
-
-PARTS: dict[str, tuple[str, ...]] = {
-    "attend": (),
-    "attention": ("attend",),
-    "attention.core": ("attention", "attend"),
-    "attention_norm": ("attend",),
-    "mamba": ("attend",),
-    "mamba.core": ("mamba", "attend"),
-    "mamba_norm": ("attend",),
-    "mlp": (),
-    "mlp.activation": ("mlp", "mlp.experts", "mlp.shared"),
-    "mlp.experts": ("mlp",),
-    "mlp.shared": ("mlp",),
-    "mlp_norm": ("attend",),
-}
-"""Each part of a block that selective recomputation can name -> the parts that contain it."""
-
-
-def recomputation_names_what_exists(case: Case) -> Found:
-    """Recomputation names blocks and parts that exist."""
-    plan = case.plan
-    for part in plan.recompute_parts:
-        if part not in PARTS:
-            nearest = near(part, PARTS)
-            hint = f'Did you mean "{nearest}"? ' if nearest else ""
-            way_out = f"{hint}Known: {', '.join(PARTS)}."
-            yield error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is not part of a block', way_out)
-    if plan.recompute == "selective" and not plan.recompute_parts:
-        way_out = 'Use ["attention.core"], or recompute = "none".'
-        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs one', way_out)
-    nested = [(part, outer) for part in plan.recompute_parts for outer in PARTS.get(part, ()) if outer in plan.recompute_parts]
-    if plan.recompute == "selective" and nested:
-        reason = "{} is computed a third time, inside {}".format(*nested[0])
-        yield advice("plan.recompute_parts", plan.recompute_parts, reason, "Name the outer part only.")
-    if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
-        reason = f"counts past the model's {case.spec.model.layers} blocks"
-        yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
-
-
-def activations_are_formed_again(case: Case) -> Found:
-    """Recomputing an activation saves memory only if the trainer itself decides what the next product keeps."""
-    plan, parts = case.plan, case.plan.recompute_parts
-    if plan.recompute != "selective" or "mlp.activation" not in parts:
-        return
-    other = (
-        "plan.compile = true: compiled code decides what is kept"
-        if plan.compile
-        else f"plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept"
-        if plan.overlap_tensor > 1
-        else 'precision.kept = "fp8": it is kept in 8 bits'
-        if case.spec.precision.kept != "wide"
-        else ""
-    )
-    if other:
-        yield advice("plan.recompute_parts", parts, f"mlp.activation has no effect with {other}", "Leave it out.")
 
 
 def segments_lie_in_a_stage(case: Case) -> Found:
@@ -226,9 +170,9 @@ def disk_takes_the_state(case: Case) -> Found:
         yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
     if not case.files or case.model is None or case.plan.data % case.plan.replicate:
         return
-    there = _existing(Path(state.folder or "."))
+    there = existing(Path(state.folder or "."))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        yield error("plan.state.folder", state.folder, _unusable(there), "Give a folder on each node's own disk.")
+        yield error("plan.state.folder", state.folder, unusable(there), "Give a folder on each node's own disk.")
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
@@ -243,37 +187,13 @@ def disk_takes_the_state(case: Case) -> Found:
         yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
 
 
-def kept_tensors_can_leave(case: Case) -> Found:
-    """Tensors that blocks keep for backward can wait outside the device, and some do."""
-    retain, plan = case.plan.retain, case.plan
-    if retain.blocks == "device":
-        for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
-            if value != unused:
-                yield advice(f"plan.retain.{name}", value, 'has no effect with plan.retain.blocks = "device"', "Leave it out.")
-        return
-    segmented = plan.recompute == "sqrt" or plan.recompute.startswith("segments:")
-    if retain.share < 1 and segmented:
-        reason = f"counts blocks, and with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
-        yield error("plan.retain.share", retain.share, reason, "Use share = 1: these inputs are small.")
-    elif case.model is not None and not plan.retained(len(case.model.blocks)):
-        blocks = len(case.model.blocks)
-        reason = f"is less than one of {blocks} blocks, so nothing leaves the device"
-        yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
-    if retain.blocks != "disk" and retain.folder:
-        yield advice("plan.retain.folder", retain.folder, f'has no effect with blocks = "{retain.blocks}"', "Leave it out.")
-    if retain.blocks == "disk" and case.files and retain.folder:
-        there = _existing(Path(retain.folder))
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            yield error("plan.retain.folder", retain.folder, _unusable(there), "Give a folder on each node's own disk.")
-
-
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """Return the folder, or the first one above it that exists."""
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.exists())
 
 
-def _unusable(there: Path) -> str:
+def unusable(there: Path) -> str:
     """Say why nothing can be written to a path."""
     return f"{there} {'is not a folder' if not there.is_dir() else 'may not be written to'}"
 
@@ -322,7 +242,7 @@ def activation_bytes(case: Case) -> float:
     they wait elsewhere, three blocks or inputs are on the device: one computes, and two are on their way."""
     assert case.model is not None
     plan, model = case.plan, case.model
-    saved = sum(_saved_numbers(block, model.dim) for block in model.blocks)
+    saved = sum(_saved_numbers(block, model.dim) - _spared_numbers(case, block, at) for at, block in enumerate(model.blocks))
     inputs = model.dim * len(model.blocks) + saved / len(model.blocks) * plan.pipeline
     nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
     numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)
@@ -330,7 +250,8 @@ def activation_bytes(case: Case) -> float:
     one = saved / len(model.blocks)
     beside = {"full": 3 * model.dim, "sqrt": model.dim * (3 + len(model.blocks) ** 0.5)}.get(plan.recompute, 2 * one)
     kept, moving = numbers * in_flight, min(numbers, (one + beside) * plan.pipeline)
-    numbers = kept * (1 - plan.retain.away) + moving * (plan.retain.away > 0)
+    away = plan.retain.share if plan.retain.blocks != "device" else 0.0  # parts alone leave the most here
+    numbers = kept * (1 - away) + moving * (away > 0)
     tokens = case.spec.train.seq_len * plan.microbatch
     return numbers * tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
 
@@ -397,6 +318,24 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
     saved += 0 if "attention" in own else _saved_by_mixer(block)
     return saved + (0 if "mlp" in own or block.mlp is None else _saved_by_mlp(block.mlp, dim))
+
+
+def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
+    """About how many of these numbers keeping in 8 bits spares, as a rounded number has fewer bytes: of the inputs of products and factors
+    of activations, if they are kept so, and of attention's tensors, if these are."""
+    assert case.model is not None
+    choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
+    kept, spared = PRECISIONS["fp8"], 0.0
+    left = (1 + SCALE_BYTES / (choices.tile or kept.tile)) / PRECISIONS[precision].compute.width
+    outside = number < choices.wide_first or number >= len(case.model.blocks) - choices.wide_last
+    if packs(choices, precision) and not outside and not own_tensors(block, dim):
+        spared += dim * (bool(block.attention) + bool(block.mlp)) * (1 - left)
+        if block.mlp is not None:
+            many, factors = _saved_by_mlp(block.mlp, dim), 3 / 4 if block.mlp.gated else 1
+            spared += many * (1 - factors * left)
+    if spec.plan.actions.get("attention.core") == "compress" and block.attention is not None:
+        spared += _saved_by_mixer(block) * (1 - left)
+    return spared
 
 
 def _saved_by_mixer(block: BlockSpec) -> int:

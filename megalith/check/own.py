@@ -71,16 +71,20 @@ def admit_part(spec: RunSpec, key: str, name: str) -> None:
 
 
 def own_parts_fit_the_plan(case: Case) -> Found:
-    """An own attention without a core needs whole sequences, and has no core to recompute."""
+    """An own attention without a core needs whole sequences, and has no core to recompute. Of none is it known what follows the core."""
     name = getattr(case.spec.model, "attention", None)
+    if name is not None and case.plan.actions.get("attention.core") == "compress":
+        reason = f"compresses what the core of {name} keeps, and which layer takes its output is not known"
+        yield error("plan.retain.parts", case.plan.retain.parts, reason, "Keep it, or let it wait elsewhere.")
     if name is None or parts.PARTS[name].core:
         return
     if case.plan.context > 1:
         reason = f"splits sequences, and {name} does not say that its tokens see each other through self.core alone"
         yield error("plan.context", case.plan.context, reason, "Use 1, or an attention that says core = True.")
-    if "attention.core" in case.plan.recompute_parts and case.plan.recompute == "selective":
+    if "attention.core" in case.plan.actions:
+        key = "plan.retain.parts" if "attention.core" in case.plan.retain.parts else "plan.recompute_parts"
         reason = f"names attention.core, and {name} does not say that it has one"
-        yield error("plan.recompute_parts", list(case.plan.recompute_parts), reason, 'Name "attention".')
+        yield error(key, ["attention.core"], reason, 'Name "attention".')
 
 
 def state_is_at_hand(case: Case) -> Found:

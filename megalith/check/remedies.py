@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from megalith.spec.numbers import PRECISIONS
-from megalith.spec.plan import Plan
+from megalith.spec.numbers import BF16, PRECISIONS
+from megalith.spec.plan import COMPRESSED, Action, PartActions
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.state import MASTER
+from megalith.spec.toml import literal
 
-ROUNDS = frozenset(("train.gradients", "optimizer.moments", 'optimizer.master = "split8"'))
+ROUNDS = frozenset(("train.gradients", "optimizer.moments", 'optimizer.master = "split8"', "precision.kept", "plan.retain.parts"))
 """Changes that round, so that results change."""
 
 
@@ -30,7 +31,7 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
     plan, narrow = spec.plan, PRECISIONS[spec.train.precision].compute.name != MASTER.number
     more = range(plan.zero + 1, 4) if plan.dp_size > 1 else ()
     yield [NONE, *(Change({"plan.zero": zero}, zero) for zero in more)]
-    yield [NONE, *_activations(plan)]
+    yield [NONE, *_activations(spec)]
     if plan.microbatch > 1:
         yield [NONE, Change({"plan.microbatch": 1}, 4)]
     if narrow and spec.optimizer.master == "fp32":
@@ -43,11 +44,20 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
         yield [NONE, *_elsewhere()]
 
 
-def _activations(plan: Plan) -> Iterator[Change]:
-    """Yield ways to keep fewer activations: to compute them again, or to let them wait outside of the device."""
-    light = ("full", "sqrt")
-    for policy in light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light:
+def _activations(spec: RunSpec) -> Iterator[Change]:
+    """Yield ways to keep fewer activations: to compute them again, to keep them in 8 bits, or to let them wait outside of the device."""
+    plan, light = spec.plan, ("full", "sqrt")
+    again = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
+    for policy in again:
         yield Change({"plan.recompute": policy}, {"full": 5, "sqrt": 12}[policy])
+    if spec.train.precision == BF16.name and spec.precision.kept == "wide":
+        short: dict[str, Any] = {"precision.kept": "fp8"}
+        yield Change(short, 10)
+        if plan.recompute in ("none", "selective"):
+            compressed: dict[str, Action] = dict.fromkeys(COMPRESSED, "compress")
+            yield Change(short | {"plan.retain.parts": PartActions(plan.retain.parts | compressed)}, 11)
+        for policy in again:  # the block that runs again holds less
+            yield Change({"plan.recompute": policy} | short, {"full": 14, "sqrt": 18}[policy])
     if plan.retain.away:
         return
     less = {} if plan.recompute == "full" else {"plan.recompute": "full"}
@@ -88,7 +98,7 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
 
 def _concerns(problem: Problem) -> bool:
     """True for an error that a change here may have caused."""
-    return problem.severity == "error" and problem.key.startswith(("plan.", "optimizer.", "train."))
+    return problem.severity == "error" and problem.key.startswith(("plan.", "optimizer.", "train.", "precision."))
 
 
 def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
@@ -104,7 +114,7 @@ def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
 
 
 def _sentence(values: dict[str, Any]) -> str:
-    words = [f"{key} = {_written(value)}" for key, value in values.items()]
+    words = [f"{key} = {literal(value)}" for key, value in values.items()]
     rounding = [word.partition(" ")[0] for word in words if word in ROUNDS or word.partition(" ")[0] in ROUNDS]
     note = f" ({_listed(rounding)} round{'s' * (len(rounding) == 1)}, so results change)" if rounding else ""
     return f"The cheapest change that fits: {_listed(words)}{note}. "
@@ -114,8 +124,3 @@ def _listed(words: Sequence[str]) -> str:
     """Return words as a list in a sentence."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _written(value: Any) -> str:
-    """Return a value as a run file has it."""
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)

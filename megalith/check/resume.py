@@ -194,8 +194,12 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
 
 
 def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
-    """Yield why a run could not continue under another plan, called `name`: its balance loss would be over other sets of
-    tokens."""
+    """Yield why a run could not continue under another plan, called `name`: its balance loss would be over other sets of tokens, or its
+    backward would read other numbers."""
+    if run.plan.rounding != plan.rounding:
+        rounded, was = (", ".join(each) or "nothing" for each in (plan.rounding, run.plan.rounding))
+        reason = f"keeps {rounded} in 8 bits, and the run {was}: it would no longer be the same run"
+        yield error(f"{name}.retain.parts", plan.retain.parts, reason, f"Let {name} compress the same parts.")
     before, now = run.plan.set_sequences, plan.set_sequences
     if before != now and run.model.build().balances_microbatches:
         field = "data" if plan.data != run.plan.data else "microbatch"

@@ -86,7 +86,7 @@ def move_seconds(workload: Workload, size: float) -> float:
     """Return the seconds to move this many bytes of activations to where they wait (`plan.retain`), or back."""
     host = workload.cluster.host
     link = size / (host.link or LINK)
-    if workload.plan.retain.blocks != "disk":
+    if workload.plan.retain.place != "disk":
         return link
     return max(link, size / (DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)))
 

@@ -223,8 +223,8 @@ def _rank(
         rank=rank,
         host=sum(s[3] for s in state)
         + (host.streamed(workload) if on_disk else rest * away)
-        + waiting * (retain.blocks == "host"),
-        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0) + waiting * (retain.blocks == "disk"),
+        + waiting * (retain.place == "host"),
+        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0) + waiting * (retain.place == "disk"),
     )
 
 

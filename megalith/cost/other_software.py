@@ -1,14 +1,12 @@
 """How other software runs a part differently from this project: which operations are one kernel, what is recomputed, how
 logits become a loss."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalith.cost.cores import PairedExperts, fused_collect, fused_norm, fused_rotate, fused_spread
-from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout
+from megalith.cost.profile import DENSE_MLP, Layout
 from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.elements import E4M3
@@ -21,8 +19,8 @@ from megalith.models.block import Attention
 from megalith.models.latent import LatentAttention
 from megalith.models.moe import Moe
 from megalith.models.norm import RMSNorm
-from megalith.parallel.recompute import FORMED, SEAMS, apply_recompute
-from megalith.spec.plan import Plan
+from megalith.parallel.recompute import FORMED, SEAMS, TILE, apply_actions, apply_recompute
+from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan
 
 
 def swap_kernels(part: nn.Module, layout: Layout) -> None:
@@ -40,6 +38,8 @@ def swap_kernels(part: nn.Module, layout: Layout) -> None:
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
+    """Give parts of a block their actions for what they keep for backward."""
+    recorder.stays = layout.stays
     if layout.recompute == "full":
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
         return
@@ -47,13 +47,15 @@ def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
     mlp = getattr(module, "mlp", None)
     if DENSE_MLP in names:
         names[names.index(DENSE_MLP)] = "" if isinstance(mlp, Moe) else "mlp"
-    if EXPERTS_ACTIVATION in names and isinstance(mlp, Moe):
-        _form_again(mlp.experts, recorder)
-    if UP_PROJECTION in names and _has(module, "attention.core"):
-        names += ["attention.q_up", "attention.kv_up"]
-        _forget_inputs(module.get_submodule("attention.core"), recorder)
-    wanted = [name for name in names if name and _has(module, name)]
-    apply_recompute(module, 0, blocks=1, plan=Plan(recompute="selective", recompute_parts=tuple(wanted)))
+    if layout.fused:  # by kernels of its own
+        if EXPERTS_ACTIVATION in names and isinstance(mlp, Moe):
+            _form_again(mlp.experts, recorder)
+        if UP_PROJECTION in names and _has(module, "attention.core"):
+            names += ["attention.q_up", "attention.kv_up"]
+            _forget_inputs(module.get_submodule("attention.core"), recorder)
+        names = [name for name in names if name not in (EXPERTS_ACTIVATION, UP_PROJECTION)]
+    again: dict[str, Action] = {name: "recompute" for name in names if name != "none" and name and _has(module, name)}
+    apply_actions(module, {**again, **dict(layout.actions)}, KeepsPacked(TILE, recorder))
 
 
 def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
@@ -90,7 +92,7 @@ def _form_again(experts: nn.Module, recorder: Recorder) -> None:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    if name in SEAMS or name == FORMED:
+    if name in SEAMS or name in FORMED or name == UP_PROJECTION:
         return True
     try:
         return module.get_submodule(name) is not None
@@ -159,9 +161,9 @@ class KeepsPacked(Multiply):
         shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
         return once(x, self.scaling, lambda: self._moving(PACKING, x.new_empty(shape, dtype=torch.uint8)))
 
-    def unpacked(self, kept: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the numbers of what was kept."""
-        return self._moving(UNPACKING, kept.new_empty(shape, dtype=dtype))
+    def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers [rows, columns] of what was kept."""
+        return self._moving(UNPACKING, kept.new_empty(len(kept), columns, dtype=dtype))
 
     def _moving(self, cost: tuple[float, int], made: Tensor) -> Tensor:
         """Count the operations that make a tensor."""
@@ -181,7 +183,7 @@ class KeepsPacked(Multiply):
         return self.fprop(x, weight, bias, sizes=sizes), self.packed(x)
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-        return self.unpacked(kept, (len(kept), inputs), dtype)
+        return self.unpacked(kept, inputs, dtype)
 
 
 class _Activated(torch.autograd.Function):
@@ -195,4 +197,5 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *(grad * ctx.multiply.unpacked(kept, ctx.shape, grad.dtype) for kept in ctx.saved_tensors)
+        unpacked = (ctx.multiply.unpacked(kept, ctx.shape[-1], grad.dtype) for kept in ctx.saved_tensors)
+        return None, *(grad * factor.view(ctx.shape) for factor in unpacked)

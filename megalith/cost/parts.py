@@ -166,7 +166,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     runs again, if it then keeps its graph."""
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
-    whole, plain = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
+    whole, plain = replace(here, recompute="full", actions=()), here
     blocks, size = len(model.blocks), _segment_size(workload)
     *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
     again = [True] * blocks if size else alone
@@ -232,7 +232,7 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
     if block is None:
-        unseen |= {"recompute": "none"}
+        unseen |= {"recompute": "none", "actions": (), "stays": False}
     else:  # the head's alone
         unseen |= {"loss": "fused"}
     return replace(layout, **unseen)

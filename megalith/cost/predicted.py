@@ -270,7 +270,7 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
 def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
     """The most bytes of activations that wait outside the device, by the tier (`plan.retain`)."""
     retain = workload.plan.retain
-    return {retain.blocks: max(moment.elsewhere for moment in _moments(workload, traced, here))} if retain.away else {}
+    return {retain.place: max(moment.elsewhere for moment in _moments(workload, traced, here))} if retain.away else {}
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:

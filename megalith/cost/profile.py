@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from megalith.spec.plan import Action
+
 Phase = Literal["F", "I", "W"]
 """Forward; the gradient of the part's input, with whatever is recomputed for it; the gradients of its weights."""
 
@@ -10,11 +12,9 @@ PHASES: tuple[Phase, ...] = ("F", "I", "W")
 
 Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
 
-DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.dense", "mlp.experts.activation", "attention.up"
-"""Parts that Megatron-Core recomputes separately (`mlp`, `moe_act`, `mla_up_proj`), unlike this project's trainer: the
-feed-forward
-half of blocks without experts; what lies between the experts' products; latent attention's queries, keys and values, none of which is
-kept."""
+DENSE_MLP = "mlp.dense"
+"""A part that Megatron-Core recomputes separately (`mlp`), unlike this project's trainer: the feed-forward half of blocks without
+experts."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,10 @@ class Layout:
     expert_tensor: int = 1
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts with commas."""
+    actions: tuple[tuple[str, Action], ...] = ()
+    """Other actions for what named parts keep (`Plan.actions`)."""
+    stays: bool = False
+    """True if tensors of no named part stay on the device, although those of some part leave it."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.

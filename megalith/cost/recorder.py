@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.cost.profile import Collective, Core, Exchanged, Layout, Phase, Product
+from megalith.parallel.retain import leaves_now
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 FREE = frozenset(
@@ -81,6 +82,9 @@ class Recorder(TorchDispatchMode):
         self._results: set[int] = set()
         self._factors: Counter[int] = Counter()
         self._packed: Counter[int] = Counter()
+        self._staying: set[int] = set()
+        self.stays = False
+        """True if what no named part of a block keeps stays on the device"""
         self._inner: set[int] = set()
         self.fused = frozenset[str]()
         self.merged = False
@@ -174,6 +178,7 @@ class Recorder(TorchDispatchMode):
         self._results.discard(key)
         self._factors.pop(key, None)
         self._packed.pop(key, None)
+        self._staying.discard(key)
         self._inner.discard(key)
         self.alive -= self._held.pop(key, 0)
 
@@ -186,13 +191,17 @@ class Recorder(TorchDispatchMode):
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this tensor for backward."""
-        self._packed[tensor.untyped_storage()._cdata] += 1
+        key = tensor.untyped_storage()._cdata
+        self._packed[key] += 1
+        if not leaves_now(not self.stays):
+            self._staying.add(key)
         return tensor
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Return the bytes that autograd keeps for backward, with those of the input `x`, which are not counted among the living."""
-        counted = sum(self._held.get(key, 0) for key in self._packed)
-        return counted + (bytes_of(x) if x.untyped_storage()._cdata in self._packed else 0)
+        """Return the bytes that autograd keeps for backward and that may leave the device, with those of the input `x`, which are not
+        counted among the living."""
+        leaving = self._packed.keys() - self._staying
+        return sum(self._held.get(key, 0) for key in leaving) + (bytes_of(x) if x.untyped_storage()._cdata in leaving else 0)
 
     def spared(self, layout: Layout) -> float:
         """Bytes saved by keeping the inputs of products in a narrow format: the wide tensor stays only if another operation keeps

@@ -70,8 +70,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
             module.get_submodule(layer).multiply = KeepsPacked(layout.packed_tile, rounded)
         _swap_mixers(module, block, recorder, layout)
         swap_kernels(module, layout)
-        if layout.recompute != "none":
-            recompute(module, recorder, layout)
+        recompute(module, recorder, layout)
         recorder.merged, recorder.rides = layout.fused, layout.regather
         if layout.fused and block.mlp is not None and block.mlp.gated:
             recorder.fused = FUSED

@@ -11,7 +11,7 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, is_packed, packed_tile, packs, stays_wide, tile_of
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import BLOCK, Action, Plan
 from megalith.spec.sizes import layer_of, multiplied
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
 
@@ -254,9 +254,9 @@ class Workload:
     def layout(self) -> Layout:
         """The properties of the workload that change a part's figures."""
         plan, software_profile = self.plan, self.software_profile
-        recompute = plan.recompute
-        if recompute == "selective":
-            recompute = ",".join(plan.recompute_parts)
+        actions: tuple[tuple[str, Action], ...] = tuple(
+            (part, action) for part, action in plan.actions.items() if part != BLOCK and action != "recompute"
+        )
         return Layout(
             microbatch=plan.microbatch,
             seq_len=self.seq_len,
@@ -268,7 +268,9 @@ class Workload:
             summed=software_profile.ours and plan.ulysses < plan.context,
             expert=plan.expert,
             expert_tensor=plan.expert_tensor,
-            recompute=recompute,
+            recompute=",".join(plan.recomputed_parts) or "none",
+            actions=actions,
+            stays=plan.actions[BLOCK] == "keep" and plan.retain.away > 0,
             attention=software_profile.attention,
             regather=software_profile.overheads not in ("eager", "compiled") and plan.tensor > 1,
             fused=software_profile.overheads in ("fused", "packaged"),

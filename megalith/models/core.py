@@ -76,7 +76,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
         return flash(q, k, v, scale)
     if channels != of_v and q.device.type == "cpu":  # its fused kernel wants them equal, and zeros change no score
         width = max(channels, of_v)
-        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out if out.shape[-1] == of_v else out[..., :of_v]
 

@@ -41,12 +41,22 @@ class LatentAttention(nn.Module):
         self.core: nn.Module = CausalCore(scale=temperature(spec.rope.scaling) * queries**-0.5)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
+        source = x if self.spec.q_rank is None else self.q_down(x)
+        return self.out(self.attend(source, self.kv_down(x), batch).flatten(-2))
+
+    def attend(self, source: Tensor, latent: Tensor, batch: Batch) -> Tensor:
+        """Attention from what `expand` takes: a seam that recomputation of queries, keys and values swaps."""
+        return self.core(*self.expand(source, latent, batch), batch)
+
+    def expand(self, source: Tensor, latent: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, seq, heads, channels]. `source`: the queries' latents, or the layer's input if they have none;
+        `latent`: those of keys and values, followed by the key's shared channels."""
         spec, (cos, sin) = self.spec, batch.rotary[self.rope_slot]
-        q = self.q(x) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q = self.q(source) if spec.q_rank is None else self.q_up(self.q_norm(source))
         q = q.unflatten(-1, (-1, spec.nope_dim + spec.rope_dim))
-        latent, shared = self.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=-1)
+        latent, shared = latent.split((spec.kv_rank, spec.rope_dim), dim=-1)
         shared = self.rotate(shared.unsqueeze(-2), cos, sin)  # batch seq 1 rope_dim
         keys_and_values = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         k, v = keys_and_values.split((spec.nope_dim, spec.v_dim), dim=-1)
         k = torch.cat((k, shared.expand(*k.shape[:-1], -1)), dim=-1)
-        return self.out(self.core(self.rotate(q, cos, sin), k, v, batch).flatten(-2))
+        return self.rotate(q, cos, sin), k, v

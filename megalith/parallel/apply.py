@@ -32,7 +32,7 @@ from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
-from megalith.spec.plan import Plan, segment_size, segments
+from megalith.spec.plan import BLOCK, Plan, segment_size, segments
 from megalith.spec.sizes import tied_names
 
 
@@ -102,7 +102,7 @@ class Builder:
             return None
         blocks = ((at, name.removeprefix("blocks."), part) for at, (name, part) in enumerate(stage.parts()))
         away = {at: part for at, number, part in blocks if number.isdecimal() and self.plan.retain.leaves(int(number))}
-        return Retention(away, self.tier, self.device)
+        return Retention(away, self.tier, self.device, leaves=self.plan.actions[BLOCK] != "keep")
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
         """The blocks of a part and their numbers; blocks of MTP modules have the numbers after the model's last

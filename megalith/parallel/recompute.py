@@ -1,23 +1,35 @@
-"""Recomputation: which blocks, or parts of blocks, keep only their input in forward and run again in backward (Chen et al. 2016)."""
+"""Actions for what blocks, or parts of blocks, keep for their backward. Recomputation keeps only their input, and runs them again (Chen et
+al. 2016); other tensors stay on the device, leave it, or are kept in 8 bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalith.kernels.kept import Packed
 from megalith.kernels.multiply import Multiply
+from megalith.models.batch import Batch
 from megalith.models.block import Block
+from megalith.models.latent import LatentAttention
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
-from megalith.spec.plan import Plan, recomputed
+from megalith.parallel.compressed import Compressed, Rounding
+from megalith.parallel.remade import remake
+from megalith.parallel.retain import PlacedFunction
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.plan import BLOCK, EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared_expert"}
 """Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
 
+FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
+"""Parts whose result the gradient of the next weight forms again from its factors, so that no module runs again -> the modules."""
 
-FORMED = "mlp.activation"
-"""The part whose result the gradient of the next weight forms again from its factors: no module runs again."""
+
+TILE = PRECISIONS["fp8"].tile
+"""Numbers that share a scale where tensors are kept in 8 bits."""
 
 
 class Checkpointed:
@@ -29,6 +41,23 @@ class Checkpointed:
     def __call__(self, *args: Any) -> Any:
         # RNG state is not kept: nothing in a forward draws random numbers
         return checkpoint(self.unwrapped, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+class LatentsKept:
+    """Latent attention that keeps its latents, and makes queries, keys and values of them again for the backward of its core, which runs
+    once (DeepSeek-V3, arXiv:2412.19437, section 3.2.3)."""
+
+    def __init__(self, attention: LatentAttention) -> None:
+        self.attention = attention
+
+    def __call__(self, source: Tensor, latent: Tensor, batch: Batch) -> Tensor:
+        attention = self.attention
+        return remake(
+            lambda source, latent: attention.expand(source, latent, batch),
+            lambda q, k, v: attention.core(q, k, v, batch),
+            source,
+            latent,
+        )
 
 
 def is_checkpointed(module: nn.Module, name: str = "forward") -> bool:
@@ -43,33 +72,72 @@ def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Recompute a block, or the parts of it that `plan` names, in backward. A block with only one half lacks some of these parts.
+    """Recompute a block, or give the parts of it that `plan` names their actions. A block with only one half lacks some of these parts.
     Raises AttributeError for a part that no block has."""
-    if plan.recompute == "selective":
-        for name in plan.recompute_parts:
-            _run_again(block, name)
-    elif recomputed(number, blocks=blocks, policy=plan.recompute):
+    if recomputed(number, blocks=blocks, policy=plan.recompute):
         block.forward = Checkpointed(block.forward)
+    else:
+        apply_actions(block, plan.actions, Packed(TILE))
+
+
+def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
+    """Give parts of a block, by their names, their actions for the tensors that they keep for backward. `rounding`: the format in 8
+    bits."""
+    for name, action in actions.items():
+        half = name.partition(".")[0]
+        if name == BLOCK or (half != "attend" and getattr(block, half) is None):
+            continue
+        if action == "compress":
+            Compressed.replace(block.get_submodule(half), rounding)
+        elif action == "recompute":
+            _run_again(block, name)
+        else:
+            _wrap(block, name, partial(PlacedFunction, leaves=action != "keep"))
+
+
+def apply_rounding(part: nn.Module, plan: Plan) -> None:
+    """Give the blocks in a part the actions that change numbers, and no others, as one process has them that proves the plan."""
+    for block in (module for module in part.modules() if isinstance(module, Block)):
+        apply_actions(block, plan.rounding, Packed(TILE))
 
 
 def _run_again(block: nn.Module, name: str) -> None:
-    half = name.partition(".")[0]
-    if half != "attend" and getattr(block, half) is None:
-        return
-    if name == FORMED:
-        for module in block.get_submodule(half).modules():
-            owner = module.down if isinstance(module, Mlp) else module if isinstance(module, Experts) else None
-            if owner is not None and isinstance(owner.multiply, Multiply):
-                owner.multiply.forms = True
-        return
-    if name in SEAMS:
+    if name in FORMED:
+        for multiply in _activating(block, name):
+            multiply.forms = True
+    elif name == UP_PROJECTION:
+        attention = block.get_submodule("attention")
+        if isinstance(attention, LatentAttention):
+            attention.attend = LatentsKept(attention)
+    else:
+        _wrap(block, name, Checkpointed)
+
+
+def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
+    """Yield what computes the activations of one of the parts in FORMED."""
+    for module in block.get_submodule("mlp").modules():
+        owner = module.down if isinstance(module, Mlp) else module
+        if isinstance(module, FORMED[name]) and isinstance(owner.multiply, Multiply):
+            yield owner.multiply
+
+
+def _wrap(block: nn.Module, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the functions that compute a part."""
+    if name in FORMED:
+        for multiply in _activating(block, name):
+            multiply.activated = wrapper(multiply.activated)
+    elif name == UP_PROJECTION:
+        attention = block.get_submodule("attention")
+        if isinstance(attention, LatentAttention):
+            attention.expand = wrapper(attention.expand)
+    elif name in SEAMS:
         owner, _, method = SEAMS[name].rpartition(".")
         module = block.get_submodule(owner)
         if isinstance(module, Block | Moe):
-            setattr(module, method, Checkpointed(getattr(module, method)))
+            setattr(module, method, wrapper(getattr(module, method)))
         elif name == "mlp.shared":  # a block without experts: all tokens share all of it
-            module.forward = Checkpointed(module.forward)
-        return
-    owner, _, child = name.rpartition(".")
-    part = getattr(block.get_submodule(owner), child)
-    part.forward = Checkpointed(part.forward)
+            module.forward = wrapper(module.forward)
+    else:
+        owner, _, child = name.rpartition(".")
+        part = getattr(block.get_submodule(owner), child)
+        part.forward = wrapper(part.forward)

@@ -2,11 +2,12 @@
 
 Autograd hands over each tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of
 these tensors moves to a tier. Views of one memory move once. What other parts of the step hold as well stays on the device: weights,
-buffers, and tensors of the microbatch. Backward gets the same bits with the same strides, so it computes the same bits.
+buffers, tensors of the microbatch, and what a part of the block keeps there by its name (`PlacedFunction`). Backward gets the same bits
+with the same strides, so it computes the same bits.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
@@ -84,6 +85,29 @@ class SavedTensor:
         return (whole if whole.dtype == self.dtype else whole.view(self.dtype)).as_strided(self.size, self.stride, self.offset)
 
 
+_placed: list[bool] = []
+"""For each named part of a block that is running, whether its tensors leave. Of the process: a forward does not pause inside a part."""
+
+
+class PlacedFunction:
+    """A function of a part of a block, whose tensors leave the device or stay there, whatever those of the block around it do."""
+
+    def __init__(self, function: Callable[..., Any], *, leaves: bool) -> None:
+        self.function, self.leaves = function, leaves
+
+    def __call__(self, *args: Any) -> Any:
+        _placed.append(self.leaves)
+        try:
+            return self.function(*args)
+        finally:
+            _placed.pop()
+
+
+def leaves_now(otherwise: bool) -> bool:
+    """Return True if tensors that are saved now leave the device; `otherwise`: what holds outside of named parts."""
+    return _placed[-1] if _placed else otherwise
+
+
 class Shelf:
     """Saved tensors of one block and one microbatch that stay on the device."""
 
@@ -113,10 +137,14 @@ class OffloadShelf(Shelf):
 
     moves = True
 
-    def __init__(self, tier: Tier, stays: frozenset[int], device: torch.device) -> None:
-        """`stays`: the memory that does not leave, by its address; `device`: the one that computes."""
-        self._tier, self._stays, self._device = tier, stays, device
+    def __init__(self, tier: Tier, stays: frozenset[int], device: torch.device, *, leaves: bool = True) -> None:
+        """`stays`: the memory that does not leave, by its address; `device`: the one that computes; `leaves`: so do tensors that no named
+        part keeps."""
+        self._tier, self._stays, self._device, self._leaves = tier, stays, device, leaves
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
+        self._kept: list[
+            Tensor
+        ] = []  # on the device by a part that is named; held, so that no other memory gets an address of these
         self._left: list[weakref.ref[_Memory]] = []
 
     def saving(self) -> AbstractContextManager[object]:
@@ -127,18 +155,22 @@ class OffloadShelf(Shelf):
         address, size, each = storage._cdata, storage.nbytes(), tensor.element_size()
         if address in self._stays or not size or size % each or tensor.device != self._device:
             return tensor
+        if not leaves_now(self._leaves):
+            self._kept.append(tensor.detach())
+            return tensor
         if (memory := self._memories.get(address)) is None:
             # an as_strided view, not a copy: what is saved may still be written, such as a buffer that is filled piece by piece
             memory = self._memories[address] = _Memory(tensor.detach().as_strided((size // each,), (1,), 0))
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def leave(self) -> None:
-        memories = [*self._memories.values()]
+        kept = {tensor.untyped_storage()._cdata for tensor in self._kept}  # nothing would be freed
+        memories = [memory for address, memory in self._memories.items() if address not in kept]
         copies = self._tier.put([memory.whole() for memory in memories])
         for memory, copy in zip(memories, copies, strict=True):
             memory.leave(copy)
         self._left = [weakref.ref(memory) for memory in memories]
-        self._memories = {}
+        self._memories, self._kept = {}, []
 
     def fetch(self) -> None:
         for left in self._left:
@@ -155,8 +187,9 @@ def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
 class Retention:
     """The parts of a stage whose saved tensors leave the device, by their numbers, and the tier for them."""
 
-    def __init__(self, parts: Mapping[int, nn.Module], tier: Tier, device: torch.device) -> None:
-        self._parts, self._tier, self._device = parts, tier, device
+    def __init__(self, parts: Mapping[int, nn.Module], tier: Tier, device: torch.device, *, leaves: bool = True) -> None:
+        """`leaves`: so does what no named part of a block keeps."""
+        self._parts, self._tier, self._device, self._leaves = parts, tier, device, leaves
 
     def shelf(self, number: int, batch: Batch) -> Shelf:
         """Return an empty shelf for the forward of a part."""
@@ -164,7 +197,8 @@ class Retention:
         if part is None or not torch.is_grad_enabled():
             return STAYS
         held = (*part.parameters(), *part.buffers(), *_tensors(batch))
-        return OffloadShelf(self._tier, frozenset(tensor.untyped_storage()._cdata for tensor in held), self._device)
+        stays = frozenset(tensor.untyped_storage()._cdata for tensor in held)
+        return OffloadShelf(self._tier, stays, self._device, leaves=self._leaves)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

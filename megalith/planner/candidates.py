@@ -11,7 +11,7 @@ from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import Plan, RetainSpec, StateSpec, Zero
+from megalith.spec.plan import Plan, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -103,8 +103,8 @@ def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
     """Return the plan with activations of these shares of its blocks in host memory, and then with all of them on disk. Segments keep
     inputs only, all of which leave."""
     some = [share for share in shares if share == 1 or not plan.recompute.startswith(IN_SEGMENTS)]
-    specs = [*(RetainSpec(blocks="host", share=share) for share in some), *([RetainSpec(blocks="disk")] if some else [])]
-    plans = [plan.model_copy(update={"retain": spec}) for spec in specs]
+    places = [*({"blocks": "host", "share": share} for share in some), *([{"blocks": "disk", "share": 1.0}] if some else [])]
+    plans = [plan.model_copy(update={"retain": plan.retain.model_copy(update=place)}) for place in places]
     return [one for one in plans if one.retained(blocks)]
 
 

@@ -13,14 +13,13 @@ from megalith.cost.constants import calibration
 from megalith.cost.estimate import Estimate
 from megalith.cost.parts import parts
 from megalith.cost.prefill import prefill
-from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.software import EAGER_2023, PLAIN_2021
 from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.planner.candidates import even_layers
 from megalith.planner.published.flops import step_flops
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec import cluster as clusters
-from megalith.spec.plan import Plan
+from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]

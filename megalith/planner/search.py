@@ -299,7 +299,7 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
     plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
     sized = [(other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans)]
     if fitting := [one for one in sized if scorer.fits(*one)]:
-        return [one for one in fitting if one[0].plan.retain.blocks == "host"] or fitting
+        return [one for one in fitting if one[0].plan.retain.place == "host"] or fitting
     return [one for one in sized if one[0].plan.retain.share == 1 and one[1].total < held.total]
 
 

@@ -13,7 +13,7 @@ from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.spec.state import LOWER
@@ -72,12 +72,15 @@ AXES: Axes = {
         "none": {},
         "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
         "selective, the activation": {"recompute": "selective", "recompute_parts": ("attention.core", "mlp.activation")},
+        "selective, heads": {"recompute": "selective", "recompute_parts": (UP_PROJECTION, EXPERTS_ACTIVATION)},
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
     "retain": {
         "kept": {},
         "on the host": {"retain": {"blocks": "host"}},
         "half on disk": {"retain": {"blocks": "disk", "share": 0.5}},
+        "parts on the host": {"retain": {"parts": {"attention": "host", "attention.core": "keep", "mlp.activation": "host"}}},
+        "parts on disk and again": {"retain": {"blocks": "disk", "parts": {"attention": "keep", "mlp_norm": "recompute"}}},
     },
     "state": {
         "on the device": {},
@@ -117,6 +120,7 @@ AXES: Axes = {
     | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
     | {"bf16, inputs kept in fp8": {"precision": "bf16", "kept": "fp8"}}
+    | {"bf16, attention kept in fp8": {"precision": "bf16", "parts": {"attention.core": "compress"}}}
     | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},
 }
@@ -235,6 +239,9 @@ def run_of(choices: Choices) -> RunSpec:
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
+    if "parts" in asked:
+        retain = asked.get("retain", {})
+        asked["retain"] = retain | {"parts": retain.get("parts", {}) | asked.pop("parts")}
     if asked.pop("release", False):  # `check` refuses it in any other place
         asked["state"], microbatches = asked.get("state", {}) | {"release": True}, 1
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
@@ -274,4 +281,5 @@ def reference_key(spec: RunSpec) -> Any:
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
     choices = spec.precision, spec.plan.microbatch if is_narrow(spec.train.precision) else None
-    return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences
+    kept = tuple(spec.plan.rounding.items())
+    return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences, kept

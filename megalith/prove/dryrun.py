@@ -97,7 +97,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
     state = trainer.state.bytes()
     state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
     if trainer.tier is not None:
-        place = spec.plan.retain.blocks
+        place = spec.plan.retain.place
         state[place] = state.get(place, 0) + trainer.tier.counted.most
     return RankCounts(
         coordinates=groups.coordinates,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from megalith.check import check
 from megalith.prove.meter import Memory
-from megalith.spec.plan import RetainSpec
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 
@@ -46,7 +45,7 @@ def _release(spec: RunSpec) -> Lever | None:
 
 def _retain(spec: RunSpec) -> Lever | None:
     """Return activations that wait in the host's memory, if `check` allows it for the run: those of two blocks remain."""
-    plan = spec.plan.model_copy(update={"retain": RetainSpec(blocks="host")})
+    plan = spec.plan.model_copy(update={"retain": spec.plan.retain.model_copy(update={"blocks": "host"})})
     allowed = check(spec.model_copy(update={"plan": plan}), files=False)
     if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
         return None

@@ -18,6 +18,7 @@ from megalith.models.moe import Moe
 from megalith.models.router import recording
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
+from megalith.parallel.recompute import apply_rounding
 from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, StepRouting
 from megalith.prove.updates import update_of
@@ -77,6 +78,7 @@ class OneProcess:
         self._narrow = dict[nn.Module, Narrow]()
         for name, part in self.stage.parts():
             self._narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
+            apply_rounding(part, spec.plan)
             initialise(part, name=name, spec=model, seed=spec.train.seed)
         computes = self.stage.parameters_by_name()
         self.parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}

@@ -180,7 +180,7 @@ def columns(*names: str) -> Table:
 
 def recomputed(plan: Plan) -> str:
     """Describe the recomputation of a plan."""
-    return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
+    return {"none": "-", "selective": "+".join(plan.recomputed_parts)}.get(plan.recompute, plan.recompute)
 
 
 def _figures(estimate: Estimate, sure: Confidence) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
 """The plan: how the work is split. A person or the planner chooses it, and `parallel/` applies it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from megalith.schedule.table import kind
 from megalith.spec.base import Spec
@@ -55,8 +55,48 @@ class StateSpec(Spec):
         return 0.0 if self.weights == "device" else self.away
 
 
+Action = Literal["keep", "recompute", "compress", "host", "disk"]
+"""The treatment of the tensors that a part of a block keeps from its forward for its backward."""
+
+BLOCK = ""
+"""The name of a whole block among its parts."""
+
+EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.experts.activation", "attention.up"
+"""Parts of a block that are no modules: what lies between the experts' products; latent attention's queries, keys and values, made of
+their latents (`moe_act` and `mla_up_proj` of Megatron-Core)."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "attend": (),
+    "attention": ("attend",),
+    "attention.core": ("attention", "attend"),
+    UP_PROJECTION: ("attention", "attend"),
+    "attention_norm": ("attend",),
+    "mamba": ("attend",),
+    "mamba.core": ("mamba", "attend"),
+    "mamba_norm": ("attend",),
+    "mlp": (),
+    "mlp.activation": ("mlp", "mlp.experts", "mlp.shared"),
+    "mlp.experts": ("mlp",),
+    EXPERTS_ACTIVATION: ("mlp", "mlp.experts"),
+    "mlp.shared": ("mlp",),
+    "mlp_norm": ("attend",),
+}
+"""Each part of a block that an action can name -> the parts that contain it."""
+
+
+class PartActions(dict[str, Action]):
+    """Part of a block -> action. Hashable, as all values of a plan are."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
+
+
+COMPRESSED = ("attention.core",)
+"""The parts whose tensors can be kept in 8 bits by their name. Inputs of products and factors of activations are by `precision.kept`."""
+
+
 class RetainSpec(Spec):
-    """Location of the tensors that blocks keep from their forward for their backward: those that `plan.recompute` leaves."""
+    """Treatment of the tensors that blocks keep from their forward for their backward: those that `plan.recompute` leaves."""
 
     blocks: Place = Field(
         default="device",
@@ -68,11 +108,22 @@ class RetainSpec(Spec):
         default=1.0, le=1.0, description="share of the blocks whose tensors wait there, evenly over the model"
     )
     folder: str = Field(default="", description="disk: where each rank's file goes; empty: into the run folder")
+    parts: Annotated[dict[str, Action], AfterValidator(PartActions)] = Field(
+        default=PartActions(),
+        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits; attention.core) | host | disk; the "
+        "innermost part that is named decides",
+    )
+
+    @property
+    def place(self) -> Place:
+        """The place where tensors wait, of all blocks or of parts of them; `device`: none leave."""
+        named = {self.blocks, *self.parts.values()}
+        return "host" if "host" in named else "disk" if "disk" in named else "device"
 
     @property
     def away(self) -> float:
-        """The share of the blocks whose tensors leave the device."""
-        return 0.0 if self.blocks == "device" else self.share
+        """The share of the blocks with tensors that leave the device."""
+        return 0.0 if self.place == "device" else self.share
 
     def leaves(self, number: int) -> bool:
         """Return True if the tensors of block `number` of the model leave the device."""
@@ -80,7 +131,8 @@ class RetainSpec(Spec):
 
 
 class Plan(Spec):
-    """A parallel layout. `data * context * tensor * pipeline` ranks; the result of training does not depend on it."""
+    """A parallel layout. `data * context * tensor * pipeline` ranks; the result of training does not depend on it, but for the action
+    `compress`."""
 
     data: PositiveInt = Field(default=1, description="data-parallel ranks; each reads its own part of the global batch")
     replicate: PositiveInt = Field(
@@ -130,6 +182,24 @@ class Plan(Spec):
     state: StateSpec = StateSpec()
     retain: RetainSpec = RetainSpec()
     compile: bool = Field(default=False, description="compile each block with torch.compile")
+
+    @property
+    def actions(self) -> Mapping[str, Action]:
+        """The one policy for what a block keeps for its backward, unless the whole block is recomputed: part -> action, `BLOCK` for what
+        no named part keeps. `recompute_parts` and `retain.blocks` are short forms of it."""
+        named = self.recompute_parts if self.recompute == "selective" else ()
+        rest: Action = "keep" if self.retain.blocks == "device" else self.retain.blocks
+        return {BLOCK: rest, **dict.fromkeys(named, "recompute"), **self.retain.parts}
+
+    @property
+    def rounding(self) -> Mapping[str, Action]:
+        """The actions that change numbers: one process has them, too."""
+        return {part: action for part, action in self.actions.items() if action == "compress"}
+
+    @property
+    def recomputed_parts(self) -> tuple[str, ...]:
+        """The parts of blocks that run again in backward."""
+        return tuple(part for part, action in self.actions.items() if action == "recompute")
 
     @property
     def ranks(self) -> int:

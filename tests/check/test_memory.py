@@ -8,7 +8,8 @@ import pytest
 
 from megalith.check import check
 from megalith.check.case import Case, format_bytes
-from megalith.check.memory import _saved_numbers, disk_bytes
+from megalith.check.memory import _saved_numbers, activation_bytes, disk_bytes
+from megalith.check.remedies import cheapest
 from megalith.cost.parts import parts
 from megalith.cost.predicted import predict, workload_of
 from megalith.cost.workload import Workload
@@ -19,6 +20,7 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
 RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
 """Settings with which gradients can be released."""
+COMPRESSED = '{"attention.core" = "compress"}'
 AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "train.precision=bf16"]
 """Settings with which weights can be elsewhere."""
 
@@ -34,6 +36,16 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ),
         (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names no part"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
+        (
+            [
+                "plan.recompute=selective",
+                "plan.recompute_parts=['attention.up']",
+                "plan.compile=true",
+                "model.preset=deepseek-tiny",
+            ],
+            "plan.recompute_parts",
+            "compiled code decides",
+        ),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
@@ -89,6 +101,7 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation','mlp.shared']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation']", "plan.compile=true"], "plan.recompute_parts"),
+        (["plan.recompute=selective", "plan.recompute_parts=['attention.up']"], "plan.recompute_parts"),
     ],
 )
 def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
@@ -220,6 +233,45 @@ def test_the_activations_counted_are_about_those_that_a_trace_finds(preset: str)
     for block, profile in zip(model.blocks, traced.blocks, strict=True):
         counted = 2 * 512 * _saved_numbers(block, model.dim)
         assert 0.7 < profile.saved / counted < 1.05
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "mixtral-8x7b", "gpt3-2.7b"])
+def test_what_8_bits_spare_is_near_to_what_is_traced(preset: str):
+    def case(*settings: str) -> Case:
+        return Case(
+            spec(f"model.preset={preset}", "train.precision=bf16", "precision.wide_first=0", "precision.wide_last=0", *settings),
+            None,
+            False,
+        )
+
+    wide, kept, both = (
+        case(*settings) for settings in ((), ("precision.kept=fp8",), ("precision.kept=fp8", f"plan.retain.parts={COMPRESSED}"))
+    )
+    saved = [parts(workload_of(one.spec)).blocks[0].saved for one in (wide, kept, both)]
+    counted = [activation_bytes(one) for one in (wide, kept, both)]
+    for traced, rough in zip(saved, counted, strict=True):
+        assert rough / counted[0] == pytest.approx(traced / saved[0], abs=0.1)
+    assert counted == sorted(counted, reverse=True) and len(set(counted)) == 3
+
+
+def test_keeping_in_8_bits_is_named_where_nothing_cheaper_is_enough():
+    """Changes that compute again are cheaper, and so tried before; one that waits on a host is not."""
+    asked = spec(
+        "model.preset=llama3-8b", "train.precision=bf16", "train.seq_len=8192", "plan.microbatch=1", "train.global_batch=1"
+    )
+
+    def fits(least: frozenset[str]) -> str:
+        return cheapest(
+            asked,
+            lambda changed: least <= {f"{changed.precision.kept} {changed.plan.recompute}"} | {*changed.plan.actions.values()},
+        )
+
+    assert 'plan.recompute = "full" and precision.kept = "fp8" (precision.kept rounds, so results change)' in fits(
+        frozenset({"fp8 full"})
+    )
+    assert 'plan.retain.parts = { "attention.core" = "compress" } (precision.kept and plan.retain.parts round' in fits(
+        frozenset({"fp8 none", "compress"})
+    )
 
 
 def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

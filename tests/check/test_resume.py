@@ -38,6 +38,14 @@ def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
         assert check_resume(spec(*sets, "plan.data=2"), spec(*sets, "plan.data=4")) == []
 
 
+def test_a_run_keeps_what_it_rounds_for_backward():
+    host, packed = (f'plan.retain.parts={{"attention.core" = "{action}"}}' for action in ("host", "compress"))
+    assert check_resume(spec(host), spec()) == check_resume(spec(packed), spec(packed, "plan.data=2")) == []
+    for before, now in ((host, packed), (packed, host)):
+        (problem,) = check_resume(spec(before), spec(now))
+        assert problem.key == "plan.retain.parts" and "in 8 bits" in problem.reason
+
+
 def test_a_description_that_lost_values_differs_in_them():
     """Here run.toml was cut short within its model."""
     cut = examine({"model": {"family": "llama", "layers": 2}}, RunSpec, source=lambda key: "").spec

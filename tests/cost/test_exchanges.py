@@ -58,6 +58,7 @@ TENSOR = [
     Plan(tensor=4, zero=0, recompute="full"),
     Plan(tensor=2, sequence=False, zero=0, recompute="selective", recompute_parts=("mlp.activation",)),
     Plan(data=2, tensor=2, zero=0, recompute="selective", recompute_parts=("attend", "mlp_norm")),
+    Plan(tensor=2, zero=0, recompute="selective", recompute_parts=("attention.up", "mlp.experts.activation")),
 ]
 EXPERT = [
     Plan(data=4, expert=4, zero=0),

@@ -24,6 +24,11 @@ HOST = {"blocks": "host"}
 PLANS: dict[str, dict[str, Any]] = {
     "half of the blocks": {"retain": HOST | {"share": 0.5}},
     "microbatches in flight": {"pipeline": 2, "retain": {"blocks": "disk"}},
+    "parts of blocks": {"retain": {"parts": {"attention": "host", "attention.core": "keep", "mlp.activation": "host"}}},
+    "all but parts, of blocks that do not run again": {
+        "recompute": "every:2",
+        "retain": HOST | {"parts": {"attention.core": "compress", "mlp": "keep", "mlp_norm": "recompute"}},
+    },
     "inputs of recomputed blocks, zero 3": {"data": 2, "zero": 3, "recompute": "full", "retain": HOST},
 }
 
@@ -35,7 +40,7 @@ def test_what_waits_elsewhere_is_predicted_to_the_byte(plan: dict[str, Any]) -> 
     """In bf16, as a norm on the CPU keeps in fp32 what one on a GPU does not."""
     spec = brief_run(plan=plan, model={"layers": 8, "ffn": 256}, train={"precision": "bf16", "seq_len": 64, "global_batch": 8})
     lines = {line.name: line for line in compare(predict(workload_of(spec), rank=0), dry(spec, 0))}
-    tier = lines[f"memory.{plan['retain']['blocks']}"]
+    tier = lines[f"memory.{spec.plan.retain.place}"]
     assert tier.predicted == tier.counted > 0
     assert lines["memory.activations"].gap == pytest.approx(0, abs=0.15)
 

@@ -1,8 +1,9 @@
 import pytest
 
-from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout, Profile
+from megalith.cost.profile import DENSE_MLP, Layout, Profile
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
 from megalith.spec.model import BlockSpec, LatentAttentionSpec, MambaSpec
+from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION
 from tests.cost.models import DIM, HEADS, HIDDEN, VOCAB, dense, mixture
 
 SEQ = 256

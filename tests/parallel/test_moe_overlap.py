@@ -32,6 +32,7 @@ PARTS = {
     "parts": ("attend", "mlp.experts", "mlp.shared"),
     "norms": ("attention_norm", "attention.core", "mlp_norm", "mlp.experts"),
     "activations": ("mlp.activation",),
+    "heads and experts' activations": ("attention_norm", "attention.up", "mlp_norm", "mlp.experts.activation"),
     "mixture": ("mlp",),
     "mixture and attention": ("attention", "mlp"),
 }
@@ -126,6 +127,7 @@ def test_what_a_microbatch_in_flight_keeps(found: list[tuple[Found, dict[str, Fo
     for _, policies in found:
         kept = {name: each.kept for name, each in policies.items()}
         assert kept["full"] < kept["parts"] < kept["norms"] < kept["none"]
+        assert kept["heads and experts' activations"] < kept["activations"] < kept["none"]
         assert kept["parts"] - kept["full"] == policies["full"].rows > 0
         assert kept["full"] < kept["mixture and attention"] < kept["mixture"] < kept["none"]
         activation = BATCH * SEQ * SPEC.dim * 4

@@ -1,5 +1,6 @@
 """Recomputation runs the policy's blocks again, changes no bit, and saves bytes."""
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor
 from megalith import check
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.recompute import FORMED, apply_recompute
+from megalith.spec.families.deepseek import DeepSeek
+from megalith.spec.families.llama import Llama
 from megalith.spec.plan import Plan, recomputed
+from tests.models.deepseek import deepseek
 from tests.models.plain import llama, stage, tokens_of
 
 LAYERS = 9
@@ -26,10 +30,10 @@ PLANS = {
 }
 
 
-def under(plan: Plan) -> Stage:
-    model = stage(SPEC)
+def under(plan: Plan, spec: Llama | DeepSeek = SPEC) -> Stage:
+    model = stage(spec)
     for number, block in model.blocks.items():
-        apply_recompute(block, int(number), blocks=LAYERS, plan=plan)
+        apply_recompute(block, int(number), blocks=spec.layers, plan=plan)
     return model
 
 
@@ -55,9 +59,9 @@ def test_losses_and_gradients_are_the_same_bits(name, packed):
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
-def saved_bytes(plan: Plan) -> int:
+def saved_bytes(plan: Plan, spec: Llama | DeepSeek = SPEC) -> int:
     """Return the bytes that forward keeps for backward, each piece of memory once, without weights."""
-    model, given = under(plan), batch()
+    model, given = under(plan, spec), batch()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -112,6 +116,56 @@ def test_every_part_that_check_knows_can_run_again(part):
     kept = {name: saved_bytes(Plan(recompute="selective", recompute_parts=(name,))) for name in (part, "mlp")}
     assert kept[part] <= saved_bytes(PLANS["none"])
     assert (kept[part] == kept["mlp"]) == (part in ("mlp", "mlp.shared"))
+
+
+Q_RANK = 24
+LATENT = deepseek(q_rank=Q_RANK)
+HEADS = {
+    "the latents": ("attention.up",),
+    "the core, too": ("attention.up", "attention.core"),
+    "experts' activations": ("attention.up", "mlp.experts.activation"),
+    "inside what runs again": ("attend", "attention.up"),
+}
+
+
+@pytest.mark.parametrize("spec", [LATENT, deepseek()], ids=["latent queries", "plain queries"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("parts", HEADS.values(), ids=HEADS)
+def test_heads_made_again_of_latents_change_no_bit(parts, packed, spec):
+    loss, grads = gradients(under(Plan(recompute="selective", recompute_parts=parts), spec), batch(packed=packed))
+    expected_loss, expected = gradients(under(Plan(), spec), batch(packed=packed))
+    assert torch.equal(loss, expected_loss) and grads.keys() == expected.keys()
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_of_latent_attention_the_latents_wait_for_backward():
+    """Queries and keys are freed, and so are both norms' results, inputs of products, and tables of the rotation. Values are padded for the
+    kernel of a CPU, and stay."""
+    given, heads = batch(), LATENT.heads
+    saved = saved_bytes(Plan(), LATENT) - saved_bytes(Plan(recompute="selective", recompute_parts=("attention.up",)), LATENT)
+    made = 2 * heads * (LATENT.nope_dim + LATENT.rope_dim)
+    normalised = 2 * (Q_RANK + LATENT.kv_rank) + 2  # before and after the weights, and one number of each norm
+    tables = given.tokens.shape[1] * LATENT.rope_dim
+    assert saved == (LATENT.layers * given.tokens.numel() * (made + normalised) + tables) * 4
+
+
+def test_heads_are_made_again_once_and_attention_runs_once():
+    model, runs = under(Plan(recompute="selective", recompute_parts=("attention.up",)), LATENT), Counter[str]()
+    for name in ("attention.q_up", "attention.kv_up", "attention.core"):
+        model.blocks["1"].get_submodule(name).register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
+    gradients(model, batch())
+    assert runs == {"attention.q_up": 2, "attention.kv_up": 2, "attention.core": 1}
+
+
+def test_of_experts_alone_the_activation_is_formed_again():
+    """The first block has no experts, and the others have a shared one: `mlp.activation` is of these, too."""
+    kept = {part: saved_bytes(Plan(recompute="selective", recompute_parts=(part,)), LATENT) for part in FORMED}
+    tokens, experts = batch().tokens.numel(), LATENT.layers - LATENT.dense_layers
+    dense = LATENT.dense_layers * LATENT.ffn + experts * LATENT.expert_ffn * LATENT.shared_experts
+    routed = experts * LATENT.active * LATENT.expert_ffn
+    everything = saved_bytes(Plan(), LATENT)
+    assert everything - kept["mlp.experts.activation"] == 2 * tokens * routed * 4
+    assert kept["mlp.experts.activation"] - kept["mlp.activation"] == 2 * tokens * dense * 4
 
 
 def test_a_part_that_is_not_there_is_an_error_naming_it():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.models.batch import Batch
 from megalith.parallel.passes import Runner
-from megalith.parallel.retain import OffloadShelf, Retention, SavedTensor, unpack_saved
+from megalith.parallel.retain import OffloadShelf, PlacedFunction, Retention, SavedTensor, unpack_saved
 from megalith.train.offload.retained import HostMemory
 from megalith.train.step import train_step
 from tests.full import sampled
@@ -19,6 +19,7 @@ from tests.specs import brief_run
 CPU = torch.device("cpu")
 HOST, DISK = {"blocks": "host"}, {"blocks": "disk"}
 HALF = HOST | {"share": 0.5}
+PARTS = {"parts": {"attention": "host", "attention.core": "keep", "mlp.activation": "host"}}
 
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
     "one rank, microbatches": (1, {}, {}, [HOST, HALF, DISK]),
@@ -38,6 +39,21 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
         {"data": 2, "expert": 2, "zero": 0, "recompute": "selective", "recompute_parts": ["mlp.shared", "mlp.experts"]},
         {"preset": "deepseek-tiny"},
         [HOST, DISK],
+    ),
+    "parts of blocks": (
+        2,
+        {"tensor": 2, "recompute": "selective", "recompute_parts": ["mlp_norm"]},
+        {},
+        [PARTS, DISK | {"parts": {"attention": "keep", "mlp.activation": "recompute"}}],
+    ),
+    "parts of experts, heads again": (
+        2,
+        {"data": 2, "expert": 2, "recompute": "selective", "recompute_parts": ["attention.up", "mlp.experts.activation"]},
+        {"preset": "deepseek-tiny"},
+        [
+            {"parts": {"attention.core": "host", "mlp.experts": "host", "mlp.shared": "keep"}},
+            DISK | {"parts": {"attend": "keep"}},
+        ],
     ),
     "update before the norm is known": (2, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}, {}, [HOST]),
 }
@@ -173,6 +189,21 @@ def test_memory_that_others_hold_stays() -> None:
     assert not isinstance(shelf.put(weight[1:]), SavedTensor)
     assert shelf.put(empty) is empty
     assert isinstance(shelf.put(torch.ones(2)), SavedTensor)
+
+
+def test_what_a_named_part_keeps_goes_where_it_says() -> None:
+    """Memory that a part keeps on the device stays, although another part would let it leave."""
+    one, both, other = (torch.ones(4 * size) for size in (1, 2, 3))
+    for leaves in (True, False):
+        tier = HostMemory()
+        shelf = OffloadShelf(tier, frozenset(), CPU, leaves=leaves)
+        kept = PlacedFunction(lambda shelf=shelf: [shelf.put(tensor) for tensor in (one, both)], leaves=not leaves)()
+        kept += [shelf.put(tensor) for tensor in (both[1:], other)]
+        shelf.leave()
+        assert tier.counted.held == (other if leaves else one).nbytes
+        assert all(
+            torch.equal(unpack_saved(tensor), torch.ones(tensor.size)) for tensor in kept if isinstance(tensor, SavedTensor)
+        )
 
 
 def test_weights_buffers_and_tensors_of_the_microbatch_stay_and_no_shelf_moves_without_gradients() -> None:

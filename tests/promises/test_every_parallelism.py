@@ -31,7 +31,7 @@ DRAWS = draw(None, 1 if FULL else 0, DRAWN)
 
 REFUSED: dict[tuple[str, ...], set[str]] = {
     ("model", "expert"): {"plan.expert", "plan.expert_tensor"},  # a dense model has no experts
-    ("recompute", "retain"): {"plan.retain.share"},  # only all of the inputs of segments
+    ("recompute", "retain"): {"plan.retain.share", "plan.retain.parts"},  # only all of the inputs of segments, and no parts
     ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
     ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
     ("state", "sites"): {"plan.state"},  # merges need the weights
@@ -46,6 +46,7 @@ if FULL:
             "plan.expert",
         },  # no scale spans an expert's ranks; else the model is dense
         ("tensor", "precision"): {"plan.overlap_tensor", "precision.kept"},  # nor pieces
+        ("recompute", "precision"): {"plan.retain.parts"},  # attention in 8 bits is not recomputed
         ("zero", "state"): {streamed},
         ("pipeline", "state"): {streamed, "plan.zero"},
         ("state", "optimizer"): {streamed, lion},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION
+from megalith.cost.profile import DENSE_MLP
 from megalith.cost.software import FUSED_2024
 from megalith.cost.workload import Workload
 from megalith.planner.published.flops import step_flops
@@ -29,7 +29,7 @@ from megalith.spec.model import (
     RopeSpec,
     RouterSpec,
 )
-from megalith.spec.plan import Plan
+from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}

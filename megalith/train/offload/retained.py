@@ -223,8 +223,8 @@ AnyTier = HostMemory | PinnedMemory | DiskFile
 def tier_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier | None:
     """Return the tier of a run; None if all tensors stay on the device. `folder`: for the file if the run names none; None: that for
     temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
-    if retain.blocks == "device":
+    if retain.place == "device":
         return None
-    if retain.blocks == "disk" and not isinstance(torch.empty(0), FakeTensor):
+    if retain.place == "disk" and not isinstance(torch.empty(0), FakeTensor):
         return DiskFile(Path(retain.folder or folder or tempfile.gettempdir()))
     return PinnedMemory(device) if device.type == "cuda" else HostMemory()

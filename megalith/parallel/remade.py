@@ -1,0 +1,105 @@
+"""Tensors that one computation makes for the next, freed after the forward and made once more in backward.
+
+Activation checkpointing runs the whole computation again. Here the second computation, such as attention, does not run again: its backward
+asks for its inputs, and these are made from their own inputs, with the graph through which their gradients then pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+def same(kept: Any) -> Any:
+    """Return what is kept, as it is."""
+    return kept
+
+
+def surrounding_hooks() -> tuple[Pack, Unpack]:
+    """Return the hooks by which autograd saves tensors now. Hooks inside others replace them, unless they call these."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks or (same, same)
+
+
+@dataclass(frozen=True)
+class _Remade:
+    """A tensor that is a view of an output of `_Make`, by the node that makes it again."""
+
+    node: Any
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return _again(self.node).outs[self.number].detach().as_strided(self.size, self.stride, self.offset)
+
+
+class _Again(NamedTuple):
+    """A computation that ran again: its inputs as leaves, and its outputs with their graph."""
+
+    inputs: tuple[Tensor, ...]
+    outs: tuple[Tensor, ...]
+
+
+def _again(node: Any) -> _Again:
+    if node.again is None:
+        inputs = tuple(
+            x.detach().requires_grad_(needed) for x, needed in zip(node.saved_tensors, node.needs_input_grad[1:], strict=True)
+        )
+        with torch.enable_grad():
+            node.again = _Again(inputs, node.make(*inputs))
+    return node.again
+
+
+class _Make(torch.autograd.Function):
+    """A computation of several outputs, which keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.make, ctx.again = make, None
+        ctx.save_for_backward(*inputs)
+        return make(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs, outs = _again(ctx)
+        ctx.again = None
+        torch.autograd.backward(outs, grads)
+        return None, *(x.grad for x in inputs)
+
+
+@contextmanager
+def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, autograd keeps no outputs of `_Make`, nor views of them, but the node that makes them again."""
+    pack, unpack = surrounding_hooks()
+    node, places = outs[0].grad_fn, {out.untyped_storage()._cdata: number for number, out in enumerate(outs)}
+
+    def freed(tensor: Tensor) -> Any:
+        number = places.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            return pack(tensor)
+        return _Remade(node, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def back(kept: Any) -> Tensor:
+        return kept.tensor() if isinstance(kept, _Remade) else unpack(kept)
+
+    with saved_tensors_hooks(freed, back):
+        yield
+
+
+def remake(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return use(*make(*inputs)). Between forward and backward nothing of what `make` gives is kept: it runs again, once, when the backward
+    of `use` needs it. `use` does not run again. The same bits, if `make` gives the same twice."""
+    if not torch.is_grad_enabled():
+        return use(*make(*inputs))
+    outs: Any = _Make.apply(make, *inputs)
+    with _freed(outs):
+        return use(*outs)
