@@ -22,12 +22,14 @@ from megalith.planner.formats import Gains, follows_others, is_rehearsed
 from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
+from megalith.planner.problems import REMEDIES
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
 from megalith.planner.site_plans import SitesResult, plan_sites, single_site
 from megalith.planner.training import Training
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec, catalogue
+from megalith.spec.numbers import BF16
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 
@@ -398,7 +400,8 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
 
 def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
     """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
-    remedy = cheapest_remedy(request) if request.ours and not request.forward_only else ""
+    short_of = {"activations": largest in ("activations", "working")}
+    remedy = cheapest_remedy(request, **short_of) if request.ours and not request.forward_only else ""
     ways = [f"{remedy} would fit on these devices"] if remedy else []
     cluster, batch = request.cluster, request.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
@@ -419,14 +422,16 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
     return f"{text if remedy else text[0].upper() + text[1:]}."
 
 
-def cheapest_remedy(request: ResolvedRequest) -> str:
-    """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps."""
-    small, away = request.run.optimizer.moments != "fp8", not request.offload
-    few = "--small-state, which rounds moments,"
-    remedies = [(few, request.changed(small=True))] if small else []
-    remedies += [("--offload", request.changed(offload=True))] if away else []
-    remedies += [(f"{few} with --offload", request.changed(small=True, offload=True))] if small and away else []
-    return next((words for words, changed in remedies if find(changed, top=1).best is not None), "")
+def cheapest_remedy(request: ResolvedRequest, *, activations: bool = False) -> str:
+    """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps. `activations`: they
+    are too large, so fewer bits for them are tried."""
+    run = request.run
+    wide = run.train.precision == BF16.name and run.precision.kept == "wide"
+    can = {"small": run.optimizer.moments != "fp8", "kept": activations and wide, "offload": not request.offload}
+    for some in (("small",), ("kept",), ("small", "kept"), ("offload",), ("small", "offload"), ("kept", "offload"), (*can,)):
+        if all(can[change] for change in some) and find(request.changed(**dict.fromkeys(some, True)), top=1).best is not None:
+            return " with ".join(REMEDIES[change] for change in some)
+    return ""
 
 
 def _plans(request: ResolvedRequest, cluster: ClusterSpec) -> Any:

@@ -65,3 +65,11 @@ def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
     own = "If you know it, in bytes/s out of a device: --set cluster.scale_out=25e9, say. " if unknown else ""
     way_out = f"{own}Measure this machine with `megalith doctor --calibrate machine.toml`, and use --cluster machine.toml. {OWN}"
     return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []
+
+
+REMEDIES = {
+    "small": "--small-state, which rounds moments,",
+    "kept": 'precision.kept = "fp8" with plan.compile = false in a run file, which rounds what backward reads,',
+    "offload": "--offload",
+}
+"""Changes of a request, in words"""

@@ -18,7 +18,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import ResolvedRun
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PrecisionSpec, is_narrow
+from megalith.spec.numbers import PrecisionSpec, is_narrow, packs
 from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.presets import meant, presets
@@ -104,8 +104,8 @@ class ResolvedRequest:
     @property
     def compiles(self) -> bool:
         """True if blocks are to be compiled: as the run file says; else on GPUs."""
-        if self.ours and formats.is_rehearsed(self.run, self.cluster):
-            return False  # a compiler may leave out roundings
+        if self.ours and (formats.is_rehearsed(self.run, self.cluster) or packs(self.run.precision, self.run.train.precision)):
+            return False  # a compiler may leave out roundings, and decides what is kept
         if self.resolved is not None:
             return self.run.plan.compile
         return self.ours and self.cluster.accelerator.vendor in ("NVIDIA", "AMD")
@@ -122,10 +122,13 @@ class ResolvedRequest:
         """The plan that the run file has, if it uses the cluster as it is."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
-    def changed(self, *, small: bool = False, offload: bool = False) -> "ResolvedRequest":
-        """Return the request with moments in 8 bits, or with state or activations in host memory or on disk, as well."""
+    def changed(self, *, small: bool = False, offload: bool = False, kept: bool = False) -> "ResolvedRequest":
+        """Return the request with moments in 8 bits, with inputs of products kept in 8 bits, or with state or activations in host memory
+        or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
-        return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
+        for change in (*([_small] if small else []), *([_kept] if kept else [])):
+            found = replace(found, run=change(found.run), whole=found.whole and change(found.whole))
+        return found
 
     def gains(self, plan: Plan) -> formats.Gains | None:
         """Return the time that 8-bit products save in each layer under a plan; None if the trainer does not use them."""
@@ -229,6 +232,12 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
 def _small(run: RunSpec) -> RunSpec:
     """The run with moments in 8 bits."""
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"moments": "fp8"})})
+
+
+def _kept(run: RunSpec) -> RunSpec:
+    """The run with inputs of products, and factors of activations, kept in 8 bits, which compiled blocks cannot do."""
+    precision, plan = run.precision.model_copy(update={"kept": "fp8"}), run.plan.model_copy(update={"compile": False})
+    return run.model_copy(update={"precision": precision, "plan": plan})
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:

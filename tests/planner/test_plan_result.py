@@ -17,8 +17,9 @@ from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
 from megalith.planner.candidates import offloaded
 from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
-from megalith.planner.request import PlanRequest, resolve
+from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.run_file import as_run
+from megalith.planner.search import Candidate, SearchResult
 from megalith.planner.varied import vary
 from megalith.report import plans
 from megalith.spec.plan import Plan, RetainSpec
@@ -253,6 +254,29 @@ def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: s
         (tmp_path / "small.toml").write_text(as_run(few))
         checked = check(RunRequest(tmp_path / "small.toml"))
         assert checked.resolved.spec.optimizer.moments == "fp8" and {problem.key for problem in checked.errors} <= {"data.path"}
+
+
+def test_changes_are_tried_from_the_cheapest_and_what_rounds_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Inputs in 8 bits cost time on the device, and offloading that of a link. Compiled blocks cannot keep them so."""
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=2, seq_len=512))
+    asked, tried = resolve(PlanRequest(path=tmp_path / "deep.toml")), list[tuple[str, str, bool]]()
+    enough: tuple[str, str, bool] | None = None
+
+    def find(request: ResolvedRequest, *, top: int) -> SearchResult:
+        tried.append((request.run.optimizer.moments, request.run.precision.kept, request.offload))
+        best = Candidate(Plan(), None) if tried[-1] == enough else None  # pyright: ignore[reportArgumentType]
+        return SearchResult((best,) if best else (), (), 1, 0, None)
+
+    monkeypatch.setattr("megalith.planner.plan_result.find", find)
+    assert cheapest_remedy(asked, activations=True) == ""
+    assert tried == sorted(set(tried), key=tried.index) and len(tried) == 7
+    assert tried[:3] == [("fp8", "wide", False), ("fp32", "fp8", False), ("fp8", "fp8", False)]
+    assert all(offload for *_, offload in tried[3:])
+    enough = ("fp32", "fp8", False)
+    assert cheapest_remedy(asked) == "" != cheapest_remedy(asked, activations=True)
+    assert cheapest_remedy(asked, activations=True).startswith('precision.kept = "fp8" with plan.compile = false')
+    whole = resolve(PlanRequest(**WORDS))
+    assert whole.compiles and not whole.changed(kept=True).compiles
 
 
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
