@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.kernels.rope import rotate
+from megalith.models.alibi import Alibi
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.latent import LatentAttention
@@ -30,7 +31,9 @@ class Attention(nn.Module):
         self.v = Linear(dim, spec.kv_heads * spec.head_dim, bool(spec.bias))
         self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
-        self.core: nn.Module = CausalCore(scale=spec.scale, window=spec.window, softcap=spec.softcap)
+        scale = spec.scale or spec.head_dim**-0.5
+        self.alibi = Alibi(spec.heads, scale) if spec.alibi else None
+        self.core: nn.Module = CausalCore(scale=scale if spec.alibi else spec.scale, window=spec.window, softcap=spec.softcap)
         self.out = Linear(spec.heads * spec.head_dim, dim, spec.bias is True)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
@@ -40,6 +43,8 @@ class Attention(nn.Module):
         if self.rotates:
             cos, sin = batch.rotary[self.rope_slot]
             q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        if self.alibi is not None:
+            q, k = self.alibi(q, k, batch)
         return self.out(self.core(q, k, v, batch).flatten(-2))
 
 

@@ -1,11 +1,14 @@
 """The first part: tokens to vectors."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.models.batch import Batch
+from megalith.models.norm import norm
 from megalith.spec.model import EmbeddingSpec
 
 
@@ -17,9 +20,9 @@ class Lookup(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled, plus a learned vector for each position if the model has them; its input is the tokens.
+    """Token embedding, scaled, plus a learned vector for each position, and then a norm, if the model has them; its input is the tokens.
 
-    It is linear in its tables, so ranks that hold some rows of each add up to the whole.
+    It is linear in its tables up to the norm, so ranks that hold some rows of each add up to the whole.
     """
 
     positions: nn.Parameter | None
@@ -31,14 +34,17 @@ class Embedding(nn.Module):
         self.lookup: nn.Module = Lookup()
         self.register_parameter("positions", nn.Parameter(torch.empty(spec.positions, dim)) if spec.positions else None)
         self.position_lookup: nn.Module = Lookup()
+        self.join: Callable[[Tensor], Tensor] = lambda x: x  # a seam: vocabulary parallelism adds up the ranks' sums
+        self.norm = norm(dim, spec.norm) if spec.norm else None
 
     def forward(self, tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
         x = self.lookup(tokens, self.weight)
         if self.scale != 1.0:
             x = x * self.scale
-        if self.positions is None:
-            return x
-        positions = batch.positions
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return x + self.position_lookup(positions, self.positions)
+        if self.positions is not None:
+            positions = batch.positions
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            x = x + self.position_lookup(positions, self.positions)
+        x = self.join(x)
+        return x if self.norm is None else self.norm(x)

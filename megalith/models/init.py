@@ -61,7 +61,7 @@ def initialise(
             elif isinstance(module, CausalConv):
                 parameter.copy_((2 * _uniform(parameter, full_name, seed=seed) - 1) / math.sqrt(parameter.shape[1]))
             elif isinstance(module, RMSNorm | LayerNorm | GatedNorm):
-                parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.offset else 1.0)
+                parameter.fill_(0.0 if isinstance(module, RMSNorm | LayerNorm) and module.offset else 1.0)
             elif isinstance(module, Experts):
                 here = (held or {}).get(parameter, HeldExperts(0))
                 for number, matrix in enumerate(parameter, here.first):

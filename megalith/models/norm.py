@@ -29,17 +29,24 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016); the bias if asked for."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016); the bias if asked for.
+
+    With `offset` the factor is 1 + weight, and all is computed in fp32: bf16 could not tell 1 from factors near it (Nemotron-4).
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
+    def __init__(self, dim: int, eps: float, bias: bool = False, offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(dim))
         self.register_parameter("bias", nn.Parameter(torch.empty(dim)) if bias else None)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        if self.offset:
+            bias = None if self.bias is None else self.bias.float()
+            return F.layer_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), bias, self.eps).to(x.dtype)
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
@@ -48,5 +55,5 @@ def norm(dim: int, spec: NormSpec) -> nn.Module:
     if spec.own:
         return own_part(spec.own, dim, spec)
     if spec.kind == "layer":
-        return LayerNorm(dim, spec.eps, spec.bias)
+        return LayerNorm(dim, spec.eps, spec.bias, spec.offset)
     return RMSNorm(dim, spec.eps, spec.offset)

@@ -22,7 +22,7 @@ def rotation(attention: AttentionSpec | LatentAttentionSpec) -> Rotation | None:
     """The rotary embedding a layer needs a table for; None: it does not rotate."""
     if isinstance(attention, LatentAttentionSpec):
         return attention.rope, attention.rope_dim
-    return None if attention.rope is None else (attention.rope, attention.head_dim)
+    return None if attention.rope is None else (attention.rope, attention.rope_dim or attention.head_dim)
 
 
 class Stage(nn.Module):

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
+from megalith.models.alibi import Alibi
 from megalith.models.batch import Batch
 from megalith.models.block import Attention
 from megalith.models.embedding import Embedding
@@ -176,6 +177,13 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
     module.rows = slice(first, first + channels)
 
 
+def own_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Biases of scores, which have no parameters: those of this rank's heads."""
+    assert isinstance(module, Alibi)
+    module.count = module.heads // split.size
+    module.first = split.rank * module.count
+
+
 def separate_mesh(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Do nothing: `parallel.expert` places these weights on a mesh of their own."""
 
@@ -296,7 +304,7 @@ def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> N
         share(module, name, split, dim=0)
     module.lookup = VocabularyLookup(split.rank)
     module.position_lookup = VocabularyLookup(split.rank)
-    leave(module, split, owner)
+    module.join = split.leave  # pyright: ignore[reportArgumentType]
 
 
 def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None:
@@ -351,6 +359,7 @@ LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
         "out": row,
         "q_norm": replicated_inside,
         "k_norm": replicated_inside,
+        "alibi": own_heads,
     },
     LatentAttention: {
         "": boundary,

@@ -65,6 +65,9 @@ class AttentionSpec(Spec):
     kv_heads: PositiveInt
     head_dim: PositiveInt
     rope: RopeSpec | None = Field(default=RopeSpec(), description="None: no rotation (learned positions)")
+    rope_dim: PositiveInt | None = Field(
+        default=None, description="channels of a head that are rotated, its last ones; None: all (Nemotron-4: a half)"
+    )
     bias: bool | Literal["qkv"] = Field(
         default=False, description="biases on the four projections (GPT-3), or on queries, keys and values only (Qwen2)"
     )
@@ -72,6 +75,9 @@ class AttentionSpec(Spec):
     window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
     softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
     scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
+    alibi: bool = Field(
+        default=False, description="scores fall with the distance of two tokens, in each head at its own rate (BLOOM)"
+    )
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
@@ -172,7 +178,7 @@ class NormSpec(Spec):
 
     kind: Literal["rms", "layer"] = "rms"
     eps: PositiveFloat = 1e-5
-    offset: bool = Field(default=False, description="the weight is 1 + the stored number (Gemma)")
+    offset: bool = Field(default=False, description="the weight is 1 + the stored number (Gemma, Nemotron-4)")
     bias: bool = Field(default=False, description='for "layer": a bias as well')
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
@@ -211,6 +217,7 @@ class EmbeddingSpec(Spec):
         default=None, description="length of the table of learned positions (GPT-3); none: no table"
     )
     scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
+    norm: NormSpec | None = Field(default=None, description="norm after the embedding (BLOOM); None: none")
     init_std: PositiveFloat | None = Field(
         default=None, description="standard deviation of the first embeddings (PaLM: 1); None: the model's"
     )

@@ -163,6 +163,8 @@ def _embedding(dim: int, spec: EmbeddingSpec) -> Parameters:
     yield Parameter("weight", (spec.vocab, dim), "table")
     if spec.positions:
         yield Parameter("positions", (spec.positions, dim), "table")
+    if spec.norm:
+        yield from _under("norm", _norm(dim, spec.norm))
 
 
 def _head(dim: int, spec: HeadSpec, embedding: EmbeddingSpec) -> Parameters:

@@ -258,7 +258,9 @@ def test_an_expert_rank_holds_computes_keeps_and_sends_the_same(name: str, plan:
 
 @pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("plan", CONTEXT, ids=_words)
-@pytest.mark.parametrize("name", ["llama", "palm", "gemma2", "deepseek"])  # every kind of attention in any family
+@pytest.mark.parametrize(
+    "name", ["llama", "palm", "gemma2", "deepseek", "bloom", "nemotron"]
+)  # every kind of attention in any family
 def test_a_context_rank_keeps_and_sends_the_same(name: str, plan: Plan, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sends = [send for found in _agree(name, plan, monkeypatch, width=width, blocks_only=True) for send in found.sends]
     assert "context" in {axis for _, axis, _, _ in sends}

@@ -1,10 +1,12 @@
 """A small model of every dense family, with everything that distinguishes the family."""
 
 from megalith.spec.families import Model
+from megalith.spec.families.bloom import Bloom
 from megalith.spec.families.gemma2 import Gemma2
 from megalith.spec.families.gpt import Gpt
 from megalith.spec.families.llama import Llama
 from megalith.spec.families.mistral import Mistral
+from megalith.spec.families.nemotron import Nemotron
 from megalith.spec.families.palm import Palm
 from megalith.spec.families.qwen2 import Qwen2
 from megalith.spec.families.qwen3 import Qwen3
@@ -40,6 +42,12 @@ EXPORTED: dict[str, Model] = {
     ),
     "qwen3": Qwen3(**SIZES, kv_heads=2, head_dim=12, ffn=48, rope_theta=5000.0),
     "qwen3 tied": Qwen3(**SIZES, kv_heads=4, head_dim=8, ffn=48, tied=True, norm_eps=1e-3),
+    "nemotron": Nemotron(**SIZES, kv_heads=2, head_dim=8, ffn=48),
+    "nemotron, three quarters rotated": Nemotron(
+        **SIZES, kv_heads=4, head_dim=16, ffn=48, rotated=0.75, tied=True, norm_eps=1e-3
+    ),
+    "bloom": Bloom(**SIZES),
+    "bloom untied, twelve heads": Bloom(layers=2, dim=48, heads=12, vocab=96, context=64, tied=False, norm_eps=1e-3),
 }
 DENSE: dict[str, Model] = EXPORTED | {
     "palm": Palm(**SIZES, head_dim=8),

@@ -83,7 +83,7 @@ def test_spreads_are_as_documented():
 
 
 def test_biases_start_at_zero_and_norms_multiply_by_one():
-    for family, neutral in (("gpt", 1.0), ("gemma2", 0.0), ("palm", 1.0), ("qwen3", 1.0)):
+    for family, neutral in (("gpt", 1.0), ("gemma2", 0.0), ("palm", 1.0), ("qwen3", 1.0), ("bloom", 1.0), ("nemotron", 0.0)):
         for name, weight in stage(DENSE[family]).parameters_by_name().items():
             if name.endswith("bias"):
                 assert torch.equal(weight, torch.zeros_like(weight)), name

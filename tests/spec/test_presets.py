@@ -45,6 +45,12 @@ EXACT = {  # totals of the released checkpoints
     "deepseek-llm-67b": 67_425_001_472,
 }
 PRINTED = {  # in the precision of the papers
+    "bloom-560m": "559e6",
+    "bloom-1b7": "1.72e9",
+    "bloom-7b1": "7.07e9",
+    "bloom-176b": "176.2e9",
+    "nemotron4-15b": "15.6e9",
+    "nemotron4-340b": "341e9",
     "gpt3-125m": "125e6",
     "gpt3-760m": "760e6",
     "gpt3-1.3b": "1.3e9",

@@ -48,6 +48,30 @@ def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piec
     return Piece(tuple(ours), (theirs,), to_theirs, to_ours)
 
 
+def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
+    """Tensors whose rows are those of `heads` heads, which the other format stores as one: a head's rows of each, and then the next's."""
+
+    def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.stack([one.unflatten(0, (heads, -1)) for one in found], dim=1).flatten(0, 2)]
+
+    def to_ours(found: Sequence[Tensor]) -> list[Tensor]:
+        return [one.flatten(0, 1) for one in found[0].unflatten(0, (heads, len(ours), -1)).unbind(1)]
+
+    return Piece(tuple(ours), (theirs,), to_theirs, to_ours)
+
+
+def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
+    """A matrix whose rows are those of `heads` heads. Rotary positions turn the last `channels` rows of each here, the first there."""
+
+    def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
+        return [found[0].unflatten(0, (heads, -1)).roll(channels, 1).flatten(0, 1)]
+
+    def to_ours(found: Sequence[Tensor]) -> list[Tensor]:
+        return [found[0].unflatten(0, (heads, -1)).roll(-channels, 1).flatten(0, 1)]
+
+    return Piece((ours,), (theirs,), to_theirs, to_ours)
+
+
 def stacked(ours: str, theirs: str, count: int) -> Piece:
     """Experts that we keep as one tensor [experts, ...] and they one by one: "{e}" in their name is the expert's number."""
     names = tuple(theirs.replace("{e}", str(expert)) for expert in range(count))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
+from megalith.spec.families.bloom import Bloom
 from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.families.gemma2 import Gemma2
 from megalith.spec.families.gpt import Gpt
@@ -17,6 +18,7 @@ from megalith.spec.families.grok import Grok
 from megalith.spec.families.llama import Llama
 from megalith.spec.families.mistral import Mistral
 from megalith.spec.families.mixtral import Mixtral
+from megalith.spec.families.nemotron import Nemotron
 from megalith.spec.families.nemotron_h import NemotronH
 from megalith.spec.families.palm import Palm
 from megalith.spec.families.qwen2 import Qwen2
@@ -36,6 +38,7 @@ def family_of(values: Any) -> str:
 Model = Annotated[
     Annotated[Llama, Tag("llama")]
     | Annotated[Gpt, Tag("gpt")]
+    | Annotated[Bloom, Tag("bloom")]
     | Annotated[Palm, Tag("palm")]
     | Annotated[Gemma2, Tag("gemma2")]
     | Annotated[Qwen2, Tag("qwen2")]
@@ -46,6 +49,7 @@ Model = Annotated[
     | Annotated[Switch, Tag("switch")]
     | Annotated[Grok, Tag("grok")]
     | Annotated[DeepSeek, Tag("deepseek")]
+    | Annotated[Nemotron, Tag("nemotron")]
     | Annotated[NemotronH, Tag("nemotron_h")],
     Discriminator(family_of),
 ]

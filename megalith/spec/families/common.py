@@ -84,6 +84,7 @@ def model_of(
     norm: NormSpec,
     *,
     positions: int | None = None,
+    embedding_norm: NormSpec | None = None,
     embedding_scale: float = 1.0,
     embedding_std: float | None = None,
     output_scale: float = 1.0,
@@ -98,7 +99,9 @@ def model_of(
         name=sizes.name,
         dim=sizes.dim,
         context=sizes.context,
-        embedding=EmbeddingSpec(vocab=sizes.vocab, positions=positions, scale=embedding_scale, init_std=embedding_std),
+        embedding=EmbeddingSpec(
+            vocab=sizes.vocab, positions=positions, scale=embedding_scale, norm=embedding_norm, init_std=embedding_std
+        ),
         blocks=tuple(blocks),
         head=HeadSpec(vocab=sizes.vocab, tied=sizes.tied, norm=norm, scale=output_scale, softcap=softcap, ahead=ahead),
         init_std=sizes.init_std,

@@ -17,7 +17,20 @@ from tests.models.plain import logits
 COUNT = 500 if FULL else 50
 SEQ = 40
 PROMPT, WRITTEN = 20, 6
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gpt2", "deepseek_v3", "deepseek_v2")
+KINDS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "gemma2",
+    "gpt2",
+    "deepseek_v3",
+    "deepseek_v2",
+    "bloom",
+    "nemotron",
+)
 
 
 def _rope(draw: random.Random, *kinds: str) -> dict[str, Any]:
@@ -94,6 +107,10 @@ def drawn(kind: str, draw: random.Random) -> dict[str, Any]:
         heads, layers = draw.choice((1, 2, 4)), draw.choice((1, 2))
         sizes = {"vocab_size": 96, "n_embd": heads * 8, "n_head": heads, "n_layer": layers, "n_positions": 64}
         return sizes | {"n_inner": draw.choice((None, 24)), "layer_norm_epsilon": draw.choice((1e-5, 1e-3))}
+    if kind == "bloom":
+        heads = draw.choice((1, 3, 4, 6))
+        sizes = {"vocab_size": 96, "hidden_size": heads * 8, "n_head": heads, "n_layer": draw.choice((1, 2)), "seq_length": 64}
+        return sizes | {"tie_word_embeddings": draw.random() < 0.5, "layer_norm_epsilon": draw.choice((1e-5, 1e-3))}
     if kind.startswith("deepseek"):
         return _deepseek(draw, kind)
     found = _sizes(draw) | _rope(
@@ -118,6 +135,9 @@ def drawn(kind: str, draw: random.Random) -> dict[str, Any]:
                 "decoder_sparse_step": draw.choice((1, 2)),
                 "mlp_only_layers": draw.choice(([], [0])),
             } | experts
+        case "nemotron":
+            rope = {"rope_theta": draw.choice((100.0, 1e4)), "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0))}
+            found |= {"norm_eps": found.pop("rms_norm_eps"), "rope_parameters": {"rope_type": "default"} | rope, "head_dim": 8}
         case "gemma2":
             found |= {"sliding_window": draw.choice((3, 17)), "query_pre_attn_scalar": draw.choice((4, 9))}
         case _:

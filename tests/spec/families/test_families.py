@@ -74,7 +74,14 @@ def structure(model: ModelSpec) -> set[tuple]:
         attention, mlp = block.attention, block.mlp
         of_attention: tuple = (attention and attention.kind, block.mamba is not None)
         if isinstance(attention, AttentionSpec):
-            switches = (attention.rope, attention.qk_norm, attention.window, attention.softcap)
+            switches = (
+                attention.rope,
+                attention.rope_dim,
+                attention.qk_norm,
+                attention.window,
+                attention.softcap,
+                attention.alibi or None,
+            )
             grouped = "one" if attention.kv_heads == 1 else attention.kv_heads < attention.heads
             of_attention = (attention.kind, attention.bias, grouped, *(switch is not None for switch in switches))
         of_mlp: tuple = () if mlp is None else (mlp.kind, mlp.activation, mlp.gated)
@@ -85,7 +92,7 @@ def structure(model: ModelSpec) -> set[tuple]:
         kinds.add((of_attention, of_mlp, block.norm, block.parallel, block.post_norms))
     embedding, head = model.embedding, model.head
     scaled = (embedding.scale != 1, head.scale != 1, head.softcap is not None)
-    return kinds | {(embedding.positions is not None, *scaled, head.tied, head.norm, head.ahead is not None)}
+    return kinds | {(embedding.positions is not None, embedding.norm, *scaled, head.tied, head.norm, head.ahead is not None)}
 
 
 @pytest.mark.parametrize(
