@@ -116,8 +116,11 @@ def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settin
 @pytest.mark.parametrize(
     ("change", "late"),
     [
-        ('train.batch_ramp=[{ begin = "8 steps", global_batch = 64 }]', "0.125 times as large, and their scales 16 steps later"),
-        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales one step later"),
+        (
+            'train.batch_ramp=[{ begin = "8 steps", global_batch = 64 }]',
+            "0.125 times as large, and their scales follow 16 steps later",
+        ),
+        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales follow one step later"),
         ("data.phases=[{ begin = 64, seq_len = 2048, global_batch = 16 }]", ""),
     ],
     ids=str,
