@@ -1,6 +1,6 @@
 """Choices that can be combined, the small run of each combination, and the reasons why a combination has none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -206,10 +206,23 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
         reason = f"amplifies the rounding of {precision}, so that no comparison is possible"
         yield Problem("error", "optimizer.kind", kind, reason, "Compare it in fp32.")
-    if spec.sites is not None and isinstance(PRECISIONS[precision].parity, Rounded):
+    yield from rounded_sites(choices)
+    yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
+
+
+def rounded_sites(choices: Iterable[Choice]) -> Iterator[Problem]:
+    """Yield the objection to sites in a rounded precision, which no other choice removes."""
+    chosen = dict(choices)
+    if chosen.get("sites", "one") != "one" and (rounded := ROUNDED & {*chosen.items()}):
+        ((_, name),) = rounded
+        precision = AXES["precision"][name]["precision"]
         reason = f"rounds to {precision}, where only whole runs can be compared, and those of sites are compared round by round"
         yield Problem("error", "train.precision", precision, reason, "Compare it in fp32.")
-    yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
+
+
+def halvings(choices: Choices) -> int:
+    """Return how often the ranks of a combination must be halved until they are few enough."""
+    return max(0, -(-_ranks(_plan_keys(choices)) // MAX_RANKS) - 1).bit_length()
 
 
 def _plan_keys(choices: Choices) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from megalith.prove.axes import (
     ParityCase,
     conflicts,
     cost_of,
+    halvings,
     pairs_of,
+    rounded_sites,
     run_of,
     valid_run,
 )
@@ -148,25 +150,27 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 
 
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
-    """Look for a combination that proves a pair: change one other choice after another, never to more objections. If none is found,
-    return None and the objections that are left."""
+    """Look for a combination that proves a pair: change one other choice after another, never to more objections, of which each factor of
+    two too many ranks is one. If none is found, return None and the objections that are left."""
+    if never := [*rounded_sites(pair)]:
+        return None, never
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
         exact = {name: asked for name, asked in axes["precision"].items() if ("precision", name) not in ROUNDED}
         if not exact:
             return None, []
         axes = {**axes, "precision": exact}
     choices = _any(random, pair, axes)
-    left = list(conflicts(choices))
+    left, before = list(conflicts(choices)), halvings(choices)
     changes, idle = [(axis, value) for axis in axes if axis not in dict(pair) for value in axes[axis]], 0
     while left and idle < SWEEPS:
         idle += 1
         for axis, value in random.sample(changes, len(changes)):
             other = _changed(choices, axis, value)
-            problems = list(conflicts(other))
-            if len(problems) > len(left):
+            problems, after = list(conflicts(other)), halvings(other)
+            if len(problems) + after > len(left) + before:
                 continue
-            idle = idle if len(problems) == len(left) else 0
-            choices, left = other, problems
+            idle = idle if len(problems) + after == len(left) + before else 0
+            choices, left, before = other, problems, after
             if not left:
                 break
     return (None, left) if left else (ParityCase(choices, run_of(choices)), [])
