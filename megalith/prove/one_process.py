@@ -55,7 +55,7 @@ class RandomText:
 
 def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     """The run on one process."""
-    alone, phases, samples = OneProcess(spec, device=device), Phases.of(spec), 0
+    alone, phases, samples = SingleProcess(spec, device=device), Phases.of(spec), 0
     for _ in range(spec.train.steps):
         now = during(spec, phases.at(samples))
         alone.step(now, first=samples)
@@ -63,7 +63,7 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     return alone.finish()
 
 
-class OneProcess:
+class SingleProcess:
     """A run on one process: plain modules, no groups, torch's AdamW and clipping. It takes the samples of microbatch i of all data ranks
     together at once, since balance losses may be over these. In a rounded precision, weights are kept and gradients added up in fp32."""
 

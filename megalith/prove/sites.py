@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith.fleet.secure import key
 from megalith.parallel.groups import group_of
 from megalith.prove.compare import Gap, Recording, Row, compare, learning_rates, ties, worst
-from megalith.prove.one_process import OneProcess
+from megalith.prove.one_process import SingleProcess
 from megalith.prove.parity import Recorder
 from megalith.prove.site_merges import Reference
 from megalith.prove.worlds import run_ranks
@@ -57,7 +57,7 @@ def prove_sites(spec: RunSpec, *, timeout: float) -> tuple[list[Row], int]:
             folder_of(Path(folder), site).mkdir(exist_ok=True)
         found = run_ranks(_record, spec.sites.count * spec.plan.ranks, spec, folder, key.new().text, timeout=timeout)
     sites: list[SiteRecording] = found[:: spec.plan.ranks]
-    alone = [OneProcess(within(spec), device=CPU) for _ in sites]
+    alone = [SingleProcess(within(spec), device=CPU) for _ in sites]
     moved, other_bits = _replayed(spec, sites, alone)
     limits = PRECISIONS[spec.train.precision].parity
     assert isinstance(limits, Reordered)
@@ -81,7 +81,7 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
     return [max(of, key=lambda row: (row.gap != row.gap, row.gap)) for of in quantities.values()]
 
 
-def _replayed(spec: RunSpec, sites: list[SiteRecording], alone: list[OneProcess]) -> tuple[list[Gap], list[Gap]]:
+def _replayed(spec: RunSpec, sites: list[SiteRecording], alone: list[SingleProcess]) -> tuple[list[Gap], list[Gap]]:
     """Train each site on one process, and merge in numpy what the trainer's sites had. Return the distances of weights before each merge,
     in learning rates, and how many numbers of each tensor have other bits after it."""
     assert spec.sites is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megalith.rehearse.site_campaign import SiteFate, SitesRun
 from megalith.rehearse.site_faults import KINDS
 
-Law = Literal["undisturbed", "replay"]
+ComparedWith = Literal["undisturbed", "replay"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Evidence:
     """Records of the two runs. `law`: the run that the end of the run with faults was compared with; `same_end`: its bits are the same,
     None if `error` prevented the comparison. `samples`: those in its merges, of `total` in the run."""
 
-    law: Law
+    law: ComparedWith
     same_end: bool | None
     samples: Iterable[int]
     total: int
@@ -52,7 +52,7 @@ class SitesJudgement:
     injected: int
     handled: int
     merges: int
-    law: Law
+    law: ComparedWith
     same_end: bool | None
     lost: int
     doubled: int
