@@ -35,7 +35,7 @@ REFUSED: dict[tuple[str, ...], set[str]] = {
     ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
     ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
     ("state", "sites"): {"plan.state"},  # merges need the weights
-    ("expert", "sites"): {"ranks"},  # three sites of four ranks are more than eight
+    ("expert", "sites"): {"ranks", "plan.expert"},  # three sites of four ranks are more than eight
     ("norm", "sites"): {"plan.post_validation"},  # which other sites may have got by then
     ("sites", "precision"): {"train.precision"},  # sites are compared round by round, which rounding does not allow
 }
