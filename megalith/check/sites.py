@@ -14,6 +14,8 @@ from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
+from megalith.spec.state import MASTER
+from megalith.spec.toml import literal
 
 LONGEST_NAME = 40
 """Characters of a site's name, which stands in tables and sentences."""
@@ -268,12 +270,17 @@ def launched_alone(spec: RunSpec) -> Found:
         yield error("sites.site", None, reason, "Launch each site with --set sites.site=0, 1 and so on, and its own run folder.")
 
 
-def state_stays_on_the_device(case: Case) -> Found:
-    """A merge changes master weights where they are."""
-    spec = case.spec
-    if spec.sites is not None and spec.plan.state.away:
-        reason = "keeps state away from the device, and a merge across sites changes master weights in its memory"
-        yield error("plan.state", spec.plan.state.model_dump(), reason, "Leave out [plan.state], or [sites].")
+def master_weights_stay_on_the_device(case: Case) -> Found:
+    """A merge changes master weights where they are. Moments may be elsewhere."""
+    spec, precision = case.spec, case.spec.train.precision
+    if spec.sites is not None and spec.plan.state.away and PRECISIONS[precision].compute.name != MASTER.number:
+        reason = (
+            f"keeps master weights away from the device in train.precision = {literal(precision)}, and a merge across sites changes them "
+            "in its memory"
+        )
+        yield error(
+            "plan.state", spec.plan.state.model_dump(), reason, 'Leave out [plan.state], or use train.precision = "fp32".'
+        )
 
 
 def faults_go_back_to_checkpoints(case: Case) -> Found:

@@ -137,6 +137,14 @@ class State:
         if self.home is not None:
             self.home.undo()
 
+    def forget_moments(self) -> None:
+        """Fill the optimizer's slots with zeros, wherever they are."""
+        for _, _, share, _ in self._walk(("optimizer",)):
+            if isinstance(share, Tensor):
+                share.zero_()
+            else:
+                share.fill((0,) * len(share.shape), torch.zeros(share.shape, dtype=share.dtype))
+
     def loaded(self) -> None:
         """Use the loaded master weights and loss scale from now on."""
         self.read_scale()

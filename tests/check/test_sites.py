@@ -146,10 +146,16 @@ def test_faults_go_back_to_checkpoints() -> None:
     assert "checkpoint.every" not in _keys("advice")
 
 
-def test_state_away_from_the_device_is_refused() -> None:
-    found = check(tiny_run(sites={"inner_steps": 2}, checkpoint={"every": 2}, plan={"state": {"optimizer": "host"}}), files=False)
-    (problem,) = (problem for problem in found if problem.severity == "error")
-    assert problem.key == "plan.state" and "merge" in problem.reason
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_master_weights_away_from_the_device_are_refused(place: str) -> None:
+    """In fp32 only moments are elsewhere."""
+    plan = {"state": {"optimizer": place}}
+    assert _keys(plan=plan, train={"precision": "bf16"}) == ["plan.state"]
+    assert (
+        _keys(plan=plan, train={"precision": "fp32"})
+        == []
+        == _keys(plan={"retain": {"blocks": place}}, train={"precision": "bf16"})
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_state_away_from_the_device_is_refused() -> None:
 )
 def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any], key: str) -> None:
     each = ({"plan": {"data": 2}}, {"plan": plan})
-    run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}))
+    run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}, train={"precision": "bf16"}))
     assert f"sites.each.1.{key}" in [problem.key for problem in check(run, files=False) if problem.severity == "error"]
 
 

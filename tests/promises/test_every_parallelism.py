@@ -34,7 +34,6 @@ REFUSED: dict[tuple[str, ...], set[str]] = {
     ("recompute", "retain"): {"plan.retain.share", "plan.retain.parts"},  # only all of the inputs of segments, and no parts
     ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
     ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
-    ("state", "sites"): {"plan.state"},  # merges need the weights
     ("expert", "sites"): {"ranks", "plan.expert"},  # three sites of four ranks are more than eight
     ("norm", "sites"): {"plan.post_validation"},  # which other sites may have got by then
     ("sites", "precision"): {"train.precision"},  # sites are compared round by round, which rounding does not allow
@@ -52,7 +51,7 @@ if FULL:
         ("pipeline", "state"): {streamed, "plan.zero"},
         ("state", "optimizer"): {streamed, lion},
         ("state", "precision"): {streamed, released},
-        ("state", "sites"): {streamed, "plan.state", "train.precision"},
+        ("state", "sites"): {streamed, "plan.state", "train.precision"},  # merges need the weights
         ("sites", "precision"): {"train.precision", released},
         ("pipeline", "precision"): {released, "plan.microbatch"},  # released gradients are those of one microbatch
         ("norm", "precision"): {released},

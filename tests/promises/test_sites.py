@@ -262,6 +262,15 @@ def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Pa
     assert starts[0] == 0 and starts[1] in (3, 6), "the newest that both have"
 
 
+@pytest.mark.parametrize("place", [{"optimizer": "host", "share": 0.5}, pytest.param({"optimizer": "disk"}, marks=only_full)])
+def test_moments_elsewhere_change_no_bit(place: dict[str, Any], data: Path, whole: Path, tmp_path: Path) -> None:
+    """This includes a kill and a resume."""
+    spec = _spec(data, STREAMING, plan={"state": place})
+    with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "run", 1), 6)):
+        assert any(finish(start(spec, tmp_path / "run", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "run"), final_state(whole))
+
+
 def test_sites_stop_together_and_go_on_with_the_same_bits(data: Path, whole: Path, tmp_path: Path) -> None:
     """One site is asked to stop, and the others would be no quorum without it. All stop after the merge that announces this."""
     spec = _spec(data, STREAMING)

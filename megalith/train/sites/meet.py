@@ -44,7 +44,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None
     lanes = another(trainer.groups.world, timeout=timedelta(seconds=run.launch.timeout))
-    tensors = {name.removeprefix("weights."): tensor for name, tensor in trainer.state.tensors("weights").items()}
+    tensors = {name.removeprefix("weights."): tensor for name, tensor in trainer.state.laid("weights").items()}
     wholes = WholeTensors(tensors, lanes)
     cut = fragments({name: wholes.shapes[name] for name in sorted(wholes.shapes)}, spec)
     leads = trainer.groups.rank == 0

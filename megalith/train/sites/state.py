@@ -1,10 +1,12 @@
 """The state of a rank between two merges: anchors, velocities, remainders of rounding, and fragments in flight."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.shares import OffDeviceShare
 from megalith.spec.sites import Fragment, SitesSpec
 from megalith.spec.state import MASTER
 from megalith.train.stability.adaptive_clip import UNKNOWN
@@ -80,11 +82,15 @@ class OuterState:
         for name, anchor in self.anchors.items():
             anchor.copy_(self.weights[name])
 
-    def laid(self) -> dict[str, Tensor]:
-        """Return the content of a checkpoint, each as a tensor of the whole shape that knows its cut."""
+    def laid(self) -> dict[str, Tensor | OffDeviceShare]:
+        """Return the content of a checkpoint, each as a tensor of the whole shape that knows its cut, or as a share that is elsewhere."""
         own = "site."
-        inner = self._inner.tensors()
-        found = {f"{own}{key}": tensor for key, tensor in inner.items() if not (self._alike and key.startswith(_WEIGHTS))}
+        inner = self._inner.laid()
+        found: dict[str, Tensor | OffDeviceShare] = {
+            f"{own}{key}": _renamed(tensor, f"{own}{key}")
+            for key, tensor in inner.items()
+            if not (self._alike and key.startswith(_WEIGHTS))
+        }
         found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
         found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
         found |= {f"{own}outer.feedback.{name}": tensor for name, tensor in self.cut(self.feedback).items()}
@@ -96,7 +102,8 @@ class OuterState:
         """Take the merged weights, and forget what the site's own optimizer and rounding have kept: where a site begins to train."""
         for name, anchor in self.anchors.items():
             self.weights[name].copy_(anchor)
-        for share in (*self._inner.shares("optimizer").values(), *self.feedback.values()):
+        self._inner.forget_moments()
+        for share in self.feedback.values():
             share.zero_()
         for usual in self._inner.usual.values():
             usual.fill_(UNKNOWN)
@@ -123,3 +130,8 @@ class OuterState:
             before = weight.clone()
             weight.copy_(anchor)
             anchor.copy_(before)
+
+
+def _renamed(share: Tensor | OffDeviceShare, key: str) -> Tensor | OffDeviceShare:
+    """Return a share under another key of a checkpoint."""
+    return share if isinstance(share, Tensor) else replace(share, held=replace(share.held, key=key))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.object_collectives import ObjectCollectives
-from megalith.checkpoint.shares import HeldShare, owners, shares
+from megalith.checkpoint.shares import HeldShare, OffDeviceShare, owners, shares
 from megalith.spec.sites import Fragment
 
 
@@ -32,7 +32,7 @@ class _Box:
 class WholeTensors:
     """The table of which rank of a site holds which box of which tensor. All ranks of the site make theirs together."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | OffDeviceShare], group: dist.ProcessGroup) -> None:
         """`tensors`: what this rank holds, by name, as tensors that know how they are cut. `group`: gloo, of the site's ranks. Raises
         ValueError if the ranks together do not hold each tensor once and whole."""
         ranks = ObjectCollectives(group)
