@@ -44,12 +44,14 @@ class NamedRun:
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys of `[model]` that differ from the preset's."""
     forward_only: bool = False
+    network: dict[str, float] = field(default_factory=dict[str, float])
+    """Keys of the cluster that differ from the catalogue's: bytes a second out of a device."""
 
     def workloads(self) -> list[Workload]:
         """One for each choice."""
         known = presets()[self.preset]
         model = replace(known, values=known.values | self.sizes).build().build()
-        cluster = clusters.load(self.cluster)
+        cluster = clusters.changed(clusters.load(self.cluster), self.network)
         return [
             Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, self.software_profile)
             for plan in self.plans
@@ -171,6 +173,17 @@ NAMED: tuple[NamedRun, ...] = (
         "GPT-3 175B, 1,024 A100, TP8 PP16 DP8, everything recomputed", "gpt3-175b", "a100-80gb:1024",
         _chunked(1, 3, data=8, tensor=8, pipeline=16, recompute="full"),
         2048, 1536, 140, "hardware TFLOP/s", "arXiv:2104.04473, section 5.1", "fp16", PLAIN_2021, {"vocab": 51_200},
+    ),
+    NamedRun(
+        "BLOOM 176B, 384 A100, TP4 PP12 DP8, ZeRO 1, everything recomputed", "bloom-176b", "a100-80gb:384",
+        (_plan(data=8, tensor=4, pipeline=12, microbatch=2, recompute="full", layers=even_layers(70, 12)),),
+        2048, 2048, 156, "hardware TFLOP/s", "arXiv:2211.05100, sections 3.1 and 3.4", software_profile=PLAIN_2021,
+        network={"scale_out": 50e9 / 8},  # four links of 100 Gbit/s a node
+    ),
+    NamedRun(
+        "Nemotron-4 340B, 6,144 H100, TP8 PP12 DP64", "nemotron4-340b", "h100:6144",
+        _chunked(8, 1, 2, 4, data=64, tensor=8, pipeline=12),
+        4096, 2304, 8.0, "s", "arXiv:2406.11704, section 2.2 and table 2",
     ),
     NamedRun(
         "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
