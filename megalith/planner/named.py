@@ -177,7 +177,7 @@ NAMED: tuple[NamedRun, ...] = (
     NamedRun(
         "BLOOM 176B, 384 A100, TP4 PP12 DP8, ZeRO 1, everything recomputed", "bloom-176b", "a100-80gb:384",
         (_plan(data=8, tensor=4, pipeline=12, microbatch=2, recompute="full", layers=even_layers(70, 12)),),
-        2048, 2048, 156, "hardware TFLOP/s", "arXiv:2211.05100, sections 3.1 and 3.4", software_profile=PLAIN_2021,
+        2048, 2048, 156, "hardware TFLOP/s", "arXiv:2211.05100, section 3.4", software_profile=PLAIN_2021,
         network={"scale_out": 50e9 / 8},  # four links of 100 Gbit/s a node
     ),
     NamedRun(
