@@ -183,7 +183,7 @@ NAMED: tuple[NamedRun, ...] = (
     NamedRun(
         "Nemotron-4 340B, 6,144 H100, TP8 PP12 DP64", "nemotron4-340b", "h100:6144",
         _chunked(8, 1, 2, 4, data=64, tensor=8, pipeline=12),
-        4096, 2304, 8.0, "s", "arXiv:2406.11704, section 2.2 and table 2",
+        4096, 2304, 8.0, "s", "arXiv:2406.11704, table 2",
     ),
     NamedRun(
         "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
