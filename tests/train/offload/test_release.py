@@ -27,7 +27,7 @@ from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, final_state, prepare_text, train
-from tests.specs import tiny_run
+from tests.specs import TINY_EXPERTS, tiny_run
 from tests.train.offload.killed import chunks, train_killed, two_ranks
 
 DISK = {"optimizer": "disk"}
@@ -86,7 +86,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 PLANS += [
     ({"recompute": "sqrt"}, {}, {"gradients": "bf16"}),
     ({"pipeline": 2, "schedule": "zb-h1", "data": 2, "zero": 2}, {}, {}),
-    ({"context": 2}, {"preset": "mixtral-8x7b"}, {"precision": "fp8"}),
+    ({"context": 2}, TINY_EXPERTS, {"precision": "fp8"}),
 ] * FULL
 
 
