@@ -66,7 +66,7 @@ class StreamedShare(Protocol):
 
     @property
     def extents(self) -> Extents | None:
-        """The file that holds the share, if no update changes it from now on; None: updates do."""
+        """The file that holds the share, if no later update changes the share; else None."""
         ...
 
     def snapshot(self) -> "StreamedShare | None":

@@ -96,7 +96,8 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
         ]
         other = f"; --software megatron-te predicts software that multiplies in {precision} there" if real else ""
         return (
-            f"{precision} is rehearsed on {device}: the trainer computes its numbers with products in bf16, slower than bf16{other}",
+            f"{precision} is emulated on {device}: the trainer computes the same numbers by products in bf16, "
+            f"which takes longer than training in bf16{other}",
         )
     shared = {"tile": "a tile", "row": "a row", "tensor": "a tensor"}[choices.granularity]
     own = "" if not chosen else ", chosen for this device"

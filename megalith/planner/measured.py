@@ -100,8 +100,8 @@ def _run(folder: Path) -> Own:
 
 
 def spec_of(folder: Path) -> RunSpec:
-    """Return the run in a folder. Raises ValueError if the run names no cluster or another version described it otherwise, OSError if the
-    folder is not a run's."""
+    """Return the run in a folder. Raises ValueError if the run names no cluster, or if this version cannot read its description;
+    OSError if the folder is not a run's."""
     try:
         spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Trainings that were published by name, with their layouts, predicted: `python -m megalith.planner.named` prints them side by side.
+"""Predictions for published trainings of named models, with their layouts: `python -m megalith.planner.named` prints them side by side.
 
 No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
 predicted, and the fastest that fits is taken, as for the rows of measurements.

@@ -1,8 +1,9 @@
 """How long a campaign's hangs were silent before they were called hangs, compared with the time that the watch may wait.
 
 The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two
-turns, which ALLOWED_SECONDS covers. It can be longer for two reasons, which the log does not distinguish: ranks that waited for a
-processor half of the time get another half of a limit, up to MAX_LIMITS limits; and a watch that gets no processor checks late.
+turns, which ALLOWED_SECONDS covers. It can be longer for two reasons, which the log does not distinguish. Ranks that wait for a
+processor get more time in proportion (half of the time waiting adds half a limit), up to MAX_LIMITS limits. And a watch that itself gets
+no processor checks late.
 Both are due to the machine, so late hangs are counted and reported. A delay above MAX_LIMITS limits and two turns (each
 counted as a second at most) is impossible on any machine, so it counts against the run.
 

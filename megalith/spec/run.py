@@ -86,8 +86,8 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="number format of the computation. All but fp32 keep master weights, moments and reductions in fp32. 8- "
-        "and 4-bit formats also multiply in these bits, emulated exactly",
+        description="number format of the computation. All but fp32 keep master weights, moments and reductions in fp32. In 8- "
+        "and 4-bit formats the factors of matrix products have so few bits too, which is emulated exactly",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32", description="number format in which gradients are added up over microbatches and ranks, and kept"

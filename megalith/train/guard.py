@@ -101,7 +101,9 @@ class StateGuard:
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Verify the update, then record the digest expected before the next one."""
         if self.update_verifier and self._verifies(step) and (rank := self.update_verifier.check(step)) is not None:
-            text = f"rank {rank}'s update of step {step + 1} differs from the one repeated from its copy and gradients"
+            text = (
+                f"rank {rank}'s update of step {step + 1} differs from the same update computed again from the copy of its state"
+            )
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
             known = self._without_scale(self._digest())

@@ -83,7 +83,7 @@ def test_fp8_is_multiplied_in_8_bits_where_the_device_can_and_rehearsed_elsewher
     assert (asked.format, asked.run.train.precision, asked.chosen) == ("fp8", "fp8", True)
     assert choices.multiply == ("codes" if granularity else "wide")
     assert asked.compiles == (granularity is not None)
-    assert ("is rehearsed on" in " ".join(asked.notes)) == (granularity is None)
+    assert ("is emulated on" in " ".join(asked.notes)) == (granularity is None)
     if granularity:
         assert choices.granularity == granularity
         assert "*.attention.k" in choices.wide or granularity == "tensor"
@@ -95,7 +95,7 @@ def test_other_narrow_formats_are_rehearsed_and_other_software_is_named_where_it
         cluster: " ".join(resolve(PlanRequest(**{**LARGE, "cluster": cluster}, format=format, out=True)).notes)
         for cluster in ("a100-80gb:8", "b200:8")
     }
-    assert all(f"{format} is rehearsed on" in note for note in notes.values())
+    assert all(f"{format} is emulated on" in note for note in notes.values())
     assert [("--software megatron-te" in note) for note in notes.values()] == [False, True]
 
 

@@ -79,7 +79,7 @@ class DeepSeek(ParametrizedSpec):
         reach = self.experts // self.groups * min(self.active_groups, self.groups)
         if self.active > reach:
             problems.append(
-                f"active = {self.active}, and the groups a token may go to hold {reach} experts: give at most {reach}"
+                f"active = {self.active}, but the groups that a token may use have only {reach} experts: give at most {reach}"
             )
         if self.groups > 1 and self.group_score == "top2" and self.experts // self.groups < 2:
             problems.append(

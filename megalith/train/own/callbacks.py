@@ -101,7 +101,7 @@ class Callbacks:
         return found
 
     def add_to(self, told: str) -> str:
-        """Return the states as the text of a JSON object, which a copy in memory contains."""
+        """Return `told`, the text of a JSON object in a copy in memory, with the states added."""
         states = self.dump()
         return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
 
