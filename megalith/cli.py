@@ -6,6 +6,7 @@ Exit status: 0 done; 1 something failed; 2 the run's description or the command 
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -195,6 +196,7 @@ def _run(function: Callable[..., int | None], *, long: bool) -> Callable[..., No
             stack.enter_context(readable_errors(as_json=arguments["as_json"]))
             raise typer.Exit(function(**arguments) or 0)
 
+    run.__doc__ = re.sub(r"\[(?=[a-z])", r"\\[", function.__doc__ or "")  # a table such as [model] is no markup of rich
     return run
 
 

@@ -111,6 +111,7 @@ def test_every_commands_help_has_an_example_and_json(command: str):
     assert result.exit_code == 0
     assert re.search(rf"Example:  (torchrun .* -m )?megalith(\.cli)? {command}", result.stdout)
     assert "--json" in result.stdout
+    assert set((COMMANDS[command].__doc__ or "").split()) <= set(result.stdout.split()), "words such as [model] are no markup"
 
 
 @pytest.mark.parametrize(
