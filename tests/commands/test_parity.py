@@ -49,9 +49,7 @@ def test_a_run_is_compared_in_its_precision(run: Path, precision: str, loss: str
 
 def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytest.MonkeyPatch):
     outcomes = ["equal", "tie", "equal"]
-    drawn = SimpleNamespace(
-        name="dense; data 2 shards", choices=(("data", "2 shards"),), spec=SimpleNamespace(plan=SimpleNamespace(ranks=2))
-    )
+    drawn = SimpleNamespace(name="dense; data 2 shards", choices=(("data", "2 shards"),), ranks=2)
 
     def prove_drawn(count: int, seed: int, *, starting: Any) -> Any:
         for outcome in outcomes:

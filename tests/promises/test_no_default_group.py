@@ -20,6 +20,7 @@ KNOW_IT = {
     "parallel/groups.py",  # where none is named it is all ranks that train
     "checkpoint/checkpointer.py",  # the same, for who saves without a trainer
     "prove/worlds.py",  # ranks of a small world, which are all there are
+    "prove/sites.py",
     "prove/doctor.py",
     "prove/calibrate.py",
 }
