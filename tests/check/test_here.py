@@ -53,6 +53,7 @@ def test_a_run_that_names_gpus_is_told_that_it_would_compute_on_the_cpu():
     assert short(SERVER, "cluster=h100") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "settings"),
     [

@@ -204,6 +204,7 @@ def test_a_change_that_costs_nothing_is_preferred():
     assert _named(problem.way_out) in (["plan.zero=1"], ["plan.zero=2"], ["plan.zero=3"])
 
 
+@pytest.mark.slow
 def test_a_model_that_nothing_makes_fit_needs_more_ranks():
     (problem,) = [
         problem for problem in errors("cluster=h100:1", "model.preset=llama3.1-405b", *LARGE) if problem.key == "plan.zero"

@@ -99,6 +99,7 @@ def test_mamba_is_split_by_its_groups():
     assert "groups = 4 (blocks.0.mamba)" in str(errors(*HYBRID, "plan.tensor=8"))
 
 
+@pytest.mark.slow
 @given(batch=st.integers(1, 300), data_ranks=st.integers(1, 12), microbatch=st.integers(1, 12))
 @settings(deadline=None, max_examples=60)
 def test_the_batches_advised_are_valid(batch: int, data_ranks: int, microbatch: int):
@@ -110,6 +111,7 @@ def test_the_batches_advised_are_valid(batch: int, data_ranks: int, microbatch: 
             assert errors(f"train.global_batch={other}", *plan) == []
 
 
+@pytest.mark.slow
 @given(tensor=st.integers(2, 12), heads=st.sampled_from([4, 8, 16]), ffn=st.sampled_from([96, 352, 360]))
 @settings(deadline=None, max_examples=40)
 def test_the_tensor_sizes_advised_are_valid(tensor: int, heads: int, ffn: int):

@@ -108,6 +108,7 @@ def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():
     assert "plan.schedule" not in advice("plan.schedule=dualpipe", "plan.pipeline=4")
 
 
+@pytest.mark.slow
 @given(blocks=st.integers(1, 12), pipeline=st.integers(1, 6), layers=st.lists(st.integers(1, 4), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=60)
 def test_the_split_advised_is_valid(blocks: int, pipeline: int, layers: list[int]):

@@ -56,6 +56,7 @@ def test_check_shows_which_parameters_are_updated_in_which_way():
     assert "blocks.0.attention.q.weight" in next(row["parameters"] for row in said["updated"] if row["kind"] == "muon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "key"), [("model.preset=llama3-70b", "model.name"), ("train.device=cuda", "train.device")])
 def test_what_this_machine_lacks_is_advice_and_an_error_for_a_run_here(setting: str, key: str, monkeypatch: pytest.MonkeyPatch):
     """C8: users check run files for clusters on laptops."""

@@ -81,6 +81,7 @@ def test_more_ranks_than_processors_start_with_a_word(run: Path, jobs: list[supe
     assert "2,048 ranks would share the" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["model.preset=llama3.1-405b", "train.device=cuda"])
 def test_what_this_machine_cannot_do_is_refused_before_anything_starts(
     run: Path, jobs: list[supervisor.Job], setting: str, monkeypatch: pytest.MonkeyPatch

@@ -243,6 +243,7 @@ def _handed_on(sends: Sends, plan: Plan) -> dict[tuple[str, str, str], float]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", TENSOR, ids=_words)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tensor_rank_holds_computes_keeps_and_sends_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +257,7 @@ def test_an_expert_rank_holds_computes_keeps_and_sends_the_same(name: str, plan:
     assert "expert" in {axis for _, axis, _, _ in sends}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("plan", CONTEXT, ids=_words)
 @pytest.mark.parametrize(

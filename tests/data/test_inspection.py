@@ -22,6 +22,7 @@ def _flip(path, place: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_and_its_file_named(copy):
     assert verify(copy) == verify(copy, progress=True)
     _flip(copy / "novel-train-00002.bin", 77)
@@ -33,6 +34,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(copy):
     assert "novel-train-00001" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_inspection_adds_up(prepared, tokenizer):
     found = inspect(prepared)
     assert found == json.loads(json.dumps(found))

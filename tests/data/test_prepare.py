@@ -290,6 +290,7 @@ def test_a_copy_of_a_source_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_with_the_folder_and_the_size_wanted(tmp_path, monkeypatch):
     source = _lines(tmp_path / "a.jsonl", *("some text " * 50 for _ in range(40_000)))
     free = 4_000_000

@@ -1,11 +1,13 @@
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.data.shuffle import Permutation
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 1500), seed=st.integers(0, 2**64))
 def test_every_position_is_reached_exactly_once(size, seed):

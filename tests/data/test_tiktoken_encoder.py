@@ -70,6 +70,7 @@ def test_what_tiktoken_has_no_way_to_do_is_left_to_tokenizers(tokenizer):
     assert reproduce(_with(tokenizer, pre_tokenizer=None)) is None
 
 
+@pytest.mark.slow
 def test_a_tokenizer_tiktoken_cannot_do_still_encodes_in_bulk():
     tokenizer = _trained(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), ENDING]))
     assert [ids.tolist() for ids in tokenizer.encode_documents(["in 1816", "x"])] == [

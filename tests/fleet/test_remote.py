@@ -154,6 +154,7 @@ def test_an_agent_whose_store_is_gone_before_it_has_joined_offers_itself_anew(jo
     assert told == ["the store no longer answers: no route to host"]
 
 
+@pytest.mark.slow
 def test_beats_stacks_signals_and_the_ends_of_ranks_are_sent(fleet: Callable[..., Fleet]) -> None:
     run = _waiting(fleet)
     assert run.nodes.running() == {0, 1, 2, 3}

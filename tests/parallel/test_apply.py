@@ -74,6 +74,7 @@ def full(weight: Weight) -> Tensor:
     return weight.master.full_tensor().detach()
 
 
+@pytest.mark.slow
 def test_experts_start_as_in_the_plain_model_and_no_rank_draws_those_of_others():
     expected = stage(tiny_run(model=MIXTURE).model, 2, 3, seed=5).parameters_by_name()
     for plans in run_ranks(_drawn, 2):

@@ -146,6 +146,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", SHORT.values(), ids=SHORT.keys())
 def test_any_method_equals_one_process_on_any_kind_of_attention(case, method):
@@ -339,6 +340,7 @@ def order(rank: int, ranks: int) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_the_next_block_is_on_its_way_before_this_one_is_used():
     assert run_ranks(order, 4, 4) == [["send", "compute"] * 3 + ["compute"]] * 4
 
@@ -393,5 +395,6 @@ def refused(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_heads_that_ranks_cannot_share_out_are_refused():
     assert all("plan.ulysses=4 does not divide the 6 heads" in text for text in run_ranks(refused, 4))

@@ -166,6 +166,7 @@ def _alone(rank: int) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_one_data_rank_sends_nothing_and_in_fp32_holds_its_weights_once():
     assert run_ranks(_alone, 1) == [[(0, True), (0, False)]]
 

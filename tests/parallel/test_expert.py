@@ -218,6 +218,7 @@ def routed_bytes(rank: int, plan: Plan) -> list[tuple[str, int]]:
     return sent_by(SPECS["v2"], plan, torch.float32)
 
 
+@pytest.mark.slow
 def test_routed_tokens_send_their_counts_first() -> None:
     plan = Plan(data=2, expert=2)
     found = run_ranks(routed_bytes, 2, plan)
@@ -285,6 +286,7 @@ def _grad(x: Tensor) -> Tensor:
     return x.grad
 
 
+@pytest.mark.slow
 def test_rows_of_two_microbatches_are_sent_at_once_and_give_the_same_gradients() -> None:
     run_ranks(steps_by_hand, 2, Plan(data=2, expert=2))
 
@@ -297,6 +299,7 @@ def refusal(rank: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_experts_and_widths_that_do_not_divide_are_refused_together() -> None:
     assert run_ranks(refusal, 3)[0] == (
         "plan.expert=3 does not divide 8 experts; use a divisor; plan.expert_tensor=3 does not divide the experts' width 4; use a divisor"

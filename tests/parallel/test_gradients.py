@@ -194,6 +194,7 @@ def _overflow(rank: int) -> str:
     return str(refusal(trainer, "loss 1.0, gradient norm inf", step=3))
 
 
+@pytest.mark.slow
 def test_finite_gradients_whose_squares_overflow_are_said_to():
     message = run_ranks(_overflow, 1)[0]
     assert "no single gradient: the sum of their squares overflowed" in message

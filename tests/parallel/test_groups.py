@@ -24,11 +24,13 @@ def test_ranks_of_three_axes_find_each_other():
     assert found[7] == {"data": [5, 7], "tensor": [6, 7], "line": [3, 7], "ends": [3, 7]}
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_different_tokens_are_data_times_context():
     found = run_ranks(_members, 4, Mesh(data=2, context=2))
     assert all(one["data"] == [0, 1, 2, 3] for one in found)
 
 
+@pytest.mark.slow
 def test_a_rank_between_the_ends_of_a_pipeline_shares_no_tied_table():
     found = run_ranks(_members, 3, Mesh(pipeline=3))
     assert [one["ends"] for one in found] == [[0, 2], [1], [0, 2]]

@@ -65,6 +65,7 @@ def _weights(rank: int, specs: list[RunSpec]) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_where_kept_numbers_wait_and_what_is_recomputed_changes_no_bit() -> None:
     plans = ({}, HOST, {"recompute": "full"}, {"recompute": "segments:2"} | HOST, {"recompute": "selective"})
     kept, *others = run_ranks(_weights, 1, [run_of(plan) for plan in plans])[0]

@@ -74,6 +74,7 @@ def _shares(rank: int, ranks: int, tied: bool) -> dict[str, tuple[Tensor, int | 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tied"), [(2, False), (4, False), (2, True)])
 def test_the_ranks_shares_put_together_are_the_whole_weight(ranks, tied):
     whole = stage(llama(kv_heads=4, tied=tied)).parameters_by_name()

@@ -54,6 +54,7 @@ def _bits(rank: int, ranks: int) -> torch.Tensor:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not one_round.CAN_ADD, reason="with this torch sums go around a ring")
 def test_all_ranks_have_the_same_bits_added_in_their_order() -> None:
     found = run_ranks(_bits, 4, 4)

@@ -156,6 +156,7 @@ def test_every_piece_but_the_first_in_and_the_last_out_is_sent_while_another_is_
         assert backward == (comes + [True] * pieces) * 2
 
 
+@pytest.mark.slow
 def test_without_split_sequences_sums_are_sent_so() -> None:
     for forward, backward in run_ranks(_watch, 2, 2, False):
         assert forward == [True, False] * 2

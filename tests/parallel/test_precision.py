@@ -177,6 +177,7 @@ def sends(dispatch: str, **plan: Any) -> RunSpec:
     return tiny_run(model=TINY_EXPERTS, plan=plan, precision={"tile": 4, "dispatch": dispatch}, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", [1, 2])
 def test_tokens_sent_in_8_bits_are_those_that_are_rounded_on_arrival(expert: int) -> None:
     run_ranks(dispatched, 2, sends("fp8", data=2, expert=expert))
@@ -212,6 +213,7 @@ def returns(combine: str, plan: dict[str, Any], **precision: Any) -> RunSpec:
     return tiny_run(model=TINY_EXPERTS, plan=plan, precision=choices, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
 def test_gradients_of_results_sent_in_8_bits_are_those_that_are_rounded_on_arrival(gradients: str) -> None:
     run_ranks(returned, 2, returns("fp8", {"data": 2, "expert": 2}, gradients=gradients))

@@ -47,12 +47,14 @@ def test_gathering_the_sequence_joins_it_in_rank_order_and_its_backward_is_the_a
     torch.testing.assert_close(product(out, given), product(x, got))
 
 
+@pytest.mark.slow
 def test_scattering_gives_each_rank_its_part_of_the_sum_and_its_backward_is_the_adjoint():
     x, out, given, got = apply(scatter_sequence, (2, 12, 5), (2, 4, 5))
     torch.testing.assert_close(torch.cat(out, dim=1), torch.stack(x).sum(0))
     torch.testing.assert_close(product(out, given), product(x, got))
 
 
+@pytest.mark.slow
 def test_a_copy_sums_the_gradients_of_all_ranks():
     x, out, given, got = apply(copy, (2, 4), (2, 4), alike="in")
     assert all(torch.equal(one, x[0]) for one in out)
@@ -60,6 +62,7 @@ def test_a_copy_sums_the_gradients_of_all_ranks():
         torch.testing.assert_close(one, torch.stack(given).sum(0))
 
 
+@pytest.mark.slow
 def test_a_sum_passes_the_gradient_on():
     x, out, given, got = apply(add_up, (2, 4), (2, 4), alike="out")
     for one in out:
@@ -81,6 +84,7 @@ def _logits(rank: int, sequence: bool) -> tuple[Tensor, str]:
         return logits(model, tokens_of(spec.model)), type(model.head.output).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_logits_asked_for_are_whole_on_every_rank(sequence):
     expected = logits(stage(llama()), tokens_of(llama())).detach()
@@ -99,6 +103,7 @@ def _packed(rank: int) -> Tensor:
         return trainer.stages[0](tokens, Batch(tokens, targets=tokens, positions=positions, segments=segments)).nll
 
 
+@pytest.mark.slow
 def test_packed_documents_stay_apart_where_the_sequence_is_split():
     tokens, segments = tokens_of(llama(), seq=32), ((10, 22), (32,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in segments])

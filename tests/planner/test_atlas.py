@@ -40,6 +40,7 @@ def test_every_square_has_a_layout_of_its_devices_or_a_reason(found: Atlas):
     assert [square.choice is None for square in found.squares] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_from_outside_and_shows_every_square(found: Atlas):
     words = page(found)
     parser = HTMLParser()

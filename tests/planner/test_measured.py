@@ -60,6 +60,7 @@ def test_a_run_s_steps_after_its_first_ones_stand_beside_their_prediction(tmp_pa
     assert one.memory is not None
 
 
+@pytest.mark.slow
 def test_times_and_what_follows_from_them_move_and_their_interval_shrinks(tmp_path: Path):
     plain = best_plans(resolve(PlanRequest(**WORDS)), top=2)
     rows = measured([run_folder(tmp_path / str(n), 1.2) for n in range(3)], "megalith")
@@ -112,6 +113,7 @@ def _of_shape(model: str, cluster: str, seq_len: int) -> Confidence:
     return confidence_of(resolve(PlanRequest(model=model, cluster=cluster, seq_len=seq_len, global_batch=32_768)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "words"),
     [
@@ -132,6 +134,7 @@ def test_sizes_outside_of_the_measured_ones_widen_the_interval(model: str, clust
         assert _of_shape(model, f"{name}:4096", seq_len).time == inside.time
 
 
+@pytest.mark.slow
 def test_memory_is_less_certain_for_larger_models_than_measured_ones():
     small, large = (_of_shape(model, "h100:4096", 8192).memory for model in ("llama3.1-70b", "llama3.1-405b"))
     assert large.half_width > 1.2 * small.half_width

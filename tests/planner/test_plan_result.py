@@ -47,6 +47,7 @@ def answered(cache) -> PlanResult:
     return best_plans(resolve(PlanRequest(**WORDS)), top=5, why=True)
 
 
+@pytest.mark.slow
 def test_all_that_is_shown_is_valid_and_fits(answered: PlanResult):
     assert len(answered.found.choices) == 5
     for choice in (*answered.found.choices, *answered.found.pareto):
@@ -138,6 +139,7 @@ def tight(cache) -> PlanResult:
     return best_plans(resolve(PlanRequest(**TIGHT)), top=2, why=True)
 
 
+@pytest.mark.slow
 def test_a_layout_that_needs_its_hosts_memory_says_so(tight: PlanResult):
     found = tight.to_json()
     assert tight.found.best is not None and tight.found.best.offload > 0
@@ -160,6 +162,7 @@ def test_what_needs_no_host_memory_is_not_marked(answered: PlanResult):
 FORMATS = {"fp8": "h100:8", "mxfp8": "b200:8", "nvfp4": "a100-80gb:8", "fp16": "v100-32gb:8"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp_path: Path):
     """The prices are those of the written file: predicted again from it, its step takes as long."""
@@ -179,6 +182,7 @@ def test_a_plan_in_any_format_is_written_as_the_trainer_runs_it(format: str, tmp
     assert again.estimate.memory == best.estimate.memory
 
 
+@pytest.mark.slow
 def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
     """Only products of codes gain. The table of layers and the step agree about it."""
     request = {"model": "llama3.2-1b", "cluster": "h200:8", "seq_len": 4096, "global_batch": 64}
@@ -200,6 +204,7 @@ def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
     assert steps["fp8", "megatron-te"].request.run.train.precision == "bf16"
 
 
+@pytest.mark.slow
 def test_layers_that_lose_under_the_best_plan_stay_wide():
     found = best_plans(
         resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8", seq_len=8192, global_batch=64, format="fp8")), top=1
@@ -219,6 +224,7 @@ def test_a_layout_that_needs_its_hosts_memory_is_written(tight: PlanResult, tmp_
     assert not [problem for problem in checked.errors if problem.key.startswith("plan")]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_category_and_ways_out_are_named():
     with pytest.raises(SpecErrors) as caught:
         best_plans(resolve(PlanRequest(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
@@ -237,6 +243,7 @@ train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "seq_len", "remedy"),
     [
@@ -279,6 +286,7 @@ def test_changes_are_tried_from_the_cheapest_and_what_rounds_is_said(tmp_path: P
     assert whole.compiles and not whole.changed(kept=True).compiles
 
 
+@pytest.mark.slow
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
     found = best_plans(resolve(PlanRequest(path=tmp_path / "deep.toml")), top=1)
@@ -291,6 +299,7 @@ def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json(answered: PlanResult, tmp_path: Path):
     printed = CliRunner().invoke(app, [*ARGUMENTS, "--explain", "--out", str(tmp_path / "plan.toml")])
     assert printed.exit_code == 0, printed.output
@@ -302,6 +311,7 @@ def test_the_command_prints_a_table_or_json(answered: PlanResult, tmp_path: Path
     assert said["choices"][0]["training"]["steps"] == 976_563
 
 
+@pytest.mark.slow
 def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less():
     """The model needs more memory than the communicators."""
     answered = best_plans(
@@ -333,6 +343,7 @@ def test_of_layouts_with_about_the_same_memory_the_fastest_is_shown():
     assert plans.distinct(points) == [points[0], points[2], points[3], points[5]]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_if_changes_one_thing(answered: PlanResult):
     request = PlanRequest(**WORDS)
     changes = ("scale_up=100", "accelerator=b200", "seq_len=64", "global_batch_tokens=2Ki")
@@ -373,6 +384,7 @@ def test_a_mistake_ends_with_status_2():
     assert result.exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_second_call_does_without_torch(answered: PlanResult):
     code = f"""
 import sys
@@ -397,6 +409,7 @@ def _across_sites(folder: Path, link: str, more: str = "", lr: str = "lr = 0.8")
     return best_plans(resolve(PlanRequest(path=path)), top=1)
 
 
+@pytest.mark.slow
 def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Path) -> None:
     found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", "bits = 8")
     linked, step = found.linked, found.found.choices[0].estimate.time.step
@@ -413,6 +426,7 @@ def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Pat
     assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "as the run file says" in said
 
 
+@pytest.mark.slow
 def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Path) -> None:
     """A file that names a key of merges keeps them, and the answer shows data parallelism beside them."""
     fast = "megabits = 1e7\nmilliseconds = 0.001"
@@ -435,6 +449,7 @@ def _without_sites(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
     found = _across_sites(tmp_path, "megabits = 0.001\nmilliseconds = 20")
     assert found.linked is not None and found.linked.gain is not None and found.linked.gain < 1

@@ -106,6 +106,7 @@ def test_a_narrow_format_needs_a_device_that_computes_in_it_or_in_the_wide_one()
     assert set(wrong(**other, format="fp8")) == {"--format"}  # that software has no rehearsal
 
 
+@pytest.mark.slow
 def test_choices_of_a_run_file_are_kept_and_what_no_plan_avoids_is_said(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text(
@@ -182,6 +183,7 @@ def test_what_check_refuses_is_not_valid():
     assert not asked.is_valid(Plan(data=1, tensor=7))
 
 
+@pytest.mark.slow
 def test_a_compute_optimal_training_has_20_tokens_a_parameter_that_a_token_meets(monkeypatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
     asked = resolve(PlanRequest(**GOOD, compute_optimal=True))
@@ -196,6 +198,7 @@ def test_a_training_has_one_length():
     assert set(wrong(**GOOD, tokens="1B", compute_optimal=True)) == {"--tokens"}
 
 
+@pytest.mark.slow
 def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
     """The estimate takes 16 bytes and 20 tokens a parameter, 6 FLOPs for each parameter and token, 40 % of an H100's peak, and
     $2.2 an hour."""
@@ -220,6 +223,7 @@ def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and
     assert resolve(PlanRequest(model="tiny", cluster="h100:8")).run.train.seq_len == 256
 
 
+@pytest.mark.slow
 def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_they_may_be():
     assert resolve(PlanRequest(model="405b", cluster="A100:64")).cluster.accelerator.name == "a100-80gb"
     assert resolve(PlanRequest(model="405b", cluster="h100:64")).run.model.name == "llama3.1-405b"

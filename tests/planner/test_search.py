@@ -83,6 +83,7 @@ def test_a_wider_space_is_never_worse():
             assert ask(space=space).best.estimate.time.step <= least
 
 
+@pytest.mark.slow
 def test_what_need_not_be_simulated_would_not_have_been_among_the_best(monkeypatch):
     ask = partial(search, mixture(8), clusters.load("h100:8"), seq_len=256, global_batch=32, top=3)
     some = ask()
@@ -208,6 +209,7 @@ def test_keys_are_gathered_where_several_ranks_of_a_node_send_to_others():
         assert faster == ((tensor, context) in tried), (tensor, context)
 
 
+@pytest.mark.slow
 def test_exchanges_of_context_ranks_are_priced_where_they_may_be_among_the_best(monkeypatch):
     """Their answers are those of a search that prices all of them, from fewer estimates."""
     model = _of_heads(16, 16)
@@ -240,6 +242,7 @@ def test_candidates_differ():
     assert len(plans) == len(set(plans))
 
 
+@pytest.mark.slow
 def test_choices_come_fastest_first_and_fit():
     found = search(dense(), clusters.load("h100:8"), seq_len=256, global_batch=16, space=SPACE)
     steps = [choice.estimate.time.step for choice in found.choices]
@@ -294,6 +297,7 @@ def test_what_the_host_holds_lets_a_plan_fit_that_did_not(model):
     assert found.runnable == next(choice for choice in found.choices if not choice.moves)
 
 
+@pytest.mark.slow
 def test_without_offloading_the_rest_is_found_as_it_was():
     _, some = _tight(offload=())
     _, all_ = _tight()

@@ -56,12 +56,14 @@ def test_shares_have_parts_that_all_can_deal_out() -> None:
     assert site_plans.share_out([3.0, 1.0], 64, lambda part: part % 64 == 0) is None
 
 
+@pytest.mark.slow
 def test_alike_sites_share_evenly_and_have_the_plan_of_one(tmp_path: Path) -> None:
     found = _answer(_file(tmp_path, "h100:4", "h100:4")).site_plans
     assert found is not None and found.sites.shares == ()
     assert len({one.choices[0].plan for one in found.found}) == 1 and len(set(found.steps)) == 1
 
 
+@pytest.mark.slow
 def test_a_faster_site_reads_more_and_no_step_is_longer_than_with_even_shares(tmp_path: Path) -> None:
     path = _file(tmp_path, "h100:8", "a100:2", more="bits = 4\n")
     answered = _answer(path)
@@ -96,6 +98,7 @@ def _alone(path: Path, site: int):
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", [0, 1])
 def test_what_is_written_is_valid_at_every_site(tmp_path: Path, site: int) -> None:
     found, path = _answer(_file(tmp_path, "h100:8", "a100:2"), **{"sites.site": str(site)}), tmp_path / "planned.toml"
@@ -109,6 +112,7 @@ def test_what_is_written_is_valid_at_every_site(tmp_path: Path, site: int) -> No
         assert [one for one in check(spec, files=False) if one.severity == "error"] == []
 
 
+@pytest.mark.slow
 def test_a_site_without_a_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecErrors) as raised:
         _answer(_file(tmp_path, "h100:1", "a100:1"), **{"model.preset": "llama3.1-8b", "train.seq_len": "8192"})
@@ -144,6 +148,7 @@ def test_a_ramp_of_the_batch_is_refused(tmp_path: Path) -> None:
     assert "sites.each" in {one.key for one in raised.value.problems}
 
 
+@pytest.mark.slow
 def test_shares_that_leave_a_site_without_a_plan_lose_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, tried = site_plans._planned, list[tuple[int, ...]]()
 

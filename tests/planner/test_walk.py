@@ -45,6 +45,7 @@ def test_the_first_layout_that_fits_has_the_techniques_of_its_row_and_of_those_b
     assert first is not None and short(first.plan) == "d8 z1 m1"
 
 
+@pytest.mark.slow
 def test_state_is_what_all_parameters_keep(found: Walk):
     assert found.parameters == 1_235_814_400
     assert found.state == 18 * found.parameters  # bf16: 2 + 4 + 4 + 8

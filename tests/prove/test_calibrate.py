@@ -244,6 +244,7 @@ def test_points_that_show_no_ramp_still_give_a_rate(inner: Sequence[int], second
     assert cluster.accelerator.peak["fp32"] > 0 and cluster.measured.ramp >= 0
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_source_of_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
     file = written(machine(2), tmp_path)

@@ -21,6 +21,7 @@ from tests.patience import PATIENCE
 from tests.ranks import everyone, run_ranks
 
 
+@pytest.mark.slow
 def test_a_sound_device_passes() -> None:
     findings = doctor.burn_in(seconds=0.05)
     assert [finding.check for finding in findings] == ["burn-in float32", "burn-in bfloat16", "burn-in float16"]
@@ -41,6 +42,7 @@ def _flip_a_bit(after: int) -> Callable[..., torch.Tensor]:
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_one_wrong_bit_in_one_product_is_found(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes the case that the first product, the reference for the others, is wrong."""
@@ -100,6 +102,7 @@ def _links(rank: int, wrong_on: int | None) -> list[Finding]:
             doctor._pass_on = whole
 
 
+@pytest.mark.slow
 def test_links_on_a_machine_and_between_machines_are_distinguished() -> None:
     for findings in run_ranks(_links, 4, None):
         assert [finding.check for finding in findings] == ["links on a machine", "links between machines"]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 GARBAGE = """
 import gc, os, torch
 from megalith.prove.worlds import run_ranks
@@ -26,6 +28,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_finalize_the_garbage_of_the_process_it_comes_from() -> None:
     """It may belong to threads that a fork does not have. This runs without the settings of the other tests, which freeze it too."""
     done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, check=False)

@@ -91,6 +91,7 @@ def test_reproduces_more_than_90_percent_effective_time() -> None:
     assert result.mean(lambda life: sum(life.faults.values())) == pytest.approx(419, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_saved_half_hour_of_work_at_each_fault_shows() -> None:
     """A control: with checkpoints as rare and slow as in the past, the same faults cost far more than a tenth."""
     assert simulate(_llama(latencies=PROFILES["cold"], store_every=1800.0), seeds=2).goodput < 0.86

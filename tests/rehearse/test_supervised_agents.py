@@ -28,6 +28,7 @@ class Engine:
         return self.started[-1]
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_joins_anew_once_its_machine_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised_agents, "LEAVE_SECONDS", 0.2)
     engine, repair = Engine(), 0.3

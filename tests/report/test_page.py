@@ -166,6 +166,7 @@ def test_writing_again_replaces_the_page(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "report.html"]
 
 
+@pytest.mark.slow
 def test_the_prediction_stands_on_the_best_costs_there_are(tmp_path):
     bare = history(log(tmp_path / "a", start()))
     assert predict(bare)[0].end == 3 * (8 + 1)

@@ -35,6 +35,7 @@ def test_a_lowered_schedule_has_no_problems(case, ahead):
     assert problems(lower(schedule, zero, ahead=ahead)) == []
 
 
+@pytest.mark.slow
 @given(schedules(), st.integers(0, 3), st.integers(1, 3))
 @settings(deadline=None, max_examples=100)
 def test_a_lowered_schedule_with_stages_that_move_what_they_keep_has_no_problems(case, ahead, every):

@@ -33,6 +33,7 @@ def test_a_head_holds_forwards_alone_and_ends_before_the_first_backward(case):
         assert any(action.kind in "BI" for action in parts(row[len(begin)]))
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_every_message_that_was_begun_meets_its_other_end_in_order(case):

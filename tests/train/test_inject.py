@@ -80,6 +80,7 @@ def test_every_kind_of_fault_is_done_by_somebody() -> None:
     assert {*ACTIONS, *STATES, *GRADIENTS, "shard"} == set(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATES)
 def test_one_element_of_the_state_flips_between_steps(kind: str, hurt: dict[str, Any]) -> None:
     before, then, after = hurt[kind]

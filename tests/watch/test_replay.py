@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent / "traces"
 Apache-2.0), and the published slowdowns, written by `benchmarks/stragglers.py --keep`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", TRACES)
 def test_the_slowdown_of_each_stage_and_data_rank_is_the_published_one_within_2_percent(trace: str) -> None:
     seconds, published = kept(FOLDER, trace)

@@ -75,6 +75,7 @@ def test_a_run_says_where_its_own_curve_leads(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_held_against_the_law_of_others(tmp_path: Path) -> None:
     small = [_run(tmp_path / str(size), size, steps=800, of=800) for size in (500_000, 1_500_000, 5_000_000)]
     larger = _run(tmp_path / "larger", 20_000_000, steps=400, of=800, above=0.05)

@@ -74,6 +74,7 @@ def test_the_page_and_its_panels(served: Server) -> None:
         assert 0 <= float(head["x-megalith-stands"]) <= 60, "the page need not ask again before"
 
 
+@pytest.mark.slow
 def test_a_panel_that_is_dear_to_make_stands_and_one_that_tells_of_time_does_not_for_long(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +143,7 @@ def test_garbage_gets_an_error_and_the_next_request_an_answer(
     assert _ask(served, _path(served, "panel/alive"))[0] == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_slow_clients_are_borne_and_gone_after_their_time(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
     threads = threading.active_count()

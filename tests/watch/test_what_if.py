@@ -81,6 +81,7 @@ def test_a_question_about_something_that_is_not_there_has_no_answer(asked: dict[
     assert panels.panel(write_timed(tmp_path, plan, [_kinds(plan)] * STEPS), "what-if", asked)["without"] == []
 
 
+@pytest.mark.slow
 def test_the_command_asks_too(tmp_path: Path) -> None:
     plan = _plan("1f1b")
     kinds = _kinds(plan)

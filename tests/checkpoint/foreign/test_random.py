@@ -145,6 +145,7 @@ def drawn(kind: str, draw: random.Random) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_drawn_configuration_computes_the_same_and_goes_back_unchanged(number: int, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")

@@ -1,5 +1,6 @@
 """The newest complete state among copies that have lost pieces."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ def _whole(step: int, copies: list[Copy]) -> bool:
     )
 
 
+@pytest.mark.slow
 @given(COPIES)
 def test_the_newest_whole_step_is_found_and_no_other(copies: list[Copy]) -> None:
     source, whole = newest(copies), [step for step in range(6) if _whole(step, copies)]

@@ -199,6 +199,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.slow
 @sampled(2, together=True)
 def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
     """A rank dies when half of a chunk is written: at fifty points in `make test-full`, otherwise at three."""

@@ -74,6 +74,7 @@ def test_all_ranks_know_the_same_homes_and_messages_are_as_long_as_theory_says(p
         assert sent.bytes == 2 * 2 * max(sum(shares.values()), at_home)  # two messages in bf16
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_where_each_rank_has_whole_matrices() -> None:
     assert not [one for one in dry(spec_of({"data": 2, "zero": 0}), 0).traffic if one.kind == "all-to-all"]
 

@@ -51,6 +51,7 @@ def test_the_end_of_warm_up_is_the_peak_on_both_sides(schedule, steps, warmup, m
     assert found[warmup] == pytest.approx(LR)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     schedule=st.sampled_from(["cosine", "linear", "wsd", "1-sqrt"]),

@@ -292,6 +292,7 @@ def test_late_differences_are_merged_as_in_the_reference(plan: str, method: str)
     assert _different(_run(plan, method, 3)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["weight", "age", "one left out", *(pytest.param(one, marks=only_full) for one in ("order", "late"))]
 )

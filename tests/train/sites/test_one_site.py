@@ -72,6 +72,7 @@ def _rounds(rank: int, spec: RunSpec, folder: Path) -> tuple[float, int]:
     return worst, others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, pytest.param({"data": 2, "zero": 3}, marks=only_full)])
 def test_each_round_is_plain_training_within_one_unit_in_the_last_place(plan: dict[str, Any], tmp_path: Path) -> None:
     """Some weights do differ: there is no special case for a single site. A slightly larger outer rate is found."""

@@ -31,6 +31,7 @@ def _moments(rank: int, spec: RunSpec) -> tuple[bool, bool, bool]:
     return before, any_moment(), all(torch.equal(outer.weights[name], anchor) for name, anchor in outer.anchors.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [{}, {"optimizer": "host", "share": 0.5}, {"optimizer": "disk"}])
 def test_a_site_that_begins_anew_has_no_moments_wherever_they_are(place: dict[str, Any]) -> None:
     spec = tiny_run(plan={"state": place}, train={"precision": "fp32", "global_batch": 4}, sites={"count": 1, "inner_steps": 2})

@@ -119,6 +119,7 @@ def _logits(rank: int, spec: RunSpec) -> tuple[float, float, bool, bool]:
     return before, float((1 / trainer.heads.factors).max()), acted, trainer.heads.acts
 
 
+@pytest.mark.slow
 def test_logits_end_at_the_limit() -> None:
     spec = tiny_run(model=ALONE | {"layers": 1}, optimizer=CLIP | {"lr": 1e-12, "weight_decay": 0.0})
     ((before, after, acted, _),) = run_ranks(_logits, 1, spec)
