@@ -265,6 +265,7 @@ def _one_fails(rank, folder, how):
     return failed + checkpointer.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
     [

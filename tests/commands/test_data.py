@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.commands.calling import call
 
 
+@pytest.mark.slow
 def test_text_becomes_data_that_a_run_can_use():
     """Tokenizer, data, inspection, verification and a check, in the order of a new user."""
     Path("novels.txt").write_text("\n\n".join(f"It is a truth universally acknowledged, number {n}." for n in range(400)))

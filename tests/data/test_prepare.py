@@ -114,6 +114,7 @@ def test_files_that_are_not_prepared_data_are_never_touched(tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_an_error_in_the_last_document_leaves_nothing_behind(tmp_path):
     path = tmp_path / "a.jsonl"
     _lines(path, *(f"text {number}" for number in range(9000)))

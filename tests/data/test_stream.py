@@ -101,6 +101,7 @@ def test_every_window_comes_once_an_epoch_and_every_epoch_in_another_order(prepa
         assert orders[0] != expected
 
 
+@pytest.mark.slow
 def test_the_seed_changes_the_order_and_nothing_else(prepared, stream):
     other = Stream(prepared, seq_len=SEQ_LEN, seed=6)
     for domain in stream.domains:

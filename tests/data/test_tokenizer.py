@@ -147,6 +147,7 @@ def test_the_fingerprint_is_of_what_is_encoded_not_of_how_it_is_written():
     assert Tokenizer(text, end_of_text="a").fingerprint != Tokenizer(text).fingerprint
 
 
+@pytest.mark.slow
 def test_a_vocabulary_over_65536_is_stored_in_four_bytes():
     large = Tokenizer(_words({"?": 0, "</s>": 1} | {f"w{n}": n for n in range(2, 70_000)}))
     assert large.dtype == np.dtype("<u4")

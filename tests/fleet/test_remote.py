@@ -174,6 +174,7 @@ def test_beats_stacks_signals_and_the_ends_of_ranks_are_sent(fleet: Callable[...
     }
 
 
+@pytest.mark.slow
 def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_meanwhile(
     fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:

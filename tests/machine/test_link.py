@@ -27,6 +27,7 @@ def _until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_watcher_is_notified_when_its_own_interface_goes_down_and_not_of_others(tmp_path: Path) -> None:
     def watching(node: str) -> Callable[[], None]:
         def wait() -> None:

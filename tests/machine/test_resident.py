@@ -1,5 +1,7 @@
 """The current and peak memory of this process, according to the system."""
 
+import pytest
+
 from megalith.machine.resident import most_resident_bytes, resident_bytes
 from tests.ranks import run_ranks
 
@@ -13,6 +15,7 @@ def _held(rank: int) -> list[int]:
     return [*found, resident_bytes(), most_resident_bytes()]
 
 
+@pytest.mark.slow
 def test_what_was_given_back_counts_among_the_most_alone():
     before, _, with_it, most_with_it, after, most = run_ranks(_held, 1)[0]
     assert with_it - before > 190_000_000 < with_it - after

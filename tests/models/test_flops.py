@@ -26,6 +26,7 @@ def test_blocks_of_different_sizes_are_each_counted():
     assert flops_per_token(mixed, 16) - flops_per_token(spec, 16) == 6 * 3 * 32 * (96 - 48)
 
 
+@pytest.mark.slow
 def test_a_405b_model_is_counted_without_memory_and_at_once():
     spec = llama(layers=126, dim=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256, context=8192)
     assert flops_per_token(spec.build(), 8192) == pytest.approx(6 * 403.75e9 + 12 * 126 * 16384 * 8192, rel=1e-3)

@@ -85,6 +85,7 @@ def test_seeds_reproduce_and_differ():
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_temperature_sharpens_and_flattens():
     chances = [0.5, 0.3, 0.2]
     assert choose(chances) == pytest.approx(chances, abs=0.04)

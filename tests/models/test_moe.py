@@ -184,6 +184,7 @@ def test_the_bias_rises_where_loads_are_below_the_mean_and_only_chooses() -> Non
     assert torch.equal(after.weights, moe.route(x, batch()).weights)
 
 
+@pytest.mark.slow
 def test_uneven_loads_become_even_under_the_bias_alone() -> None:
     """Scores favour two experts; the bias spreads the tokens without changing a routing weight."""
     spec = RouterSpec(active=1, scores="sigmoid", bias_rate=0.02)

@@ -86,6 +86,7 @@ def _made(rank: int, mesh: Mesh) -> int:
     return len(distributed_c10d._world.pg_map) - known
 
 
+@pytest.mark.slow
 def test_an_axis_of_all_ranks_is_the_group_they_met_in():
     """Two of seven axes contain all ranks and need no group of their own. There are six groups in addition to those of axes."""
     assert run_ranks(_made, 2, Mesh(data=2)) == [11, 11]

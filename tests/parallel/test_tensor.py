@@ -41,6 +41,7 @@ def product(one: list[Tensor], other: list[Tensor]) -> Tensor:
     return sum((a * b).sum() for a, b in zip(one, other, strict=True))  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.slow
 def test_gathering_the_sequence_joins_it_in_rank_order_and_its_backward_is_the_adjoint():
     x, out, given, got = apply(gather_sequence, (2, 4, 5), (2, 12, 5))
     assert all(torch.equal(one, torch.cat(x, dim=1)) for one in out)

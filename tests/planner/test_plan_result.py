@@ -456,6 +456,7 @@ def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
     assert "More than one site does not pay" in plans.across(found)
 
 
+@pytest.mark.slow
 def test_memory_of_merges_counts(tmp_path: Path) -> None:
     """Anchors, velocities and feedback take 12 bytes for each weight that a rank updates."""
     found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20")

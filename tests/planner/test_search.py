@@ -173,6 +173,7 @@ def _sent(model, plan):
     return sum(share[one.kind] * one.size * one.times for one in block.exchanges if (one.phase, one.axis) == ("F", "context"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [16, 4])
 def test_context_ranks_exchange_heads_where_they_send_less(kv_heads):
     """The search has Ulysses' ranks inside a node exactly where a trace says that a ring sends more."""

@@ -58,6 +58,7 @@ def test_a_microbatch_deals_the_same_batch_out(found: Walk):
     assert memory == sorted(memory)
 
 
+@pytest.mark.slow
 def test_no_row_is_slower_than_the_one_before_and_the_last_is_the_answer(found: Walk):
     steps = [row.choice.estimate.time.step for row in found.throughput if row.choice is not None]
     assert steps == sorted(steps, reverse=True)

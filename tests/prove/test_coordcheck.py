@@ -31,6 +31,7 @@ def test_depths_are_flat_under_completep_alone():
     assert found["standard"].worst.slope > 0.4
 
 
+@pytest.mark.slow
 def test_a_rate_that_does_not_follow_the_width_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megalith.spec.treatment.is_hidden", lambda parameter: False)
     assert _width("mup").worst.slope > 0.25

@@ -50,6 +50,7 @@ def test_without_faults_only_the_steps_take_time(tmp_path: Path) -> None:
     assert found.wall == pytest.approx(steps * figures.step * (1 + figures.overhead) + figures.first)
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_can_be_played(tmp_path: Path) -> None:
     """Each fault comes alone, at step 20. The run ends, and has a restart if the fault needs one."""
     in_place = {"nan", "full", "shard"}

@@ -154,6 +154,7 @@ def test_nothing_breaks_and_nothing_is_lost() -> None:
     assert result.goodput == 1.0
 
 
+@pytest.mark.slow
 def test_copies_in_memory_beat_checkpoints_alone() -> None:
     warm = PROFILES["warm"]
     without = simulate(_llama(latencies=warm, store_every=1800.0, days=20), seeds=2)
@@ -169,6 +170,7 @@ def _broken(repair: Repair, spares: int = 0, **own: Any) -> Scenario:
     return _plain(6 * HOUR, causes=(crash,), fleet=fleet, reliability=Reliability(**own), days=200.0)
 
 
+@pytest.mark.slow
 def test_what_a_reboot_cures_is_back_sooner_than_what_needs_a_part() -> None:
     rebooted, mended, replaced = (simulate(_broken(repair), seeds=1) for repair in ("reboot", "part", "node"))
     assert rebooted.goodput > 0.8

@@ -25,6 +25,7 @@ actions = (
 entries = actions | st.builds(Overlap, computed, computed)
 
 
+@pytest.mark.slow
 @given(st.lists(entries).map(tuple))
 @settings(deadline=None)
 def test_a_row_survives_its_text_form(row):

@@ -117,6 +117,7 @@ def test_receives_follow_the_senders_order_even_if_they_are_used_in_another():
     assert problems(program) == []
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None)
 def test_both_ends_of_a_message_name_the_same_channel_and_stand_on_its_ranks(case):

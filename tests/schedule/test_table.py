@@ -95,6 +95,7 @@ def test_about_as_many_microbatches_are_in_flight_as_the_row_says(name: str):
             assert held == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.idle])
 def test_a_closed_form_is_what_the_simulation_finds(name: str):
     idle = SCHEDULES[name].idle

@@ -23,6 +23,7 @@ def test_no_rank_waits_when_f_i_and_w_take_the_same_time(ranks, more):
     assert simulate(lower(zb_v(ranks, 2 * ranks - 1 + more), 0), EVEN).gaps == (0,) * ranks
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.integers(0, 12))
 @settings(deadline=None)
 def test_every_rank_holds_as_much_as_the_first_of_1f1b(ranks, more):

@@ -36,6 +36,7 @@ points = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(points, st.integers(1, 60))
 def test_what_is_computed_is_what_going_step_by_step_finds(given_points, steps):
     phases = Phases.walk(Phase(0, 0, 0, 0, 3, 4, None), given_points)
@@ -51,6 +52,7 @@ def test_what_is_computed_is_what_going_step_by_step_finds(given_points, steps):
     assert all(before.first < after.first for before, after in pairwise(phases.all))
 
 
+@pytest.mark.slow
 @given(points, points, st.integers(1, 40))
 def test_points_added_later_leave_what_was_consumed_as_it_was(before, later, steps):
     start = Phase(0, 0, 0, 0, 3, 4, None)

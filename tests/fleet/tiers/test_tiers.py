@@ -27,6 +27,7 @@ def test_the_newest_whole_step_is_found_and_no_other(copies: list[Copy]) -> None
     assert (source.step if source else None) == max(whole, default=None)
 
 
+@pytest.mark.slow
 @given(COPIES)
 def test_every_piece_comes_from_a_tier_that_has_it(copies: list[Copy]) -> None:
     source = newest(copies)
@@ -38,6 +39,7 @@ def test_every_piece_comes_from_a_tier_that_has_it(copies: list[Copy]) -> None:
     assert all(slot not in missing[elsewhere.get(slot, source.tier), source.step] for slot in range(NODES))
 
 
+@pytest.mark.slow
 @given(COPIES, st.integers(0, 5))
 def test_limits_are_kept(copies: list[Copy], step: int) -> None:
     at_most, before = newest(copies, at_most=step), newest(copies, before=step)

@@ -43,6 +43,7 @@ def _altered(rank: int, spec: RunSpec) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_chunk_that_the_disk_altered_is_named_where_its_weights_are_gathered(tmp_path: Path) -> None:
     (said,) = run_ranks(_altered, 1, _spec(tmp_path, 1))
     assert "blocks.1.mlp.up.weight" in said and "the disk altered it. The run resumes from its newest checkpoint" in said
@@ -63,6 +64,7 @@ def _without_room(rank: int, spec: RunSpec) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_no_room_for_master_weights_while_the_model_is_built_is_named(tmp_path: Path) -> None:
     for said in run_ranks(_without_room, 2, _spec(tmp_path, 2)):
         assert f"bytes of weights have no room in {tmp_path} while the model is built (No space left on device)" in said
@@ -77,6 +79,7 @@ def _built_with_few_files(rank: int, spec: RunSpec) -> int:
     return len(assemble(spec, groups=groups, device=CPU).parameters)
 
 
+@pytest.mark.slow
 def test_master_weights_wait_in_one_file_while_the_model_is_built(tmp_path: Path) -> None:
     spec = _spec(tmp_path, 1)
     model = spec.model.model_copy(update={"layers": 8})

@@ -317,6 +317,7 @@ def _bytes(rank: int, spec: RunSpec) -> tuple[dict[str, int], int, int]:
     return trainer.state.bytes(), sum(numbers.values()) - vectors, vectors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize(("master", "size"), [("split16", 2), ("split8", 1)])
 def test_bytes_are_those_of_the_formula(master: str, size: int, ranks: int, zero: int) -> None:

@@ -278,6 +278,7 @@ def test_encryption_changes_no_bit(tmp_path: Path) -> None:
     assert _different(tiny_run(sites=sites, train={"steps": STEPS})) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "method"),
     [

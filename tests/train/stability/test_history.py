@@ -73,6 +73,7 @@ def test_what_a_rewind_leaves_behind_is_never_gone_back_to() -> None:
     assert known.nearby(80, SPEC) is None
 
 
+@pytest.mark.slow
 @given(
     numbers=st.lists(st.tuples(LARGE, LARGE), max_size=40),
     rewinds=st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), max_size=5),
