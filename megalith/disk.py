@@ -196,6 +196,8 @@ class Journal:
         if why := self._place.away():
             raise OSError(errno.ENOENT, why, str(self._path))
         made = True
+        with contextlib.suppress(OSError):
+            self._path.rmdir()  # an empty folder in the file's place; anything else stays
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
         except FileExistsError:

@@ -124,7 +124,7 @@ def _raise(code: int) -> None:
     raise OSError(code, os.strerror(code))
 
 
-@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
+@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced", "made a folder"])
 def test_a_log_that_is_gone_begins_anew_with_one_note_and_the_newest_start(how: str, tmp_path: Path) -> None:
     log, other = EventLog(tmp_path), EventLog(tmp_path)
     log.write(start())
@@ -136,6 +136,8 @@ def test_a_log_that_is_gone_begins_anew_with_one_note_and_the_newest_start(how: 
         (tmp_path / FILE).unlink()
     if how == "replaced":
         (tmp_path / FILE).write_text("somebody's\n")
+    if how == "made a folder":
+        (tmp_path / FILE).mkdir()
     other.write(Problem("warning", "second"))
     log.write(step(8))
     found = list(read(tmp_path))
