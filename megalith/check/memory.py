@@ -242,7 +242,9 @@ def activation_bytes(case: Case) -> float:
     they wait elsewhere, three blocks or inputs are on the device: one computes, and two are on their way."""
     assert case.model is not None
     plan, model = case.plan, case.model
-    saved = sum(_saved_numbers(block, model.dim) - _spared_numbers(case, block, at) for at, block in enumerate(model.blocks))
+    saved: float = sum(_saved_numbers(block, model.dim) for block in model.blocks)
+    if packs(case.spec.precision, case.spec.train.precision) or plan.rounding:  # tried for many plans
+        saved -= sum(_spared_numbers(case, block, at) for at, block in enumerate(model.blocks))
     inputs = model.dim * len(model.blocks) + saved / len(model.blocks) * plan.pipeline
     nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
     numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)

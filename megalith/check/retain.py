@@ -38,7 +38,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
 
 
 def activations_are_formed_again(case: Case) -> Found:
-    """The trainer decides whether the next product keeps what an activation gives."""
+    """Recomputing an activation saves memory only if the trainer itself decides what the next product keeps."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
     if not named:

@@ -1,6 +1,6 @@
 """The table of rules, and the check that applies it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -60,11 +60,17 @@ def check(
     (`spec.files.read`), each rule reports what it can without them.
     """
     case = Case(spec, world, files, begun)
-    found = [problem for rule in RULES for problem in _problems(rule, case)]
+    found = found_by(case)
     found += _of_later_phases(case, found)
     origins = provenance or {}
     found = [replace(problem, source=origins.get(problem.key, "")) for problem in found]
     return sorted(_of_its_site(spec, found), key=lambda problem: problem.severity != "error")
+
+
+def found_by(case: Case, subjects: Collection[str] | None = None) -> list[Problem]:
+    """Return what the rules of these subjects find in a case, without its later phases. None: all rules."""
+    rules = (rule for rule in RULES if subjects is None or rule.subject in subjects)
+    return [problem for rule in rules for problem in _problems(rule, case)]
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:

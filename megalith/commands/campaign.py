@@ -83,8 +83,8 @@ def command(
     from megalith.rehearse import site_faults  # specifications take 0.2 s to import
     from megalith.rehearse.judge import Aims
 
-    request = RunRequest(run, settings or ())
-    if (resolved := _checked(request)).spec.sites is not None:
+    resolved = checked(RunRequest(run, settings or ()))
+    if resolved.spec.sites is not None:
         if supervisor_kills or agent_kills or (median, most, silence) != (None, None, None):
             raise typer.BadParameter(
                 "a run with [sites] gets faults of whole sites: leave out --supervisor-kills, --agent-kills, --median, --most and --silence"
@@ -96,7 +96,7 @@ def command(
         _show(hurt, across_sites.table_of(hurt), across_sites.sentences(hurt), as_json=as_json)
         return 0 if hurt.passed else 1
     faultload = Faultload(count, seed, supervisor_kills, agent_kills, tuple(kinds or ()))
-    found = campaign(request, faultload, out=out, aims=Aims(median, most, minutes, silence))
+    found = campaign(resolved, faultload, out=out, aims=Aims(median, most, minutes, silence))
     _show(found, _table_of_faults(found), sentences(found), as_json=as_json)
     return 0 if found.passed else 1
 
@@ -119,15 +119,15 @@ def admit(wanted: Collection[str], known: Collection[str], left_out: Mapping[str
         one_of("--kind", kind, *known)
 
 
-def _checked(request: RunRequest) -> "ResolvedRun":
+def checked(request: RunRequest) -> "ResolvedRun":
     """Return a run that has no problems. Raises SpecErrors."""
     from megalith.commands.shared import runs
     from megalith.spec.problem import SpecErrors
 
-    checked = runs.check(request)
-    if checked.errors:
-        raise SpecErrors(checked.errors)
-    return checked.resolved
+    found = runs.check(request)
+    if found.errors:
+        raise SpecErrors(found.errors)
+    return found.resolved
 
 
 def _folder(spec: "RunSpec", out: Path | None) -> Path:
@@ -136,17 +136,17 @@ def _folder(spec: "RunSpec", out: Path | None) -> Path:
 
 
 def campaign(
-    request: RunRequest,
+    resolved: "ResolvedRun",
     faultload: Faultload,
     *,
     out: Path | None = None,
     aims: "Aims | None" = None,
 ) -> "Judgement":
-    """Train a run file's run twice, first without faults and then with those of `faultload`, and judge the second run by the
+    """Train a run twice, first without faults and then with those of `faultload`, and judge the second run by the
     first.
 
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that the campaign must also
-    keep, if given. Raises SpecErrors for a run with problems.
+    keep, if given.
     """
     from megalith.fleet import injection
     from megalith.machine import networks
@@ -154,7 +154,6 @@ def campaign(
     from megalith.rehearse import faults, judge
     from megalith.spec.faults import tables
 
-    resolved = _checked(request)
     spec = resolved.spec
     folder = _folder(spec, out)
     runner.clear(folder)

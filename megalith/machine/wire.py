@@ -280,9 +280,8 @@ class _Stream:
                 data = source.recv(1 << 14)
                 self._over[number] = not data
                 lost = sum(self._chance.random() < wire.loss for _ in range(0, len(data), SEGMENT)) if wire.loss else 0
-                lane.put(
-                    data, now, late=REPEATED_SECONDS * bool(lost)
-                )  # no data: the end of the stream, which crosses like the rest
+                # No data is the end of the stream, which crosses like the rest.
+                lane.put(data, now, late=REPEATED_SECONDS * bool(lost))
                 wire.count(number, crossed=len(data), lost=lost)
             for data in lane.arrived(now):
                 self.sockets[1 - number].sendall(data) if data else self.sockets[1 - number].shutdown(socket.SHUT_WR)

@@ -76,9 +76,8 @@ class MtpModule(nn.Module):
 
     def __init__(self, dim: int, spec: MtpSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
         super().__init__()
-        self.embedding = Embedding(
-            dim, embedding.model_copy(update={"positions": None, "norm": None})
-        )  # what precedes knows its position
+        # What precedes knows its position, and was normalised.
+        self.embedding = Embedding(dim, embedding.model_copy(update={"positions": None, "norm": None}))
         self.norm_embedding = norm(dim, spec.block.norm)
         self.norm_hidden = norm(dim, spec.block.norm)
         self.project = Linear(2 * dim, dim)

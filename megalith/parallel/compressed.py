@@ -47,9 +47,8 @@ class Compressed:
     def __init__(self, forward: Callable[..., Tensor], core: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._core, self._rounding = forward, core, rounding
         self._inside = False
-        self._known: dict[
-            tuple[int, int, int], tuple[Tensor, Any]
-        ] = {}  # with the tensors, so that no other one gets an address of these
+        # With the tensors, so that no other one gets an address of these.
+        self._known = dict[tuple[int, int, int], tuple[Tensor, Any]]()
         self._channels = 0
         self._out: Tensor | None = None
 

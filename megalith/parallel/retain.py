@@ -142,9 +142,8 @@ class OffloadShelf(Shelf):
         part keeps."""
         self._tier, self._stays, self._device, self._leaves = tier, stays, device, leaves
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
-        self._kept: list[
-            Tensor
-        ] = []  # on the device by a part that is named; held, so that no other memory gets an address of these
+        # On the device by a part that is named; held, so that no other memory gets an address of these.
+        self._kept = list[Tensor]()
         self._left: list[weakref.ref[_Memory]] = []
 
     def saving(self) -> AbstractContextManager[object]:

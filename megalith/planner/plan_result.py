@@ -400,8 +400,8 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
 
 def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
     """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
-    short_of = {"activations": largest in ("activations", "working")}
-    remedy = cheapest_remedy(request, **short_of) if request.ours and not request.forward_only else ""
+    activations = largest in ("activations", "working")
+    remedy = cheapest_remedy(request, activations=activations) if request.ours and not request.forward_only else ""
     ways = [f"{remedy} would fit on these devices"] if remedy else []
     cluster, batch = request.cluster, request.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
@@ -414,7 +414,7 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
         ways.append(f"the same number of {' or '.join(roomy)} would be enough")
-    if largest in ("activations", "working", "logits"):
+    if activations or largest == "logits":
         ways.append(f"so may shorter sequences than {request.run.train.seq_len:,}")
     else:
         ways.append("so would a smaller model")

@@ -126,8 +126,9 @@ class ResolvedRequest:
         """Return the request with moments in 8 bits, with inputs of products kept in 8 bits, or with state or activations in host memory
         or on disk, as well."""
         found = replace(self, offload=self.offload or offload)
-        for change in (*([_small] if small else []), *([_kept] if kept else [])):
-            found = replace(found, run=change(found.run), whole=found.whole and change(found.whole))
+        for asked, change in ((small, _small), (kept, _kept)):
+            if asked:
+                found = replace(found, run=change(found.run), whole=found.whole and change(found.whole))
         return found
 
     def gains(self, plan: Plan) -> formats.Gains | None:

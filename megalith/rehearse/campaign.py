@@ -172,7 +172,8 @@ def mender(injections: Path, network: Network | None) -> Callable[[], None]:
 
 
 def end_state(folder: Path) -> dict[str, Any] | None:
-    """Return all that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
+    """Return the end state of a run, in a form that can be compared: digests of the files with weights and moments, position, data, and
+    random numbers.
 
     No random state passes from one step to the next: the order of data and the first weights are functions of the
     seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in

@@ -64,7 +64,7 @@ class SitesJudgement:
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs, as a JSON object."""
         return {"ok": self.passed} | asdict(self)
 
 

@@ -101,8 +101,7 @@ class RetainSpec(Spec):
     blocks: Place = Field(
         default="device",
         description="device | host | disk: where the tensors that a block keeps for backward wait. They are fetched during "
-        "the backward of the "
-        "next block",
+        "the backward of the next block",
     )
     share: PositiveFloat = Field(
         default=1.0, le=1.0, description="share of the blocks whose tensors wait there, evenly over the model"

@@ -11,14 +11,14 @@ from megalith.kernels.packed import width_of
 from megalith.models.batch import Batch
 from megalith.models.block import Attention
 from megalith.parallel.compressed import Compressed
-from megalith.prove.compare import Recording
-from megalith.prove.parity import record, reference, shrink
-from megalith.prove.verdict import judge
+from megalith.prove.axes import ParityCase
+from megalith.prove.parity import shrink
+from megalith.prove.prove import prove
 from megalith.spec.model import AttentionSpec
 from megalith.spec.run import RunSpec
 from megalith.train.step import train_step
 from tests.full import sampled
-from tests.parallel.running import CPU, microbatches, trainer_of
+from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run
 
@@ -113,18 +113,12 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _record(rank: int, spec: RunSpec) -> Recording:
-    return record(trainer_of(spec))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 @sampled(2)
 def test_a_plan_trains_like_one_process(name: str) -> None:
-    spec = shrink(run_of(*PLANS[name]), steps=2)
-    found = run_ranks(_record, spec.plan.ranks, spec)[0]
-    verdict = judge(found, spec=spec, alone=lambda alone: reference(alone, device=CPU))
-    assert verdict.equal, [row for row in verdict.rows if not row.equal]
+    proof = prove(ParityCase((), shrink(run_of(*PLANS[name]), steps=2)), references={})
+    assert proof.outcome == "equal", proof
 
 
 def _losses(rank: int, specs: list[RunSpec]) -> list[list[float]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint.folder import committed, find, read_manifest
-from megalith.commands.campaign import Faultload, campaign
+from megalith.commands.campaign import Faultload, campaign, checked
 from megalith.commands.shared.arguments import RunRequest
 from megalith.fleet import injection
 from megalith.fleet.injection import Injection
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(data: Path, tmp_path: Path) -> None:
     """Every kind of fault is also recognised, and the run recovers from it. This is one test because the campaign is run once."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
-    found = campaign(RunRequest(tmp_path / "run.toml"), Faultload(FAULTS, seed=1), out=tmp_path / "out")
+    found = campaign(checked(RunRequest(tmp_path / "run.toml")), Faultload(FAULTS, seed=1), out=tmp_path / "out")
     assert not found.problems
     rows = {row.kind: row for row in found.rows}
     for kind in HERE:
@@ -62,7 +62,7 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     smaller = ("plan.data=2", "fleet.nodes=1", "fleet.spares=0")
     faultload = Faultload(2, seed=1, supervisor_kills=1)
-    found = campaign(RunRequest(tmp_path / "run.toml", smaller), faultload, out=tmp_path / "out", aims=Aims(minutes=10))
+    found = campaign(checked(RunRequest(tmp_path / "run.toml", smaller)), faultload, out=tmp_path / "out", aims=Aims(minutes=10))
     assert not found.problems
     assert found.same_end
     assert len(found.supervisor_restarts) == 1
@@ -83,7 +83,7 @@ def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tm
     faults."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     faultload = Faultload(3, seed=2, supervisor_kills=1, agent_kills=3)
-    found = campaign(RunRequest(tmp_path / "run.toml", ["plan.data=2"]), faultload, out=tmp_path / "out")
+    found = campaign(checked(RunRequest(tmp_path / "run.toml", ["plan.data=2"])), faultload, out=tmp_path / "out")
     assert not found.problems
     assert found.same_end
     (row,) = [row for row in found.rows if row.kind == "agent"]

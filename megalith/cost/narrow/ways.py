@@ -202,8 +202,5 @@ def rounding_bytes(workload: Workload, traced: "Parts") -> float:
 @lru_cache(1 << 12)
 def _largest(traced: "Parts", narrow: Narrow, codes: bool) -> float:
     bare = Ways(BF16.name, narrow, {}, False, codes, False)
-    each = {
-        (id(profile), layers): bare.within(profile, layers).held(profile)
-        for profile, layers in zip(traced.blocks, traced.narrow, strict=True)
-    }
-    return max(each.values(), default=0.0)
+    alike = {(id(profile), layers): (profile, layers) for profile, layers in zip(traced.blocks, traced.narrow, strict=True)}
+    return max((bare.within(*block).held(block[0]) for block in alike.values()), default=0.0)

@@ -73,10 +73,8 @@ def _text(spec: Mapping[str, Any], table: str) -> str:
         return ""
     if table != "sites" or not found:
         return repr({key: found[key] for key in sorted(found)} if found else found)
-    kept = [
-        one for one in ({key: one[key] for key in sorted(one) if key != "name" and one[key] is not None} for one in each) if one
-    ]
-    return repr({key: found[key] for key in sorted(found) if key not in (*DECIDE_NONE, "each")} | {"each": kept})
+    set_ = [{key: one[key] for key in sorted(one) if key != "name" and one[key] is not None} for one in each]
+    return repr({key: found[key] for key in sorted(found) if key not in (*DECIDE_NONE, "each")} | {"each": [*filter(None, set_)]})
 
 
 def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
