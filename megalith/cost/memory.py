@@ -174,8 +174,8 @@ def every_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -
 
 
 def _ranks(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
-    outside, graphed = non_torch(workload), _graphed(workload)
-    return [_rank(workload, parts, overheads, shared, rank, outside, graphed) for rank in ranks]
+    outside, graphed, rounding = non_torch(workload), _graphed(workload), rounding_bytes(workload, parts)
+    return [_rank(workload, parts, overheads, shared, rank, outside, graphed, rounding) for rank in ranks]
 
 
 def _rank(
@@ -186,6 +186,7 @@ def _rank(
     rank: int,
     outside: float,
     graphed: frozenset[int],
+    rounding: float,
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
     own, held = _own(parts, here), numbers(workload, parts, here)
@@ -197,7 +198,7 @@ def _rank(
     retain = workload.plan.retain
     waiting = retain.away * sum(map(mul, flying, own.leaves))
     coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
-    working = overheads.working * own.working + coming * own.largest_leaves + rounding_bytes(workload, parts)
+    working = overheads.working * own.working + coming * own.largest_leaves + rounding
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
     others = workload.software_profile.update_bytes * updated(workload, held)
     temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)

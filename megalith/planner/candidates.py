@@ -45,7 +45,7 @@ def searched() -> tuple[str, ...]:
 def suited(names: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
     """Return the schedules that suit a model. Without experts there is no token exchange to hide, and ZB-V idles less than the
     schedules that hide it."""
-    experts = any(isinstance(block.mlp, MoeSpec) for block in set(model.blocks))
+    experts = any(isinstance(block.mlp, MoeSpec) for block in model.blocks)
     return tuple(name for name in names if experts or not SCHEDULES[name].hides_exchange)
 
 

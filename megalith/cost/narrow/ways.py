@@ -7,7 +7,7 @@ wide one of factors that plain operations of torch have rounded. No torch.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalith.cost.profile import Product, Profile
@@ -133,7 +133,7 @@ class Ways:
                 for rows, gradients in ((product.rows, product.phase != "F"), (product.columns, False)):
                     times = share * product.times
                     numbers = rows * product.inner * product.count * times
-                    moved = self._coded if codes else self._rounded(gradients=gradients, rotated=product.phase == "W")
+                    moved = self._coded if codes else self._rounded[gradients, product.phase == "W"]
                     kernels = times * (CODING if codes else ROUNDING)
                     yield Rounding(product, numbers, moved, kernels, times * self.shared)
 
@@ -148,45 +148,52 @@ class Ways:
 
     def _share(self, product: Product) -> float:
         """Return the share of a product's kernels whose factors are narrow."""
-        choices = self.narrow.choices
-        wide = {"F": False, "I": choices.input_gradient == "wide", "W": product.expert or choices.weight_gradient == "wide"}
-        if not product.weight or wide[product.phase]:
+        if not product.weight or product.phase in self._wide_phases:
             return 0.0
         if product.expert:
-            return float(self.experts)
+            return float(self.experts and product.phase != "W")
         # Ranks that share a head of keys multiply a part of a whole weight, which is not found here: it counts as wide.
         # Forward's products have the sizes [inner, columns] or, where they run again in backward, the same in the other order
         sizes = (product.rows if product.phase == "W" else product.inner), product.columns
         return self.shares.get(_sizes(sizes), 0.0)
+
+    @cached_property
+    def _wide_phases(self) -> frozenset[str]:
+        """Phases whose products are wide in every layer."""
+        asked = {"I": self.narrow.choices.input_gradient, "W": self.narrow.choices.weight_gradient}
+        return frozenset(phase for phase, format in asked.items() if format == "wide")
 
     def multiplies_codes(self, product: Product) -> bool:
         """Return True if a narrow product's codes are multiplied."""
         sizes = product.rows, product.columns, product.inner
         return self.codes and not product.expert and aligned(*sizes, tile=self.narrow.tile, square=product.phase != "W")
 
-    @property
+    @cached_property
     def _exact(self) -> bool:
         """True if bf16 represents every rounded number."""
         return self.narrow.choices.scale != "fp32" and PRECISIONS[self.narrow.precision].factors.name != "nvfp4"
 
-    @property
+    @cached_property
     def _coded(self) -> float:
         """Return the bytes that are moved to turn a number into a code."""
         apart = self.shared or self.narrow.choices.history > 0
         return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
 
-    def _rounded(self, *, gradients: bool, rotated: bool) -> float:
-        """Return the bytes that plain operations move to round a number. `gradients`: it may be rounded stochastically; `rotated`: it may
-        be rotated first."""
+    @cached_property
+    def _rounded(self) -> dict[tuple[bool, bool], float]:
+        """The bytes that plain operations move to round a number, by two answers: whether it is a gradient, which may be rounded
+        stochastically, and whether its product gives gradients of weights, whose factors may be rotated first."""
         choices = settled(self.narrow.choices, self.narrow.precision)
         kind = "e4m3" if PRECISIONS[self.narrow.precision].factors.name == "nvfp4" else choices.scale
-        drawn = DRAWN if gradients and choices.rounding == "stochastic" else 0.0
-        return ROUNDED[kind] + drawn + (ROTATED * self.narrow.tile.bit_length() if rotated and choices.hadamard else 0.0)
+        drawn = DRAWN if choices.rounding == "stochastic" else 0.0
+        rotated = ROTATED * self.narrow.tile.bit_length() if choices.hadamard else 0.0
+        both = (False, True)
+        return {(gradient, turned): ROUNDED[kind] + gradient * drawn + turned * rotated for gradient in both for turned in both}
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
-    small, large = sorted(shape)
-    return small, large
+    one, other = shape
+    return (one, other) if one < other else (other, one)
 
 
 def rounding_bytes(workload: Workload, traced: "Parts") -> float:
