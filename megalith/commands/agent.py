@@ -45,7 +45,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     from megalith.spec import files
     from megalith.train import agents  # needs torch
 
-    place = environment.find()
+    place = environment.find(alone=True)
     runs.end_with_torchrun(place)
     checked = runs.check(request, here="error", count=node_ranks)
     spec = checked.resolved.spec

@@ -37,11 +37,12 @@ class Place:
     engine_serves: bool = False
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Place | None:
+def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) -> Place | None:
     """The place that our own supervisor, torchrun, Slurm's `srun` or a launcher that sets RANK gave this process.
 
-    None: no launcher started this process as a rank, so it may start ranks. That includes a batch script of Slurm's, a step
-    of one task and a world of one in plain variables, which are machines to run on rather than ranks.
+    None: no launcher started this process as a rank, so it may start ranks. That includes a batch script of Slurm's and, unless
+    `alone`, a step of one task and a world of one in plain variables, which are machines to run on rather than ranks. An agent is
+    one process of each machine, so its world of one is a place (`alone`).
     Raises ValueError if the environment is incomplete: otherwise each such process would train alone.
     """
     if "MEGALITH_STORE" in environment:
@@ -49,9 +50,9 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
     if "TORCHELASTIC_RUN_ID" in environment:
         return _torchrun(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _variables(environment)
+        return _variables(environment, alone=alone)
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _slurm(environment)
+        return _slurm(environment, alone=alone)
     return None
 
 
@@ -103,9 +104,9 @@ def _torchrun(environment: Mapping[str, str]) -> Place:
     return _checked(Place(rank, world, local_rank, local_world, "torchrun", _tcp(environment), None, serves, agent_serves))
 
 
-def _variables(environment: Mapping[str, str]) -> Place | None:
+def _variables(environment: Mapping[str, str], *, alone: bool) -> Place | None:
     """Ranks whose launcher sets the variables of torch's `env://` itself, such as the operators of Kubernetes."""
-    if environment.get("WORLD_SIZE") == "1" and environment.get("RANK", "0") == "0":
+    if not alone and environment.get("WORLD_SIZE") == "1" and environment.get("RANK", "0") == "0":
         return None
     local = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environment]
     _require(environment, "a launcher", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *local)
@@ -120,13 +121,13 @@ def _tcp(environment: Mapping[str, str]) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
 
 
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str], *, alone: bool) -> Place | None:
     """Tasks of one `srun`. They meet on the first machine of the step, at a port that follows from the job and step."""
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     names = ("SLURM_PROCID", tasks_name, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     _require(environment, "srun", *names)
     rank, world, local_rank, node, job, step = (int(environment[name]) for name in names)
-    if world == 1:
+    if world == 1 and not alone:
         return None
     nodes = _either(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     tasks = expand_tasks(_either(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))

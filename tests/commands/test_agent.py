@@ -10,6 +10,7 @@ import pytest
 from megalith.commands import agent
 from megalith.commands.train import TrainResult
 from megalith.control.outcome import Outcome
+from megalith.control.owner import hold
 from megalith.train import agents
 from megalith.watch import helpers
 from tests.commands.calling import call
@@ -21,6 +22,15 @@ def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyP
     told = call("agent", "run.toml", "--json")
     assert (told.exit_code, json.loads(told.stdout)["code"], json.loads(told.stdout)["ok"]) == (75, 75, False)
     assert "stopped as asked" in call("agent", "run.toml").stderr
+
+
+@pytest.mark.slow
+def test_a_single_machine_directs_a_run_unless_another_command_holds_its_folder(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with hold(Path("runs/first")):
+        told = call("agent", "run.toml", "--set", "fleet.nodes=1")
+    assert told.exit_code != 0 and "in use by process" in told.stderr
 
 
 @pytest.mark.slow

@@ -123,3 +123,14 @@ def test_tasks_of_each_machine_expand():
     assert expand_tasks("4(x2),3") == [4, 4, 3]
     with pytest.raises(ValueError, match="not a number of tasks"):
         expand_tasks("4(y2)")
+
+
+def test_an_agents_world_of_one_is_a_place():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    assert find(variables, alone=True) == Place(0, 1, 0, 1, "variables", "tcp://127.0.0.1:23456", "0", serves=True)
+    step = SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    place = find(step | {"SLURM_STEP_NODELIST": "node07", "SLURM_STEP_TASKS_PER_NODE": "1"}, alone=True)
+    assert place is not None and place.rank == 0 and place.world == 1 and place.serves
+    assert find({}, alone=True) is None
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, MASTER_PORT is not set"):
+        find({"RANK": "0", "WORLD_SIZE": "1"}, alone=True)
