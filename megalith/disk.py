@@ -120,15 +120,30 @@ def check_mounted(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: neither readers nor other writers of the same file ever see half of it."""
+    """Write a file atomically: neither readers nor other writers of the same file ever see half of it. An empty folder of this name
+    gives way. Raises IsADirectoryError for a folder that is not empty."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
+        remove_empty_folder(path)
         part.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this name, not that of the part
+
+
+def remove_empty_folder(path: Path) -> None:
+    """Remove an empty folder in the place of a file that is to be written; everything else stays."""
+    if path.is_dir():
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def appending(path: Path) -> io.FileIO:
+    """Open a file to write at its end. An empty folder of this name gives way."""
+    remove_empty_folder(path)
+    return path.open("ab", buffering=0)
 
 
 def append(descriptor: int, line: bytes) -> None:
@@ -196,8 +211,7 @@ class Journal:
         if why := self._place.away():
             raise OSError(errno.ENOENT, why, str(self._path))
         made = True
-        with contextlib.suppress(OSError):
-            self._path.rmdir()  # an empty folder in the file's place; anything else stays
+        remove_empty_folder(self._path)
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
         except FileExistsError:

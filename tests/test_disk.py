@@ -208,9 +208,19 @@ def test_many_writers_of_one_file_do_not_disturb_each_other_or_a_reader(tmp_path
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
+def test_an_empty_folder_in_the_place_of_a_file_gives_way(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.mkdir()
+    disk.write_whole(path, "text")
+    assert path.read_text() == "text"
+    disk.remove_empty_folder(path)
+    assert path.read_text() == "text", "no folder"
+
+
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     path.mkdir()
+    (path / "mine").touch()
     with pytest.raises(IsADirectoryError):
         disk.write_whole(path, "text")
     assert [found.name for found in tmp_path.iterdir()] == ["folder"]

@@ -23,7 +23,7 @@ def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: 
         folder.mkdir(exist_ok=True)
         number = number if number is not None else 1 + len(list(folder.glob("*.txt")))
         path = folder / f"{number:03}.txt"
-        path.write_text(_text(outcome, outcome.first_cause, number), encoding="utf-8")
+        disk.write_whole(path, _text(outcome, outcome.first_cause, number))
         return replace(outcome, file=path)
     return outcome
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from megalith import disk
 from megalith.fleet.causes import Exit, Failure, signal_name
 from megalith.fleet.evidence import STACKS, output, tail
 from megalith.fleet.exit_codes import ExitCode
@@ -111,7 +112,7 @@ class ForkServer:
         self._unreported_since: float | None = None
         command = [sys.executable, "-P", "-m", "megalith.fleet.fork_server", str(os.getpid()), str(assignment.parent_watch)]
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # read when a library is loaded: before any rank can set its own
-        with self._log.open("ab", buffering=0) as log:
+        with disk.appending(self._log) as log:
             log.write(header(assignment.generation, "the fork server"))
             self._server = subprocess.Popen(
                 command,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import megalith
+from megalith import disk
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.rank import Assignment
 
@@ -88,7 +89,7 @@ class FreshProcesses:
             raise
 
     def _start(self, assignment: Assignment, job: Path, rank: int) -> subprocess.Popen[bytes]:
-        with assignment.log(rank).open("ab") as log:
+        with disk.appending(assignment.log(rank)) as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "megalith.fleet.rank", str(job), str(rank), str(os.getpid())],
                 stdin=subprocess.DEVNULL,

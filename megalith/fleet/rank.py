@@ -123,10 +123,9 @@ def header(generation: str, what: str) -> bytes:
 
 def open_log(assignment: Assignment, rank: int) -> None:
     """Send this process's output to the end of the rank's log, line by line, after a header."""
-    file = os.open(assignment.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    with disk.appending(assignment.log(rank)) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (disk.text_output(disk.Output(descriptor)) for descriptor in (1, 2))
     os.write(1, header(assignment.generation, f"rank {rank} of {assignment.ranks}, process {os.getpid()}"))
 

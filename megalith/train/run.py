@@ -265,7 +265,7 @@ def prepare(
     if stream.unchecked:
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
-        copy_tokenizer(Path(spec.data.path), folder)
+        copy_tokenizer(Path(spec.data.path), folder, warn=warn)
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn, existed=True)

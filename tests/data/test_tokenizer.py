@@ -9,7 +9,8 @@ from tokenizers import models, pre_tokenizers
 
 from megalith.data.bundled import austen
 from megalith.data.errors import DataError
-from megalith.data.tokenizer import END_OF_TEXT, Tokenizer, load, train
+from megalith.data.manifest import TOKENIZER_FILE
+from megalith.data.tokenizer import END_OF_TEXT, Tokenizer, copy, load, train
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 BYTE_LEVEL = load("bytes")
@@ -153,3 +154,18 @@ def test_a_vocabulary_over_65536_is_stored_in_four_bytes():
     assert large.dtype == np.dtype("<u4")
     assert next(iter(large.encode_documents(["w69999 w2"]))).tolist() == [69_999, 2]
     assert Tokenizer(_words({"?": 0, "</s>": 65_535})).dtype == np.dtype("<u2")
+
+
+def test_a_folder_in_the_place_of_a_runs_copy_gives_way_or_is_reported(tmp_path):
+    """A rank that starts again must not fail because of it."""
+    source, run = tmp_path / "data", tmp_path / "run"
+    source.mkdir()
+    (source / TOKENIZER_FILE).write_text("{}")
+    (run / TOKENIZER_FILE).mkdir(parents=True)
+    warned = []
+    copy(source, run, warn=warned.append)
+    assert (run / TOKENIZER_FILE).read_text() == "{}" and not warned
+    (run / TOKENIZER_FILE).unlink()
+    (run / TOKENIZER_FILE / "mine").mkdir(parents=True)
+    copy(source, run, warn=warned.append)
+    assert len(warned) == 1 and "remove the folder" in warned[0] and (run / TOKENIZER_FILE / "mine").is_dir()
