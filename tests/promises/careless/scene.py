@@ -219,6 +219,10 @@ def _memories(run: Path) -> Iterator[Path]:
                 yield owner.parent
 
 
+NUMBERS = {"step", "loss", "grad_norm", "tokens", "time"}
+"""Keys of a step in the log, except for a strange line that somebody has written."""
+
+
 def _tail(log: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
     """Return the steps among the last lines of a log that may be damaged."""
     found = []
@@ -227,6 +231,6 @@ def _tail(log: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
         for line in file.read().split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):
                 one = json.loads(line)
-                if isinstance(one, dict) and one.get("type") == "step":
+                if isinstance(one, dict) and one.get("type") == "step" and one.keys() >= NUMBERS:
                     found.append(one)
     return found
