@@ -1,8 +1,7 @@
-"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice
-as many; in each step every rank needs a processor. Where ranks share a few cores that wait is nearly all that a small collective
-takes (benchmarks/collectives.py). Here every rank sends each other rank its part at once, in one all-to-all, which moves as many
-bytes as the ring (for an all-reduce N / 2 times as many). What is added is added in the order of ranks, so that all have the same
-bits.
+"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice as many; in
+each step every rank needs a processor. If ranks share a few cores, waiting for a processor takes nearly all of a small collective's time
+(benchmarks/collectives.py). Here every rank sends its part to all others at once, in one all-to-all. This moves as many bytes as the ring
+(for an all-reduce, N / 2 times as many). Sums are added in rank order, so that all ranks get the same bits.
 
 These are kernels of torch's own operations for CPU tensors: callers and counters of these operations see no difference. Larger
 tensors, other operators and other backends are handled as before.
@@ -43,7 +42,7 @@ _installed: library.Library | None = None
 
 
 def install() -> None:
-    """Let collectives of CPU tensors in this process take one round where that is faster."""
+    """Make collectives of CPU tensors in this process take one round if that is faster."""
     global _installed
     if _installed is None:
         _installed = library.Library("c10d", "IMPL")
@@ -100,7 +99,7 @@ def reduce(
 
 
 class _Added(Work):
-    """Parts in flight, which are added up by `wait`."""
+    """Parts in flight; `wait` adds them up."""
 
     alive: ClassVar["set[_Added]"] = set()  # torch keeps the half of it that is not Python's
 
@@ -145,7 +144,7 @@ def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> 
 
 
 def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
-    """Set the options like torch's own kernel; -1: the group's time-out."""
+    """Set the options as torch's own kernel does; `timeout` -1: the group's time-out."""
     if timeout >= 0:
         options.timeout = timedelta(milliseconds=timeout)
     options.asyncOp = async_op
