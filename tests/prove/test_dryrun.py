@@ -182,7 +182,7 @@ def test_what_does_not_fit_names_the_category_and_what_would_help() -> None:
 def test_a_change_that_saves_too_little_is_not_said_to_suffice() -> None:
     problem = does_not_fit(tiny_run(plan={"data": 2, "zero": 0}), _memory(weights=70, optimizer=10, activations=81), 80 * GIB)
     assert problem is not None
-    assert problem.way_out.startswith("No one change would make it fit.")
+    assert problem.way_out.startswith("No single change would make it fit.")
     assert 'plan.recompute = "full"' in problem.way_out
     assert "3 times as many ranks" in problem.way_out
 
