@@ -25,13 +25,13 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
         "node": "fleet.nodes = 1",
         "full": "no checkpoints, or no right to mount a small disk for them",
         "interface": "fleet.nodes = 1",
-        "agent": "one process keeps all nodes; with --agent-kills each has its own",
+        "agent": "one process runs all nodes; with --agent-kills each node has an agent",
         "shard": "the data is larger than the 1 GiB that a campaign copies in order to damage the copy",
     }
     assert "kill" in kinds
     assert "gradient" not in kinds
     some = FleetSpec(nodes=2, verify_every=4)
-    once = 'fleet.verify = "one": it recomputes apart from the step, so it cannot detect a one-off error within the step'
+    once = 'fleet.verify = "one": it recomputes after the step, so it cannot detect a one-off error within the step'
     there = {"own_disk": True, "own_data": True, "no_network": None}
     assert possible(some, **there)[0].items() >= {"once": once}.items()
     whole = some.model_copy(update={"verify": "all"})
