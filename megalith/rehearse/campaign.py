@@ -56,7 +56,7 @@ def possible(
             out[name] = "agents on one machine share its network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
-                f'fleet.verify = "{fleet.verify}": it recomputes separately from the step, so it cannot detect a one-off error within the step'
+                f'fleet.verify = "{fleet.verify}": it recomputes apart from the step, so it cannot detect a one-off error within the step'
             )
         elif name == "full" and not own_disk:
             out[name] = "the run makes no checkpoints, or the user may not mount a small disk for them"
