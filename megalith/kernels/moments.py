@@ -91,7 +91,7 @@ def narrow(numbers: Tensor, into: Tensor, drawn: Tensor) -> None:
 
 
 def rows_of(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers (int64) of a box's rows among those of the whole tensor [..., rows, columns], in order."""
+    """Return the row numbers (int64), in the whole tensor [..., rows, columns], of the rows of a box, in order."""
     found = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, here in zip(shape[:-1], offset[:-1], sizes[:-1], strict=True):
         found = found[..., None] * size + torch.arange(start, start + here, device=device)

@@ -1,10 +1,9 @@
 """Recipes for products whose factors have formats of 8 or 4 bits.
 
 If scales are powers of two, bf16 represents every such number, and a product is one bf16 product of rounded factors. NVFP4's scales and
-fp32 scales are no powers of two, so these products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for
-each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim over which its product sums.
-Such a product is no faster than bf16: it only gives the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in 8
-bits.
+fp32 scales are no powers of two, so these products are computed in fp32 and rounded once. The formats' definition adds up one fp32 partial
+sum for each tile of the inner dim; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
+product is no faster than bf16: it only gives the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in 8 bits.
 """
 
 from abc import ABC, abstractmethod

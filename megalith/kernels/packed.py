@@ -33,7 +33,7 @@ def pack(rows: Tensor, scaling: Scaling) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [rows, columns] of packed rows, exact in bf16 where scales are powers of two."""
+    """Return the numbers [rows, columns] of packed rows, which are exact in bf16 if scales are powers of two."""
     out = packed.new_empty(len(packed), columns, dtype=dtype)
     for part in _slabs(out):
         scales = (

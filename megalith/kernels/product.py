@@ -31,7 +31,8 @@ def widened(a: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have that shape, and gets the result."""
+    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have the result's shape, and the result is written to
+    it."""
     if not widened(a):
         return a @ b if out is None else torch.mm(a, b, out=out)
     if out is not None:

@@ -90,7 +90,7 @@ def scaled_product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def coded(factor: Factor) -> tuple[Tensor, Tensor]:
-    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit those of `quantise`; the inner dim of the product is last."""
+    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit as from `quantise`; the inner dim of the product is last."""
     known = None if factor.share is None else factor.share(largest(factor.numbers, factor.scaling))
     encode = _encode if torch.compiler.is_compiling() else _compiled()
     return encode(factor.numbers, known, factor.scaling, factor.down)

@@ -14,8 +14,8 @@ WHOLE = 128  # rows of so many tokens, or a multiple, fill the blocks of any ker
 
 
 class CausalCore(nn.Module):
-    """softmax(scale q kᵀ) v over past tokens, computed without a seq x seq matrix or a dense mask. `scale` is 1 / sqrt(channels of q)
-    unless given.
+    """softmax(scale q kᵀ) v over past tokens, computed without a seq x seq matrix or a dense mask. The default `scale` is 1 / sqrt(channels
+    of q).
 
     With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral 7B, Jiang
     et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2, Grok-1). With

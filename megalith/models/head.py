@@ -19,7 +19,7 @@ from megalith.spec.model import EmbeddingSpec, HeadSpec, MtpSpec
 class CrossEntropy(nn.Module):
     """Mean next-token loss over the run's valid targets. Vocabulary parallelism replaces this module.
 
-    `multiply` computes the products with the weight; `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`. `of_token`:
+    `multiply` computes the products with the weight; `logit_scale` and `softcap` are passed to `kernels.cross_entropy.finish`. `of_token`:
     the user's own loss function for a token, if the run has one.
     """
 

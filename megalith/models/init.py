@@ -73,7 +73,7 @@ def initialise(
 
 
 def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: int) -> None:
-    """Give a declared parameter of an own part its first values."""
+    """Give a declared parameter of a user's own part its first values."""
     if first in ("ones", "zeros"):
         parameter.fill_(float(first == "ones"))
     else:

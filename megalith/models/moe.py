@@ -314,7 +314,7 @@ class Moe(nn.Module):
         return self.dispatcher.leave(tokens.unflatten(0, (destinations.batch, -1)))
 
     def shared_expert(self, x: Tensor) -> Tensor | None:
-        """The shared expert's part [batch, seq, dim], if there is one."""
+        """The shared expert's output [batch, seq, dim]; None without a shared expert."""
         if self.shared is None:
             return None
         out = self.shared(x)

@@ -204,7 +204,7 @@ class Router(nn.Module):
         Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * the number of choices of e in the set, and P_e is the mean
         of e's score over the set's tokens, with each token's scores normalised to sum to 1. With even loads it is `weight`. With one active
         expert this is Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient
-        and P is a sum over tokens, so each token adds its own part. z: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
+        and P is a sum over tokens, so each token adds its own part. z-loss: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
         equation 5).
         """
         tokens = batch.sequences * scores.shape[1] * sets.sequence_ranks  # of the global batch

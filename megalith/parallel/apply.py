@@ -105,8 +105,7 @@ class Builder:
         return Retention(away, self.tier, self.device, leaves=self.plan.actions[BLOCK] != "keep")
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
-        """The blocks of a part and their numbers; blocks of MTP modules have the numbers after the model's last
-        one."""
+        """The blocks of a part and their numbers; the blocks of MTP modules are numbered after the model's own blocks."""
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]
         ahead = part.ahead if isinstance(part, Head) else ()

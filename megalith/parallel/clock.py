@@ -21,5 +21,5 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks. On a GPU the later one must have happened (synchronise first)."""
+        """Seconds between two marks. On a GPU the device must have passed the later mark (synchronise first)."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start

@@ -235,7 +235,8 @@ class Weight:
 
 
 Probe = Callable[[Sequence[Tensor]], bool]
-"""Inspects a bucket's gradients of this rank before they are reduced, one by one or concatenated; False drops them."""
+"""Inspects this rank's gradients of a bucket, one by one or concatenated, before they are reduced. If it returns False, they are
+dropped."""
 
 
 Observe = Callable[[Sequence[Tensor | None]], None]

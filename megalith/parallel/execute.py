@@ -1,4 +1,4 @@
-"""Runs one rank's row of a Program on its stages: the same interpreter for every schedule."""
+"""Runs one rank's row of a Program on its stages, for every schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,8 +130,8 @@ class Executor:
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
-        """Continue with another program of the same stages, such as one of more microbatches, and with other activations. Called between
-        two steps and on all ranks together, because the ranks may have to make new communicators."""
+        """Continue with another program of the same stages, for instance with more microbatches, and with other shapes of activations.
+        Called between two steps and on all ranks together, because the ranks may have to make new communicators."""
         self.program, self.hidden = program, hidden
         self._make_lanes()
         self._last = {

@@ -127,7 +127,7 @@ def group_of(world: dist.ProcessGroup, ranks: Sequence[int], *, purpose: str | N
 
 
 def another(world: dist.ProcessGroup, *, timeout: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
-    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for those of other groups."""
+    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for messages of other groups."""
     ranks = dist.get_process_group_ranks(world)
     return _made(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=purpose))
 

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import (
 )
 
 MAXIMUM = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
-"""Bytes of the whole tensor up to which the number of steps matters more than the bytes (benchmarks/collectives.py). gloo has no
-reduce-scatter: it sums everything on every rank, so one round was faster at every measured size."""
+"""Sizes of the whole tensor, in bytes, up to which one round is faster (benchmarks/collectives.py). gloo's reduce-scatter sums everything
+on every rank, so for it one round was faster at every measured size."""
 
 ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
     ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -36,7 +36,7 @@ ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
 """Reductions of the parts of all ranks, [ranks, numbers]."""
 
 CAN_ADD = hasattr(ReduceOp, "unbox")
-"""True if a kernel can read the reduction operator. It cannot in torch 2.11, where only gathers take one round."""
+"""True if a kernel can read the reduction operator. With torch 2.11 it is False, and only gathers take one round."""
 
 _installed: library.Library | None = None
 

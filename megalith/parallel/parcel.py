@@ -51,7 +51,7 @@ class Item:
     """Its format in the message; None: its own."""
 
     def fields(self) -> tuple[Field, ...]:
-        """Return the weight's own field, or those of its scales and its codes."""
+        """Return the weight's field, or two fields for its scales and its codes."""
         if self.scaling is None:
             return (Field(self.compute.dtype, self.chunk, _row(self.compute.shape, self.dim)),)
         shape = list(self.compute.shape)

@@ -213,7 +213,7 @@ class Runner:
                 bucket.forget()
 
     def _enter(self, number: int, then: int | None) -> None:
-        """Wait for the part's weights, and begin to gather those of the part after it."""
+        """Wait for the part's weights, and begin to gather the weights of the part after it."""
         for bucket in self.buckets[number]:
             bucket.gather()
         if then is not None and 0 <= then < len(self.parts):
@@ -305,7 +305,7 @@ class Runner:
         return last.left
 
     def _before(self, number: int, kept: list[ForwardState]) -> int:
-        """Return the part whose weights are needed after those of part `number`, in a backward with `kept` left."""
+        """Return the part whose weights a backward needs after part `number`, when `kept` is left."""
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:

@@ -30,7 +30,7 @@ modules."""
 
 
 TILE = PRECISIONS["fp8"].tile
-"""Numbers that share a scale where tensors are kept in 8 bits."""
+"""The number of elements that share a scale in tensors kept in 8 bits."""
 
 
 class Checkpointed:

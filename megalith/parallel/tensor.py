@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
 A split module computes on its shares of the weights; collectives are at the module's boundary, as pairs of conjugate functions: a gather in
-forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` says how the axis splits each class of module. A new model made
-of known modules needs no new row in the table.
+forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` gives, for each class of module, how the tensor axis splits it.
+A new model made of known modules needs no new row in the table.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -231,7 +231,7 @@ def boundary(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Seams:
-    """Return the layers of a module that take its input, and the layer that gives its output."""
+    """Return the layers that read a module's input, and the layer that computes its output."""
 
     first: tuple[str, ...]
     last: str
@@ -419,5 +419,5 @@ def split_part(part: nn.Module, split: Split) -> nn.Module:
     bare = {type(m).__name__ for m in part.modules() if m not in covered and list(m.parameters(recurse=False))}
     if bare:
         names = ", ".join(sorted(bare))
-        raise TypeError(f"no row of parallel.tensor.LAYOUT covers the parameters of {names}; add one, or use plan.tensor = 1")
+        raise TypeError(f"no row of parallel.tensor.LAYOUT covers the parameters of {names}; add a row, or use plan.tensor = 1")
     return part

@@ -83,7 +83,7 @@ def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes 
 
     Each of about thirty measurements repeats for `seconds`. On the processor each rank computes with its share of the processors as
     threads, as a run's ranks do. The ranks are forked from this process, which must not have used a GPU or more than one thread of torch.
-    Raises RuntimeError if a rank fails, TimeoutError if one takes far longer than expected.
+    Raises RuntimeError if a rank fails, TimeoutError if a rank takes far longer than expected.
     """
     found = worlds.run_ranks(_measure, ranks, wanted, ranks, seconds, sizes, timeout=300 + 60 * seconds)
     name, threads, _ = found[0]
@@ -293,8 +293,8 @@ class _Links(NamedTuple):
 
 
 def _links(points: Sequence[Point]) -> _Links | None:
-    """Return the rate and the latency at which the model of a collective gives the measured times; None with one rank. The smallest tensors
-    give the latency, the largest the rate."""
+    """Return the rate and the latency at which the model of a collective gives the measured times; None with one rank. The latency comes
+    from the smallest tensors, the rate from the largest."""
     mine = [point for point in points if point.kind in ("gather", "sum")]
     if not mine:
         return None

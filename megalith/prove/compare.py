@@ -55,7 +55,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity compared: the worst gap, where it was, and the limit."""
+    """The comparison of one quantity: the worst gap, its place, and the limit."""
 
     quantity: str
     gap: float

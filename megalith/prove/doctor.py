@@ -56,7 +56,7 @@ def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int)
             wrong += differing(left @ right, expected) > 0
     limit = "the same bits each time"
     if wrong:
-        way_out = f"Do not train on this device ({device}): take the node out of use and replace the device"
+        way_out = f"Do not train on this device ({device}): remove the node and replace the device"
         return Finding(name, "fail", f"{wrong:,} of {products:,} products differ", limit, way_out)
     if not all(bool(product.isfinite().all()) for product in first):
         return Finding(
@@ -225,7 +225,7 @@ def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
 def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> list[Finding]:
     """Run the collective checks among `ranks` new processes of this machine: over NCCL if there is a GPU for each, else over gloo.
 
-    This process must not have used a GPU, nor more than one thread of torch: they are forked from it.
+    The processes are forked from this one, which must not have used a GPU or more than one thread of torch.
     """
     name = "collectives"
     try:

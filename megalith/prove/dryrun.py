@@ -1,7 +1,7 @@
 """Counts a rank's step without the machine: the trainer's own `assemble` and `train_step` run on fake tensors and fake groups.
 
-The real code is counted, so the counts cannot deviate from it, as those of a model could. Kernels are those of the CPU: the internal
-allocations of GPU kernels, and fragmentation of the caching allocator, are not included.
+The real code is counted, so the counts cannot deviate from it, as those of a model could. CPU kernels are traced: the internal allocations
+of GPU kernels, and fragmentation of the caching allocator, are not included.
 """
 
 import time

@@ -128,7 +128,7 @@ class SingleProcess:
             p.data.copy_(parameter.data)
 
     def finish(self) -> Recording:
-        """Return what was recorded, with the weights at the end."""
+        """Return the recording, with the weights at the end."""
         self.kept.weights = self.weights()
         return self.kept
 

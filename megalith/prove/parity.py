@@ -184,7 +184,7 @@ class Recorder:
         return _together({key.removeprefix("weights."): each for key, each in weights.items()}, self._trainer)
 
     def finish(self) -> Recording:
-        """Return what was recorded, with the weights at the end."""
+        """Return the recording, with the weights at the end."""
         totals = self._totals + _settled(self._late)
         self._kept.losses, self._kept.norms = [each.loss for each in totals], [each.norm for each in totals]
         self._kept.weights = self.weights()

@@ -58,7 +58,7 @@ def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
     """Train a combination on its ranks and compare it with one process. The runs on one process are taken from `references`, or computed
     and added there.
 
-    From its first call on this process computes on one thread: see `prove.worlds.run_ranks`.
+    From the first call on, this process computes on one thread (see `prove.worlds.run_ranks`).
     """
     torch.set_num_threads(1)
     try:

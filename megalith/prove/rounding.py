@@ -1,9 +1,9 @@
 """Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
-In bf16, a plan's numbers differ from those of one process, because each rounds its own partial sums to 8 bits. One process in bf16 differs
-from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds about as often (it adds only
-the partial sums of a few ranks), so its distance from the exact result is similar, though in another direction. A larger distance therefore
-shows an error larger than rounding: a missing reduction, a shifted tensor.
+In bf16, a plan's numbers differ from those of one process, because each rounds different partial sums to 8 bits. One process in bf16
+differs from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds about as often (it
+adds only the partial sums of a few ranks), so its distance from the exact result is similar, though in another direction. A larger distance
+therefore shows an error larger than rounding: a missing reduction, a shifted tensor.
 
 Quantities in which rounding cancels out show smaller errors. One is the plan's gradient projected on that of one process: thousands of
 roundings become one factor, which is 1 within a thousandth. Another is the weight of each microbatch in the sum of gradients.
@@ -96,7 +96,8 @@ def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Seq
 
 
 def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
-    """|factor - 1| by which each tensor's gradient is longer than that of one process, beyond chance (`_longer`)."""
+    """Return |factor - 1| for each tensor, beyond chance: the factor by which its gradient is longer than that of one process
+    (`_longer`)."""
     for step in steps:
         for name, theirs in alone.gradients[step].items():
             if _distance(alone.gradients[step], exact.gradients[step], [name]) <= NOISE:
@@ -105,7 +106,7 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 
 
 def _longer(ours: Tensor, theirs: Tensor) -> float:
-    """|factor - 1| by which `ours` is longer than `theirs`, less CHANCE standard errors of it.
+    """Return |factor - 1|, less CHANCE standard errors, where `ours` is longer than `theirs` by the factor.
 
     The factor comes from a regression through the origin on the mean of both. If the two differ only in their roundings they are
     interchangeable, so the expected factor is 1. A regression on only one of them would give less, because a rounded regressor lowers the

@@ -165,7 +165,7 @@ def train(
     after: Callable[[Loop, int], object] = lambda loop, step: None,
 ) -> RunEnd:
     """Train as one of the plan's ranks, on the CPU. All ranks are on one node, whose copies in memory are in `folder`. `after` is called
-    after each step. `source`: the copy to restore; None: a checkpoint if there is one."""
+    after each step. `source`: the copy to restore; None: the newest checkpoint, if there is one."""
     flips = BitFlips(faults)
     trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
     poison = [one for one in faults if one.kind == "poison"]

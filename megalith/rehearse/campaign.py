@@ -53,7 +53,7 @@ def possible(
         elif name in faults.OF_ONE_MEMORY and agents:
             out[name] = "no process reaches the memory of all nodes: each node has its own agent, which is killed instead"
         elif name == "interface" and agents:
-            out[name] = "agents on one machine share its network"
+            out[name] = "agents on one machine share the machine's network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
                 f'fleet.verify = "{fleet.verify}": it recomputes apart from the step, so it cannot detect a one-off error within the step'

@@ -1,7 +1,7 @@
 """The kinds of faults that a campaign can inject, and lists of faults drawn from a seed.
 
-The mix is that of a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the
-faults of a list into themselves (`fleet.hooks`).
+The mix comes from a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the faults of a list into
+themselves (`fleet.hooks`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -183,7 +183,7 @@ _RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two",
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
-    """True if two faults in one step can be told apart: a crash, then a crash or a hang, of different ranks."""
+    """True if two faults in one step can be told apart: a crash followed by a crash or a hang of another rank."""
     return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, *_HANGS)
 
 

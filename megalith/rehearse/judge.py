@@ -71,9 +71,9 @@ class Row:
 class Judgement:
     """All results of a campaign. `problems` is empty if the campaign was passed.
 
-    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`: faults
-    (except `hidden` ones) whose node was blamed, `among` of them together with other nodes. `recovery_*` are recoveries by the run itself,
-    without `supervisor_restarts`.
+    `same_end`: weights, moments, position, random numbers and every step's loss equal those of the run without faults. `blamed`: how many
+    faults, without `hidden` ones, had their node blamed; `among`: how many of these together with other nodes. `recovery_*` are recoveries
+    by the run itself, without `supervisor_restarts`.
     """
 
     rows: tuple[Row, ...]

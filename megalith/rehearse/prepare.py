@@ -30,8 +30,8 @@ STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
 """Assumed values."""
 
 MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
-"""Limits of one simulated run: its faults, outages or planned stops, and its nodes. A larger run would take too long, or too much
-memory."""
+"""Limits of one simulated run: of its events (faults, outages or planned stops) and of its nodes. A larger run would take too long, or too
+much memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
@@ -191,7 +191,7 @@ def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Pr
         return None
     if not events.of_kind(records, Incident):
         reason = f"has no incident in its log ({epochs.newest(folder, events.FILE)})"
-        way_out = "Give the folder that `megalith campaign` named, or that of a run that had faults."
+        way_out = "Give the folder that `megalith campaign` named, or the folder of a run that had faults."
         problems.append(_problem("--latencies", str(wanted.log), reason, way_out))
         return None
     found = latencies.calibrated(records, base, typical=fmean)  # totals are to come right
@@ -209,7 +209,7 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
         yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:
-            reason = "applies between sites, but there is only one"
+            reason = "applies between sites, but there is only one site"
             yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
     if spec.decides is not None and spec.decides >= sites > 1:
         yield _problem("decides", spec.decides, f"is not one of the sites 0 to {sites - 1}", "Name one of these sites.")
@@ -247,7 +247,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
         if rate * times > MAX_EVENTS:
             seconds = spec.days * DAY / (rate * times)
             reason = (
-                f"that is {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
+                f"gives {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
             )
             way_out = f"Use at most {MAX_EVENTS / times:.2g}, or fewer days."
             said = key != "interruptions" or spec.interruptions is not None
@@ -258,7 +258,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
 
 
 def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
-    """Return the cluster with the given settings of its reliability."""
+    """Return the cluster with the reliability settings of `spec`."""
     said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
     rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})

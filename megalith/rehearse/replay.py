@@ -320,7 +320,7 @@ class _Hurt(Site):
         self._at(wait, lambda: self._decide(observation), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
-        """Slow down until the cost reaches that of a replacement; then the policy decides."""
+        """Slow down until this has cost as much as a replacement; then the policy decides."""
         self._stand_still()
         self._spend(TimeUse.STRAGGLING)
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)

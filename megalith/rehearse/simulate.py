@@ -122,7 +122,7 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One value of a setting, and the result."""
+    """One value of a setting, and its result."""
 
     value: float
     goodput: float

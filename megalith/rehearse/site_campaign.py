@@ -1,7 +1,7 @@
 """A campaign across sites: the commands of all sites of a run on this machine, with faults of whole sites and of the links between them.
 
-Each site is a command that a user would type, with a run folder of its own. Each two sites are joined by a relay (`machine.wire`), which
-the campaign cuts, resets or makes lossy. `rehearse.site_judge` judges the run.
+Each site is a command that a user would type, with its own run folder. Each two sites are joined by a relay (`machine.wire`), which the
+campaign cuts, resets or makes lossy. `rehearse.site_judge` judges the run.
 """
 
 import contextlib

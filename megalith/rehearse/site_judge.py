@@ -120,7 +120,7 @@ def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
     if evidence.same_end is False:
         found.append(f"the end state differs from that of {against}")
     if lost or doubled:
-        found.append(f"samples: {lost} are in no merge, {doubled} in more than one or beyond the run's {evidence.total}")
+        found.append(f"samples: {lost} are in no merge, {doubled} in more than one merge or beyond the run's {evidence.total}")
     return found
 
 

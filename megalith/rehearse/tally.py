@@ -25,7 +25,7 @@ class Effect(StrEnum):
 
 
 class Why(StrEnum):
-    """Why the ranks were started again. Each restart has one reason, so the counts add up to the number of restarts."""
+    """Why the ranks were started again. Each restart has exactly one reason, so the counts add up to the number of restarts."""
 
     FAULT = "for a fault"
     PLANNED = "planned"

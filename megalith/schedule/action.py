@@ -49,7 +49,7 @@ class Action(NamedTuple):  # a tuple, since large programs make and look up a mi
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An entry in which two computations run together, so that one computes while the other communicates."""
+    """An entry with two concurrent computations, so that one computes while the other communicates."""
 
     first: Action
     second: Action

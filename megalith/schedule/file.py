@@ -8,8 +8,8 @@
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
 
-`placement` names the rank of each stage; a line such as `mirrored = 4` makes the schedule bidirectional (see `Schedule`). The actions are
-those of `action.parse`: F, B, I, W and overlaps such as `(0F1;0B0)`; messages and collectives are added by `lower`.
+`placement` names the rank of each stage; a line such as `mirrored = 4` makes the schedule bidirectional (see `Schedule`). Actions are
+written as in `action.parse`: F, B, I, W and overlaps such as `(0F1;0B0)`; messages and collectives are added by `lower`.
 """
 
 import re

@@ -8,8 +8,8 @@ from megalith.schedule.action import Action, Computation, Row, Schedule, loop
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through the stages in rounds. A round takes its
     microbatches through one chunk, then the next. Rounds are as equal as possible and never smaller than `ranks` (unless there are fewer
-    microbatches), so that the pipeline stays full between chunks. Any number of microbatches works, and a multiple of `ranks` gives the
-    order of the paper.
+    microbatches), so that the pipeline stays full between chunks. Any number of microbatches is possible; with a multiple of `ranks` the
+    order is the paper's.
     """
     sizes = rounds(ranks, microbatches)
 

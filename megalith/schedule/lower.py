@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 from megalith.schedule.action import Action, Kind, Row, RowEntry, Schedule, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
-"""Computations that take and return a gradient; W only uses tensors that I kept."""
+"""Computations that take and return a gradient; W is not one: it uses only tensors that I kept."""
 
 WEIGHT_GRADIENTS: frozenset[str] = frozenset({"B", "W"})
 """Computations after which a stage's weight gradients of one microbatch are complete."""
 
 WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
-"""Computations that read the weights; W multiplies activations with gradients only."""
+"""Computations that read the weights; W is not one: it multiplies activations by gradients."""
 
 
 class Channel(NamedTuple):
@@ -122,9 +122,9 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
     """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so that the
     transfer overlaps them. Starting early is safe: a receive does not block, and each channel's receives are in the order of its sends.
-    ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after each backward. 3: also
-    a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose backwards are preceded by a
-    FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
+    ZeRO 0: one REDUCE per stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after each backward. 3:
+    also a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose backwards are preceded
+    by a FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
@@ -193,7 +193,7 @@ def _offloads(entry: RowEntry, retained: Collection[int]) -> Iterator[Action]:
 
 
 def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, list[Action]]:
-    """Return the fetches to start before each entry of a row: `ahead` entries before the backward, but after its own forward."""
+    """Return the fetches to start before each entry of a row: each comes `ahead` entries before its backward, but after its forward."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     made: dict[tuple[int, int | None], int] = {}
     for i, entry in enumerate(row):
@@ -211,7 +211,7 @@ def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Return collectives by entry: at most one of a kind for each stage in an entry."""
+    """Return collectives of a kind by entry; an entry has at most one for each stage."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))

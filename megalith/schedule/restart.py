@@ -19,8 +19,8 @@ def head(row: Row) -> Row:
 
 
 def unmet(program: Program, rank: int) -> tuple[Action, ...]:
-    """Return the messages after the head of `rank`'s row whose other end is within the head of another row, in the order of the row. This
-    is also the order of each channel in the program, so they cannot block each other.
+    """Return the messages after the head of `rank`'s row whose other end is within the head of another row, in the order of the row. Each
+    channel of the program has the same order, so these messages cannot block each other.
     """
     begun: Counter[Channel] = Counter()  # of a channel's two ends, the one further on
     for row in program.rows:

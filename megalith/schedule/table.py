@@ -73,7 +73,7 @@ class Chunks(NamedTuple):
     """None: any number."""
 
     def nearest(self, wanted: int) -> int:
-        """Return the possible number that is nearest to the wanted one."""
+        """Return the allowed number of stages that is nearest to `wanted`."""
         return max(self.least, wanted if self.most is None else min(wanted, self.most))
 
 
@@ -93,11 +93,11 @@ class Kind:
     bidirectional: bool = False
     """Microbatches run through an even number of ranks in both directions. Each stage has two copies, and ZeRO must be 0 or 1."""
     hides_exchange: bool = False
-    """Ranks compute on one microbatch while another one's tokens are dispatched to their experts."""
+    """Ranks compute on one microbatch while the tokens of another are dispatched to their experts."""
     searched: bool = False
     """The planner tries this schedule besides 1F1B and interleaved 1F1B; if it `hides_exchange`, only for models with experts."""
     instead: str | None = None
-    """The schedule to prefer if this one's gain does not justify its memory."""
+    """The schedule to use instead if the gain of this one does not justify its memory."""
     needs_post_validation: bool = False
     """The schedule fills the bubble only if the next step may begin before the global norm is known."""
     in_flight: Count = _every
@@ -198,7 +198,7 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
     """Return why this schedule cannot be built for these pipeline ranks, microbatches and chunks, or cannot run under this ZeRO
     stage; empty if it can. Reads the file of a schedule from a file."""
     found = [
-        ScheduleProblem(field, value, "is too few: a schedule needs at least one", f"Use {field} >= 1.")
+        ScheduleProblem(field, value, "is too few: a schedule needs at least 1", f"Use {field} >= 1.")
         for field, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
         if value < 1
     ]
