@@ -25,8 +25,8 @@ class OwnModule:
 def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
     """Build a user's own part. Its class is called with `dim`, `spec` and `more`, in this order.
 
-    Raises own.OwnPartError if the module's parameters are not the declared ones, or if it has buffers. Raises AbsentError if no command has
-    imported the part."""
+    Raises own.OwnPartError if the module's parameters are not the declared ones, or if it has buffers. Raises AbsentError if the part has
+    not been imported."""
     row, tensors = PARTS[name], declared(name, dim, spec)
     make: Any = own.load(row.module)
     try:

@@ -274,7 +274,7 @@ class EvenRouting:
         )
 
     def _below(self, number: int, expert: int) -> int:
-        """How many of 0, 1, ..., number - 1 are `expert` modulo `experts`."""
+        """Return how many of 0, 1, ..., number - 1 equal `expert` modulo `experts`."""
         return (number - expert + self.experts - 1) // self.experts
 
 

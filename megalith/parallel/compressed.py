@@ -87,7 +87,7 @@ class Compressed:
         return out
 
     def _leave(self, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Note the input of the layer after the core."""
+        """Remember the input of the layer after the core."""
         self._out = args[0].detach() if torch.is_grad_enabled() else None
 
     def _put(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:

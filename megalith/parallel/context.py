@@ -40,7 +40,7 @@ from megalith.spec.plan import Plan
 def parts(seq_len: int, ranks: int) -> list[Segments]:
     """The positions that each of `ranks` context ranks has: an early and a late chunk, or one range if the two touch.
 
-    Raises ValueError if `seq_len` does not divide into two chunks a rank.
+    Raises ValueError if `seq_len` cannot be divided into two equal chunks per rank.
     """
     if seq_len % (2 * ranks) and ranks > 1:
         raise ValueError(
@@ -146,7 +146,7 @@ def split_context(part: nn.Module, groups: ContextGroups) -> None:
     for module in list(part.modules()):
         core = getattr(module, "core", None)
         if isinstance(core, MambaCore):
-            raise TypeError("Mamba-2 works on whole sequences: use plan.context = 1")
+            raise TypeError("Mamba-2 needs whole sequences: use plan.context = 1")
         if isinstance(core, CausalCore):
             module.core = ContextCore(core, groups)
 

@@ -30,7 +30,7 @@ class SharedParameters:
 
 
 def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> SharedParameters:
-    """Find the parameters. `tied`: names that both ends of the pipeline hold."""
+    """Find the parameters. `tied`: names of parameters that both ends of the pipeline hold."""
     partial = tuple(name for name, weight in weights.items() if weight.partial and groups.mesh.tensor > 1)
     return SharedParameters(partial, tuple(name for name in tied if name in weights))
 

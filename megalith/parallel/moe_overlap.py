@@ -27,7 +27,7 @@ from megalith.parallel.retain import STAYS, SavedTensor, Shelf, unpack_saved
 
 
 def dispatches_tokens(part: nn.Module) -> TypeGuard[Block]:
-    """True for a block whose tokens leave this rank. A compiled block is a single graph, so it does not count."""
+    """True for a block whose tokens leave this rank. It is False for a compiled block, which is a single graph."""
     if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.dispatcher, LocalDispatcher):
         return False
     return part._compiled_call_impl is None

@@ -3,7 +3,7 @@ each step every rank needs a processor. If ranks share a few cores, waiting for 
 (benchmarks/collectives.py). Here every rank sends its part to all others at once, in one all-to-all. This moves as many bytes as the ring
 (for an all-reduce, N / 2 times as many). Sums are added in rank order, so that all ranks get the same bits.
 
-These are kernels of torch's own operations for CPU tensors: callers and counters of these operations see no difference. Larger
+The module replaces the CPU kernels of torch's own operations, so callers and counters of these operations see no difference. Larger
 tensors, other operators and other backends are handled as before.
 """
 
@@ -85,7 +85,7 @@ def scatter(
 def reduce(
     tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> tuple[list[Tensor], Any]:
-    """`c10d::allreduce_`. With fewer numbers than ranks, most steps of the ring are empty, and the ring is faster."""
+    """`c10d::allreduce_`. With fewer elements than ranks, most steps of the ring are empty, and the ring is faster."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
     if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):

@@ -46,7 +46,7 @@ class Item:
     dim: int
     """The dim along which it is sharded"""
     chunk: int
-    """The slices of a share; the last shares are shorter or empty."""
+    """The number of slices of a share; the last ranks' shares may be shorter or empty."""
     scaling: Scaling | None
     """Its format in the message; None: its own."""
 

@@ -56,7 +56,7 @@ class Graph(Protocol):
 
 
 class Inlet:
-    """Entry of a tensor into a graph, and exit of its gradient."""
+    """An input of a graph: passes a tensor in, and its gradient out."""
 
     def __init__(self) -> None:
         self._grad: Tensor | None = None

@@ -278,7 +278,7 @@ def run_of(choices: Choices) -> RunSpec:
 
 
 def _times(phase: Mapping[str, int], sites: int) -> dict[str, int]:
-    """Return the sizes of a phase for this many sites, each with the samples of a run without sites."""
+    """Return the sizes of a phase for this many sites; each site gets as many samples as a run without sites."""
     return {key: sites * phase[key] for key in ("begin", "global_batch")}
 
 

@@ -40,11 +40,11 @@ class Sizes(NamedTuple):
     """Sizes of the measured operations, large enough that rates no longer grow on such a device."""
 
     product: int
-    """Rows and columns of a product, and its longest inner size."""
+    """Rows and columns of a product, and also its largest inner size."""
     inner: tuple[int, ...]
     """Shorter inner sizes."""
     memory: int
-    """Bytes of each of three tensors of an addition."""
+    """Bytes of each of the three tensors of an addition, which measures memory bandwidth."""
     attention: tuple[int, int, int]
     """Tokens, heads and channels of attention."""
     collective: tuple[int, ...]

@@ -38,7 +38,7 @@ class Clipping:
         self._longest[name] = [torch.maximum(one, other) for one, other in zip(seen, known, strict=True)]
 
     def clip(self, norm: float, *, number: int) -> None:
-        """Clip gradients with this global norm before update `number`."""
+        """Clip the gradients before update `number`; `norm` is their global norm."""
         ratio, after = self.spec.adaptive_clip, self.spec.adaptive_clip_after
         if not ratio or number < after:
             limit = self.spec.clip or float("inf")

@@ -72,7 +72,7 @@ class CoordinateCheck:
         return {**named, "flat": abs(self.worst.slope) <= limit, "worst": self.worst.quantity, "series": series}
 
     def steepest(self, quantity: str) -> Series:
-        """Return the step at which a quantity is steepest."""
+        """Return the series of a quantity at the step with its steepest slope."""
         return max((one for one in self.series if one.quantity == quantity), key=lambda one: abs(one.slope))
 
 

@@ -66,7 +66,7 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
     """Return draws that cover all pairs of a pool, as far as `count` allows. Each is the combination of the pool with the most new pairs
     for its effort, after its choices were changed one by one to cover more.
 
-    The number of new pairs only falls as others are chosen, so an earlier value is an upper bound, and few draws are examined
+    A draw's number of new pairs only falls as other draws are chosen. So an earlier value is an upper bound, and few draws must be examined
     again (Minoux 1978).
     """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))

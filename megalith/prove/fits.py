@@ -78,7 +78,7 @@ def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
         return None
     over = memory.total - limit
     if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
-        reason = f"while a rank builds its parts, one whole at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
+        reason = f"while a rank builds the model, one whole part at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
         way_out = "The largest part, with one rank's experts, decides. With experts raise plan.expert; else use devices with more memory."
         return Problem("error", "model", None, reason, way_out)
     largest = max(memory.peak, key=memory.peak.__getitem__)
@@ -92,7 +92,7 @@ def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, largest: 
     saved = {lever.change: lever.saves * memory.peak[lever.category] for lever in levers}
     enough = [lever.change for lever in levers if saved[lever.change] >= over]
     if enough:
-        return f"By proportion, {' or '.join(enough)} would make it fit; run the dry run again with it."
+        return f"By proportion, {' or '.join(enough)} would make it fit; repeat the dry run with this change."
     here = [lever.change for lever in levers if lever.category == largest]
     times = -(-memory.total // limit)
     more = f"{times} times as many ranks per model (plan.tensor x plan.pipeline)"

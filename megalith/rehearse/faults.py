@@ -18,8 +18,8 @@ from megalith.spec.faults import FaultTable
 class Kind:
     """A kind of fault. `moment`: when it is injected; `needs`: the fleet settings that are needed to survive or detect it.
 
-    `blames`: True if a rank, or its node, must be named. `lasts`: its length in steps; `room`: the steps within which it must be noticed,
-    and in which no other fault comes.
+    `blames`: True if the run must name the faulty rank or its node. `lasts`: its length in steps; `room`: the steps within which it must be
+    noticed, and in which no other fault comes.
     """
 
     title: str

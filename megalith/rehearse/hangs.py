@@ -103,7 +103,7 @@ def summary(hangs: Sequence[Hang]) -> Hangs:
 
 
 def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
-    """Return the problems that cannot be due to the machine."""
+    """Return the problems that the machine cannot have caused."""
     found = []
     for hang in hangs:
         name = f"hang (incident {hang.incident})"

@@ -213,7 +213,7 @@ def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
             )
     kills = sum(fate.injection.kind == "supervisor" and fate.came is not None for fate in fates)
     if kills != len(ran.supervisor_restarts):
-        found.append(f"the supervisor was killed {len(ran.supervisor_restarts)} times, {kills} of them by a fault")
+        found.append(f"the supervisor was restarted {len(ran.supervisor_restarts)} times, but faults killed it {kills} times")
     judged = [fate.judged for fate in fates if fate.judged is not None]
     if judged and sum(judged) < BLAMED * len(judged):
         found.append(

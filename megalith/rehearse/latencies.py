@@ -16,9 +16,10 @@ from megalith.spec.cluster import ClusterSpec
 class Latencies:
     """All figures are in seconds except `verify`: the share of the run's time that recomputation takes.
 
-    `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision until ranks can restore; `restore`, by tier:
-    the restore that follows. `replace`: the additional time if a spare joins. `stall`, by tier: how long a copy stops the work; `write`:
-    until a checkpoint in the store is complete; `save`: a save for which training waits; `start`: the first start; `check`: a health check.
+    `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: from the decision until ranks can restore;
+    `restore`, by tier: the restore that follows. `replace`: the additional time if a spare joins. `stall`, by tier: how long a copy stops
+    the work; `write`: until a checkpoint in the store is complete; `save`: a save for which training waits; `start`: the first start;
+    `check`: a health check.
     """
 
     restart: float

@@ -181,7 +181,7 @@ def _quorum(plan: Scenario, members: Sequence[_Member]) -> float:
 
 
 def _periods(site: Site, work: float) -> list[_Period]:
-    """Cut a site's life at the marks of its merges. The first period begins with the site's first start, which does not count as a
+    """Cut a site's life into the periods between merges. The first period begins with the site's first start, which does not count as a
     restart."""
     progress, at = site.first_reached()
     ends = np.interp(np.arange(1, int(site.progress // work) + 1) * work, progress, at)

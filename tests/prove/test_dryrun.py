@@ -206,7 +206,7 @@ def test_weights_elsewhere_are_named_where_check_lets_the_run_have_them(zero: in
 def test_building_can_be_what_does_not_fit() -> None:
     problem = does_not_fit(tiny_run(), _memory(weights=10, building=90), 80 * GIB)
     assert problem is not None
-    assert "while a rank builds its parts" in problem.reason
+    assert "while a rank builds the model" in problem.reason
 
 
 # --- the command ---

@@ -245,7 +245,7 @@ def test_starts_of_a_killed_supervisor_are_a_row_of_their_own_and_in_no_median(t
     assert (row.kind, row.handled, row.recovery, row.slowest) == ("supervisor", 1, 7.5, 7.5)
     assert found.recovery_p99 == 1.0
     never = _of(whole, faulted, file)
-    assert "the supervisor was killed 0 times, 1 of them by a fault" in never.problems
+    assert "the supervisor was restarted 0 times, but faults killed it 1 times" in never.problems
     assert (never.handled, never.injected) == (2, 3), "it was not started again"
 
 
