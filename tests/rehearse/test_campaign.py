@@ -23,7 +23,7 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
         "gradient": "fleet.verify_every is off",
         "once": "fleet.verify_every is off",
         "node": "fleet.nodes = 1",
-        "full": "no checkpoints, or no right to mount a small disk for them",
+        "full": "the run makes no checkpoints, or the user may not mount a small disk for them",
         "interface": "fleet.nodes = 1",
         "agent": "one process runs all nodes; with --agent-kills each node has an agent",
         "shard": "the data is larger than the 1 GiB that a campaign copies in order to damage the copy",
