@@ -290,8 +290,8 @@ class Moe(nn.Module):
         return self.dispatcher.run(self.experts, rows, destinations.traffic)
 
     def start_combine_backward(self, grads: Tensor, traffic: Traffic) -> Pending:
-        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format. Without
-        autograd."""
+        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format for gradients.
+        Without autograd."""
         scaling = self.experts.multiply.gradients_dispatched_as
         return (
             self.dispatcher.start_dispatch(grads, traffic)

@@ -42,7 +42,7 @@ class _Packed:
 
 
 class Compressed:
-    """The forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output."""
+    """Forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output."""
 
     def __init__(self, forward: Callable[..., Tensor], core: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._core, self._rounding = forward, core, rounding

@@ -338,7 +338,7 @@ def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     if heads % ranks:
         raise ValueError(
             f"plan.ulysses={ranks} does not divide the {heads} heads of a tensor rank; use a divisor of {heads}, "
-            f"or ring or gather for the rest of plan.context"
+            f"and ring or gather for the rest of plan.context"
         )
     copies = ranks // gcd(ranks, kv_heads)
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))

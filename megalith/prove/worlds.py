@@ -1,7 +1,7 @@
 """Small worlds: run a function on several ranks, which are forked from this process, so that torch is imported once, and joined by gloo
 over a file.
 
-For checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
+They serve checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
 """
 
 import gc

@@ -234,7 +234,7 @@ def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
 
 
 def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, tuple[float, float, int]]) -> list[str]:
-    """Return the steps that differ: a step's loss is, to the last bit, a function of its samples and weights."""
+    """Describe the steps that differ. With the same samples and weights, a step's loss has the same bits."""
     missing = sorted(set(whole) - set(faulted))
     other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
     found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []
