@@ -1,10 +1,12 @@
-"""Attention from a kernel that also gives the log-sum-exp, so that a query's keys may come in parts, from anywhere and at any time.
+"""Attention from a kernel that also returns the log-sum-exp, so that a query's keys may come in parts, from any rank and at any time.
 
-Softmax over a union of key sets is a mean of the softmaxes over each, weighted by their sums of exponentials (online softmax, Milakov
-and Gimelshein 2018, arXiv:1805.02867; ring attention, Liu et al. 2023, arXiv:2310.01889). The backward of FlashAttention (Dao et al.
-2022, arXiv:2205.14135) reads nothing but the final output and log-sum-exp, so each part's gradients are exact by themselves.
+Softmax over a union of key sets is the mean of the softmaxes over each set, weighted by the sets' sums of exponentials (online softmax,
+Milakov and Gimelshein 2018, arXiv:1805.02867; ring attention, Liu et al. 2023, arXiv:2310.01889). The backward of FlashAttention (Dao et
+al. 2022, arXiv:2205.14135) needs only the final output and log-sum-exp, so the gradients of each part can be computed exactly without the
+others.
 
-Tensors are [batch, heads, seq, channels]; k and v may have fewer heads, each serving a run of q's, and v other channels.
+Tensors are [batch, heads, seq, channels]. k and v may have fewer heads, each shared by consecutive heads of q; v may have another number of
+channels.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +28,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """softmax(scale q kᵀ) v of parts; `causal` needs as many keys as queries.
+    """A kernel for softmax(scale q kᵀ) v over a part of the keys; `causal` requires as many keys as queries.
 
-    `forward(q, k, v, causal, scale)` gives the output and its log-sum-exp [batch, heads, seq] in fp32 (fp64 for fp64).
-    `backward(grad, q, k, v, out, lse, causal, scale)` gives the gradients of q, k and v that come from these keys, where `out` and `lse`
-    are of *all* keys the queries see.
+    `forward(q, k, v, causal, scale)` returns the output and its log-sum-exp [batch, heads, seq] in fp32 (fp64 for fp64). `backward(grad, q,
+    k, v, out, lse, causal, scale)` returns the gradients of q, k and v that come from these keys, where `out` and `lse` are over *all* keys
+    that the queries see.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
@@ -41,7 +43,7 @@ class Kernel:
 
 
 def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
-    """The fastest kernel for such tensors: the device's fused one; none knows soft caps, nor fp32 or wide heads on CUDA."""
+    """Return the fastest kernel for such tensors: the device's fused one, except for soft caps, and on CUDA for fp32 or wide heads."""
     if softcap is not None:
         return chunked(softcap)
     if pays(q):
@@ -52,14 +54,14 @@ def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """True if FlashAttention on CUDA takes such tensors."""
+    """True if FlashAttention on CUDA supports such tensors."""
     narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
     return narrow and _has_flash(q.device)
 
 
 @lru_cache(maxsize=16)
 def _has_flash(device: torch.device) -> bool:
-    """True from Ampere on; a V100 has no FlashAttention. Without a GPU (in a trace), the answer is for one that has it."""
+    """True for Ampere and later; a V100 has no FlashAttention. Without a GPU (in a trace) it is True."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -72,14 +74,14 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Running(NamedTuple):
-    """Output and log-sum-exp of the keys met so far, in the dtype parts are added up in."""
+    """Output and log-sum-exp over the keys so far, in the dtype in which parts are added up."""
 
     out: Tensor
     lse: Tensor
 
     @classmethod
     def start(cls, q: Tensor, v: Tensor) -> "Running":
-        """No key met yet."""
+        """Begin without keys."""
         batch, heads, seq, _ = q.shape
         dtype = work_dtype(q.dtype)
         return cls(
@@ -104,7 +106,7 @@ def zeros_for(x: Tensor) -> Tensor:
 def add_forward(
     running: Running, q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float
 ) -> None:
-    """Merge into `running` what `rows` see of k and v."""
+    """Merge into `running` the attention of q to k and v over the pairs in `rows`."""
     for queries, keys, pair in _parts(rows):
         some_q, some_k, some_v = (_turn(x, pair) for x in (q[queries], k[keys], v[keys]))
         out, lse = kernel.forward(some_q, some_k, some_v, pair.sees != "all", scale)
@@ -135,7 +137,7 @@ Where = tuple[slice, slice, slice]
 
 
 def _parts(rows: tuple[MaskRows, ...]) -> Iterator[tuple[Where, Where, MaskBlock]]:
-    """Indices of [batch, heads, seq, ...] tensors of queries and of keys, for each pair."""
+    """Yield, for each block of pairs, the indices of [batch, heads, seq, ...] tensors of queries and of keys."""
     for first, end, pairs in rows:
         for pair in pairs:
             some, every = slice(first, end), slice(None)
@@ -147,7 +149,7 @@ def _parts(rows: tuple[MaskRows, ...]) -> Iterator[tuple[Where, Where, MaskBlock
 
 
 def _turn(x: Tensor, pair: MaskBlock, dim: int = -2) -> Tensor:
-    """Reverse a part that sees the "future": read backwards it sees the "past", the only triangle that kernels compute."""
+    """Reverse a part that sees the "future": in reverse order it sees the "past", the only triangle that kernels compute."""
     return x.flip(dim) if pair.sees == "future" else x
 
 
@@ -215,7 +217,7 @@ def _cpu_backward(
 
 
 def _in_fp32(kernel: Kernel) -> Kernel:
-    """The kernel on factors in fp32, with results in fp32: parts are added up in it, and rounded once at the end."""
+    """Return a kernel with inputs and results in fp32, so that parts are added up in fp32 and rounded once at the end."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return kernel.forward(q.float(), k.float(), v.float(), causal, scale)
@@ -249,15 +251,15 @@ flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), FLASH_WIDTH)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention on CUDA with gradients, for tensors that `flash_takes` accepts. By its own name: on an H100 torch prefers
-    cuDNN's, which is faster for long rows, but prepares for each new length anew, and whose backward gave gradients of 1e35 for a
+    """Causal attention on CUDA with gradients, for tensors that `flash_takes` accepts. It is called explicitly, because on an H100 torch
+    prefers cuDNN's kernel. That is faster for long rows, but has a setup for each new length, and its backward gave gradients of 1e35 for a
     document of 6 tokens (torch 2.11, cuDNN 9.19)."""
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)) for x in (q, k, v))
     return aten._scaled_dot_product_flash_attention(*wide, 0.0, True, False, scale=scale)[0][..., : v.shape[-1]]
 
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor, segments: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
-    """Causal attention on CUDA inside each piece of each row, in one call."""
+    """Causal attention on CUDA inside each segment of each row, in one call."""
     longest, ends = max(map(max, segments)), _ends(segments, q.device)
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = aten._flash_attention_forward(*wide, ends, ends, longest, longest, 0.0, True, False, scale=scale)[0]
@@ -266,19 +268,20 @@ def flash_packed(q: Tensor, k: Tensor, v: Tensor, segments: tuple[tuple[int, ...
 
 @lru_cache(maxsize=16)  # every layer asks the same
 def _ends(segments: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Return the end of each piece, starting at 0, over all rows one after the other."""
+    """Return 0 and the end of each segment (cu_seqlens), over all rows one after the other."""
     return torch.tensor([0, *accumulate(chain.from_iterable(segments))], dtype=torch.int32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)
 def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
-    """Plain attention, `rows` queries at a time, in fp32, its scores computed again in backward: for what fused kernels cannot do.
+    """Return a plain kernel in fp32, for `rows` queries at a time, that computes scores again in backward. It serves where fused kernels
+    cannot.
 
     Scores s become `softcap` tanh(s / softcap) (Gemma 2, Riviere et al. 2024, arXiv:2408.00118, section 2).
     """
 
     def scores(q: Tensor, k: Tensor, part: slice, causal: bool, scale: float) -> Tensor:
-        """Return the scores of some queries, capped, -inf where unseen: [batch, kv_heads, group, rows, keys]."""
+        """Return the capped scores of some queries, -inf for keys that a query does not see: [batch, kv_heads, group, rows, keys]."""
         heads = k.shape[1]
         some = q[:, :, part].unflatten(1, (heads, -1)).to(work_dtype(q.dtype))
         found = some @ k[:, :, None].to(some.dtype).mT * scale
@@ -290,7 +293,7 @@ def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
         return found
 
     def parts(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-        """A set of queries, and all keys that any of them sees."""
+        """Yield sets of queries, each with all keys that any of its queries sees."""
         for first in range(0, q.shape[2], rows):
             end = min(first + rows, q.shape[2])
             yield slice(first, end), slice(0, end if causal else k.shape[2])

@@ -1,10 +1,11 @@
 """Attention in bf16 as blocks of matrix products, for processors that multiply bf16 matrices fast.
 
-torch's fused CPU kernel reaches the processor's matrix units only where there is AMX; with avx512-bf16 alone a matrix product is several
-times as fast as the products inside it. Here a few hundred queries at a time meet all their keys in one product, and the scores, fp32 as
-in the fused kernel, stay in the cache. Exponentials are powers of two: torch computes those four times as fast.
+torch's fused CPU kernel uses the processor's matrix units only with AMX; with avx512-bf16 alone, a matrix product is several times as fast
+as the products inside that kernel. Here one product computes the scores of a few hundred queries with all their keys. The scores, in fp32
+as in the fused kernel, stay in the cache. Exponentials are powers of two, which torch computes four times as fast.
 
-Tensors are [batch, heads, seq, channels]; k and v may have fewer heads, each serving a run of q's, and v other channels.
+Tensors are [batch, heads, seq, channels]. k and v may have fewer heads, each shared by consecutive heads of q; v may have another number of
+channels.
 """
 
 import contextlib
@@ -27,13 +28,14 @@ def _fast_products() -> bool:
 
 
 def pays(q: Tensor) -> bool:
-    """Return True if this is the fastest way for such queries."""
+    """Return True if this module has the fastest attention for such queries."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] >= ROWS and _fast_products()
 
 
 @contextlib.contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Products of fp32 matrices in bf16, added up and given in fp32: exact where the factors are bf16 numbers, as all are here."""
+    """Inside this context, products of fp32 matrices multiply in bf16, and add up and return fp32. They are exact, because all factors here
+    are bf16 numbers."""
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -60,7 +62,7 @@ class _Some(NamedTuple):
 
 
 def _share(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """How many heads of keys are met at once, and how many scores each takes."""
+    """Return how many key heads are computed at once, and how many scores each has."""
     each = q.shape[1] // k.shape[1] * min(ROWS, q.shape[2]) * k.shape[2]
     return min(k.shape[1], max(1, SCORES // each)), each
 
@@ -80,7 +82,7 @@ def _rows(seq: int) -> Iterator[slice]:
 
 
 class _Scratch:
-    """Scores of some queries with their keys: memory that is used again and again."""
+    """Memory for the scores of some queries with their keys, which all queries reuse."""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         self._memory = q.new_empty(math.prod(_share(q, k)), dtype=torch.float32)
@@ -94,14 +96,14 @@ class _Scratch:
             return torch.baddbmm(out, rows, keys.mT, beta=0, alpha=scale, out=out)
 
     def hide_future(self, scores: Tensor, group: int) -> None:
-        """The last keys are the queries' own: nobody sees a later one."""
+        """Mask future keys: the last keys belong to the queries themselves, and no query sees a later key."""
         own = scores.shape[1] // group
         scores.unflatten(1, (group, own))[..., -own:].add_(self._unseen[:own, :own])
 
 
 @library.custom_op("megalith::blocked_attention", mutates_args=())
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale q kᵀ) v and its log-sum-exp [batch, heads, seq] in fp32; `causal` needs as many keys as queries."""
+    """softmax(scale q kᵀ) v and its log-sum-exp [batch, heads, seq] in fp32; `causal` requires as many keys as queries."""
     batch, heads, seq, _ = q.shape
     out = q.new_empty(batch, seq, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, seq, dtype=torch.float32)

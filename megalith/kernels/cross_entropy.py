@@ -1,4 +1,5 @@
-"""Projection onto the vocabulary and cross-entropy in one, a few rows at a time: the fp32 logits of all tokens never exist at once."""
+"""Fused projection onto the vocabulary and cross-entropy, a few rows at a time, so that the fp32 logits of all tokens never exist at
+once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,14 +18,14 @@ IGNORE = -100
 
 
 class Loss(NamedTuple):
-    """`objective` is what is differentiated (nll + z-loss); `nll` is the cross-entropy alone. Both summed over valid targets, scaled."""
+    """`objective` is the differentiated loss (nll + z-loss); `nll` is the cross-entropy alone. Both are scaled sums over valid targets."""
 
     objective: Tensor
     nll: Tensor
 
 
 def finish(products: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None) -> Tensor:
-    """Logits from hidden @ weight.T: scaled, then bent to within (-softcap, softcap) by softcap * tanh(logits / softcap)."""
+    """Turn the products hidden @ weight.T into logits: scale them, then cap them by softcap * tanh(logits / softcap)."""
     logits = products if logit_scale == 1.0 else products * logit_scale
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
@@ -64,15 +65,16 @@ def cross_entropy(
     of_token: TokenLoss | None = None,
     gather: Gather | None = None,
 ) -> Loss:
-    """`cross_entropy_plain` in chunks of `chunk` rows, with the gradients formed in forward, where the logits are at hand
-    (so nothing is computed twice and nothing of size tokens x vocab is kept).
+    """`cross_entropy_plain` in chunks of `chunk` rows, which computes the gradients in forward, while it has the logits. So nothing is
+    computed twice, and nothing of size tokens x vocab is kept.
 
     With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
-    `multiply` computes the three products with it. The gradients, not the losses, are multiplied by `gradient_scale`: they are narrow
-    from here on, and small ones would be lost.
+    `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by `gradient_scale`: they have a narrow
+    format from here on, in which small ones would be lost.
 
-    `of_token`: the loss of each token, instead of cross-entropy; it is then also `Loss.nll`. It gets whole rows of finished logits, which
-    `gather` puts together where the vocabulary is split. Raises ValueError if it does not return one floating-point value a token.
+    `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. It gets whole rows of
+    finished logits, which `gather` joins if the vocabulary is split. Raises ValueError if it does not return one floating-point value per
+    token.
     """
     rows = chunk or chunk_rows(weight.shape[0], capped=softcap is not None)
     terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
@@ -121,7 +123,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
-    """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
+    """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless without
+    `wants_grad`)."""
     if terms.of_token is not None:
         return _own_chunk(hidden, weight, targets, terms, terms.of_token, wants_grad)
     scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply = terms[:8]
@@ -163,7 +166,7 @@ def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants
 def _own_chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, of_token: TokenLoss, wants_grad: bool
 ) -> tuple[Loss, Tensor]:
-    """`_chunk` with the loss of each token by `of_token`, whose gradient autograd finds on whole rows of logits."""
+    """`_chunk` for losses from `of_token`, whose gradient autograd computes on whole rows of logits."""
     products = terms.multiply.fprop(hidden, weight).float()
     whole = products if terms.gather is None else terms.gather(products)
     valid = targets != IGNORE
@@ -174,7 +177,7 @@ def _own_chunk(
         if not isinstance(each, Tensor) or each.shape != targets.shape or not each.is_floating_point():
             found = f"a tensor {list(each.shape)} of {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise ValueError(
-                f"train.loss must return one floating-point value for each of {len(targets)} tokens, and returned {found}"
+                f"train.loss must return one floating-point value for each of {len(targets)} tokens, but returned {found}"
             )
         own = torch.where(valid, each.float(), 0.0).sum() * terms.scale
         z = (logits.logsumexp(-1).square() * valid).sum() * (terms.scale * terms.z_loss) if terms.z_loss else 0.0

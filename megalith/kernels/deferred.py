@@ -1,7 +1,8 @@
-"""Weight gradients put off: backward can compute what the previous stage waits for first, and the weights' gradients when there is time.
+"""Deferred weight gradients: backward first computes the gradient for which the previous stage waits, and weight gradients when there is
+time.
 
 Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). Functions
-whose weight gradient costs a matrix product hand it to `weight_gradient`; inside `deferring` it goes to a queue that W drains.
+whose weight gradient costs a matrix product hand it to `weight_gradient`; inside `deferring` the product goes to a queue, which W computes.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ class Queue:
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
     def run_all(self) -> None:
-        """Compute them all, in the order in which backward met them, and add each to its weight's `.grad`."""
+        """Compute all gradients, in the order of the backward, and add each to its weight's `.grad`."""
         with torch.no_grad():
             for weight, gradient in self.waiting:
                 weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())
@@ -31,7 +32,7 @@ _queue: Queue | None = None  # of the process, not of a thread: on CUDA, torch r
 
 @contextmanager
 def deferring(queue: Queue) -> Iterator[None]:
-    """Inside, backwards put their weight gradients into `queue`."""
+    """Inside this context, backwards put their weight gradients into `queue`."""
     global _queue
     before, _queue = _queue, queue
     try:
@@ -42,7 +43,7 @@ def deferring(queue: Queue) -> Iterator[None]:
 
 def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
     """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may run later, without autograd,
-    and must not need anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
+    and must not use anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
     if _queue is None or not weight.is_leaf:
         return gradient()
     _queue.waiting.append((weight, gradient))

@@ -1,7 +1,7 @@
-"""Random numbers for stochastic rounding, as a pure function of a number's place in its whole tensor and of its sample's number.
+"""Random numbers for stochastic rounding, as a pure function of an element's place in the whole tensor and of the sample's number.
 
-A counter indexes them (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so no generator has a state. A recomputed
-product gets the same bits, and so does every share of a tensor, under any plan.
+Draws are indexed by a counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so no generator has a state. A
+recomputed product gets the same bits, and so does every share of a tensor, under any plan.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SLAB = 1 << 16
-"""Numbers that are drawn at once: the hash's 64-bit words stay in a processor's cache."""
+"""How many numbers are drawn at once: so few that the hash's 64-bit words stay in a processor's cache."""
 
 # splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), in two's complement
 _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -22,14 +22,14 @@ _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that a computation works on: those of a microbatch that this rank has."""
+    """The tokens of the current computation: this rank's tokens of a microbatch."""
 
     samples: Tensor
     """int64 [batch]: number of each sample in the order of the data"""
     positions: Tensor
     """int64 [seq]: position of each token in its whole sequence"""
     wide: bool = False
-    """True if every product is wide now, whatever the recipe."""
+    """True if every product is wide now, under any recipe."""
     raised: frozenset[str] = frozenset()
     """Parts of the model (`blocks.3`) whose products are wide now."""
 
@@ -44,7 +44,7 @@ _tokens: Tokens | None = None  # of the process, not of a thread: on CUDA, torch
 
 @contextmanager
 def working_on(tokens: Tokens | None) -> Iterator[None]:
-    """Inside the block, forwards and backwards compute `tokens`."""
+    """Inside this context, forwards and backwards work on `tokens`."""
     global _tokens
     before, _tokens = _tokens, tokens
     try:
@@ -65,7 +65,7 @@ def key_of(name: str) -> int:
 
 
 def uniform(key: int, rows: Tensor, columns: range) -> Tensor:
-    """Draw fp32 [rows, columns], uniform in [0, 1) in steps of 2^-24, from the key of a tensor, the numbers of its rows (int64) and of its
+    """Draw fp32 [rows, columns], uniform in [0, 1) in steps of 2^-24, from a tensor's key and the numbers (int64) of its rows and
     columns."""
     of_rows = _mixed(rows.flatten() ^ key)[:, None]
     steps = torch.arange(columns.start, columns.stop, device=rows.device).add_(1).mul_(_STEP)
@@ -78,7 +78,7 @@ def uniform(key: int, rows: Tensor, columns: range) -> Tensor:
 
 
 def signs(name: str, count: int) -> Tensor:
-    """Draw fp32 [count] of 1 and -1 from a name."""
+    """Draw random signs, fp32 [count] of 1 and -1, from a name."""
     return torch.where(uniform(key_of(name), torch.zeros(1, dtype=torch.int64), range(count))[0] < 0.5, 1.0, -1.0)
 
 
@@ -90,5 +90,5 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros, where torch fills with the sign."""
+    """Shift right and fill with zeros (torch would fill with the sign)."""
     return (words >> by).bitwise_and_((1 << (64 - by)) - 1)

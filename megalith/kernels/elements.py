@@ -1,7 +1,7 @@
 """Bit-exact number formats of at most 8 bits: their codes, the value of each code, and rounding.
 
-E4M3 and E5M2: Micikevicius et al. 2022, arXiv:2209.05433. E2M1 and E8M0: OCP Microscaling Formats 1.0, section 5.3. Nothing here relies on
-what torch's casts do beyond a format's largest number: that differs between its releases, and 2.15 turns an infinity into 448.
+E4M3 and E5M2: Micikevicius et al. 2022, arXiv:2209.05433. E2M1 and E8M0: OCP Microscaling Formats 1.0, section 5.3. This module does not
+use torch's casts for values above a format's largest number, because they differ between releases: 2.15 turns an infinity into 448.
 """
 
 import math
@@ -18,7 +18,7 @@ EXPONENTS = 0x7F800000  # the bits of its exponent
 
 @dataclass(frozen=True)
 class Element:
-    """A number of few bits: a sign, an exponent, a mantissa."""
+    """A format of few bits: a sign, an exponent, a mantissa."""
 
     name: str
     exponent: int
@@ -26,11 +26,11 @@ class Element:
     largest: float
     """The largest finite number."""
     dtype: torch.dtype | None = None
-    """Torch's type for it; None: torch has none that computes."""
+    """Torch's dtype for this format; None if torch cannot compute with it."""
 
     @property
     def lowest(self) -> int:
-        """Exponent of the smallest normal number; below it, numbers lie as far apart as there."""
+        """Exponent of the smallest normal number; numbers below it have the same spacing as numbers there."""
         return 2 - 2 ** (self.exponent - 1)
 
     @property
@@ -40,7 +40,7 @@ class Element:
 
     @property
     def fraction(self) -> int:
-        """The bits of the largest number's fraction, in fp32."""
+        """The fraction bits of the largest number, in fp32."""
         return int((self.largest / 2**self.top - 1) * 2**MANTISSA)
 
 
@@ -51,14 +51,14 @@ ELEMENTS: Mapping[str, Element] = {element.name: element for element in (E4M3, E
 
 
 def spacing(values: Tensor, element: Element) -> Tensor:
-    """The distance between the numbers of the format around each of `values` (fp32, finite), as if it had no largest one."""
+    """The distance between the numbers of the format around each of `values` (fp32, finite), as if the format had no largest number."""
     bits = values.view(torch.int32).bitwise_and(EXPONENTS)
     return bits.clamp_(min=(127 + element.lowest) << MANTISSA).sub_(element.mantissa << MANTISSA).view(torch.float32)
 
 
 def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
-    """The number of the format that stands for each of `values` (fp32): the nearest, of two as near the one whose last bit is 0, and at
-    most the largest. NaN stays NaN; an infinity becomes the largest number, so callers must check for infinities first.
+    """Round `values` (fp32) to numbers of the format: to nearest, ties to even, and at most to the largest number. NaN stays NaN; an
+    infinity becomes the largest number, so callers must check for infinities first.
 
     With `draws`, uniform in [0, 1), rounding is stochastic: to one of the two neighbours, with probabilities that make the mean
     exact.
@@ -71,8 +71,8 @@ def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Te
 
 
 def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
-    """One of the two integers around each of `steps` (fp32), drawn so that the mean is the step (stochastic rounding). `draws`:
-    uniform in [0, 1)."""
+    """Round each of `steps` (fp32) to one of its two neighbouring integers, drawn so that the mean is the step (stochastic rounding).
+    `draws`: uniform in [0, 1)."""
     size = steps.abs()
     below = size.floor()
     below += draws < size.sub_(below)  # never of a whole number: then nothing is left
@@ -80,7 +80,7 @@ def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
-    """The codes (uint8) of `rounded` values. A format without NaN has the code 0 for it: the scale of its block is NaN."""
+    """The codes (uint8) of `rounded` values. In a format without NaN, a NaN gets the code 0, because its block's scale is NaN."""
     held = rounded(values, element, draws)
     if element.dtype is not None:
         return held.to(element.dtype).view(torch.uint8)
@@ -90,14 +90,14 @@ def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Ten
 
 
 def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that codes (uint8) stand for, exactly, in a wide dtype."""
+    """Return the exact numbers that codes (uint8) represent, in a wide dtype."""
     table = torch.tensor(_numbers(element), dtype=dtype, device=codes.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @cache
 def _numbers(element: Element) -> tuple[float, ...]:
-    """The number that each code stands for."""
+    """The number that each code represents."""
     numbers = []
     for code in range(1 << (1 + element.exponent + element.mantissa)):
         sign = -1.0 if code >> (element.exponent + element.mantissa) else 1.0
@@ -117,7 +117,7 @@ def _beyond(element: Element, fraction: float) -> float:
 
 
 def exponent_up(amax: Tensor, element: Element) -> Tensor:
-    """The smallest k with amax <= largest * 2^k, from -127 to 127: by a scale of 2^k nothing saturates. amax: fp32; int32.
+    """The smallest k with amax <= largest * 2^k, from -127 to 127: with a scale of 2^k nothing saturates. amax is fp32, the result int32.
 
     0 has k = 0. A NaN or an infinity gives 128, whose scale is NaN.
     """
@@ -127,8 +127,8 @@ def exponent_up(amax: Tensor, element: Element) -> Tensor:
 
 
 def exponent_down(amax: Tensor, element: Element) -> Tensor:
-    """floor(log2(amax)) - the exponent of the largest number (OCP Microscaling Formats 1.0, section 6.3), from -127 to 127: what lies
-    above the largest number times 2^k saturates. NaN, infinities and 0 as in `exponent_up`."""
+    """floor(log2(amax)) - the exponent of the largest number (OCP Microscaling Formats 1.0, section 6.3), from -127 to 127: values above
+    the largest number times 2^k saturate. NaN, infinities and 0 as in `exponent_up`."""
     return _special((amax.view(torch.int32) >> MANTISSA) - 127 - element.top, amax)
 
 
@@ -149,5 +149,5 @@ def encode_exponent(k: Tensor) -> Tensor:
 
 
 def decode_exponent(codes: Tensor) -> Tensor:
-    """The scales (fp32) that E8M0 codes stand for: 2^(code - 127), and NaN for 255."""
+    """The scales (fp32) that E8M0 codes represent: 2^(code - 127), and NaN for 255."""
     return power(codes.int() - 127)

@@ -1,4 +1,4 @@
-"""Products of consecutive groups of rows, each with a matrix of its own: what a mixture's experts compute, without padding or dropping
+"""Products of consecutive groups of rows with one matrix per group, which a mixture's experts compute without padding or dropping
 (MegaBlocks, Gale et al. 2022, arXiv:2211.15841)."""
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiple
 
 
 class Sizes:
-    """Rows of each group, in order. Known to the host, or on the device alone: then only what needs them on the host waits for them."""
+    """The number of rows of each group, in order, on the host or only on the device. In the latter case only code that reads `host` waits
+    for them."""
 
     def __init__(self, counts: Tensor | Sequence[int]) -> None:
         self._counts = counts if isinstance(counts, Tensor) else tuple(counts)
@@ -38,7 +39,7 @@ def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
 
 
 def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
-    """x [rows, a], matrices [groups, a, b] -> [rows, b]; in one launch where torch's grouped product can be used.
+    """x [rows, a], matrices [groups, a, b] -> [rows, b]; in one launch if torch's grouped product can be used.
 
     `sizes` sum to the rows of x: torch's product leaves rows past the last group uninitialised.
     """
@@ -55,7 +56,7 @@ def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
 
 
 def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
-    """one [rows, a], other [rows, b] -> [groups, a, b]: onesᵀ others of each group; zero where a group has no rows."""
+    """one [rows, a], other [rows, b] -> [groups, a, b]: one[g]ᵀ other[g] for the rows of each group g; zero if a group has no rows."""
     if _torch_can(one, other):
         return F.grouped_mm(one.T, other, offs=sizes.ends(one.device))
     out = one.new_empty(len(sizes.host), one.shape[1], other.shape[1])
@@ -70,8 +71,8 @@ def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _torch_can(one: Tensor, other: Tensor) -> bool:
-    """True if torch's grouped product is used: on a GPU, for aligned bf16, where it is one launch; and on the meta device. On a CPU it is
-    a slower loop than ours."""
+    """True if torch's grouped product is used: on the meta device, and on a GPU for aligned bf16, where it takes one launch. On a CPU it is
+    a loop that is slower than ours."""
     if one.device.type == "meta":
         return True
     sizes = (*one.shape[1:], *other.shape[1:])

@@ -1,8 +1,8 @@
 """Master weights in two halves: the bf16 compute weight, and the remaining bits of the fp32 weight.
 
-The upper half is the master weight rounded to bf16 with ties away from zero: half of its last place is added to the bits, and the lower 16
-are cut off. The difference fits 16 bits exactly. With ties to even this would fail: both neighbouring ties round to an even
-number, so it represents 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
+The upper half is the master weight rounded to bf16 with ties away from zero: half a unit in the last place is added to the bits, and the
+lower 16 are cut off. The difference fits 16 bits exactly. With ties to even it would not fit: an even number gets both neighbouring ties,
+so it would represent 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 def split(master: Tensor, bits: int, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Split master weights (fp32) into bf16 and a lower half of 16 or 8 `bits` (int16 or int8), of the same shape.
 
-    With 16 bits `join` gives the same numbers. With 8 they are rounded first: to the nearest, or by a random word (int32) for each that is
-    `drawn` (Gupta et al. 2015, arXiv:1502.02551, section 3). A number that 24 bits hold is never changed.
+    With 16 bits `join` restores the same numbers. With 8 bits they are rounded first: to the nearest, or stochastically by random words
+    (int32) `drawn` (Gupta et al. 2015, arXiv:1502.02551, section 3). A number that 24 bits represent is never changed.
     """
     words = master.contiguous().view(torch.int32)
     if bits == 8:

@@ -1,7 +1,8 @@
 """Wide products that keep their inputs for backward in 8 bits.
 
-An input is needed again for the gradient of the weight alone. So forward and the gradients of activations do not change, except through an
-activation, whose factors are kept in 8 bits as well. A tile of a row shares a scale, the smallest power of two at which nothing saturates.
+An input is needed again only for the gradient of the weight. So forward and the gradients of activations do not change. An exception are
+gradients through an activation function, whose factors are kept in 8 bits as well. A tile of a row shares a scale, the smallest power of
+two at which nothing saturates.
 """
 
 from typing import Any, Self
@@ -30,11 +31,11 @@ class Packed(Multiply):
         return cls(packed_tile(choices, BF16.name))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [..., columns] as it is kept."""
+        """Return x [..., columns] in the form in which it is kept."""
         return once(x, self.scaling, lambda: pack(x.reshape(-1, x.shape[-1]), self.scaling))
 
     def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [rows, columns] of what was kept."""
+        """Return the numbers [rows, columns] of a kept form."""
         return unpack(kept, columns, self.scaling, dtype)
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:

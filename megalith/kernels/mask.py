@@ -1,4 +1,4 @@
-"""Visible keys of each query, cut into whole rectangles and triangles. Pure arithmetic on positions: no mask is ever made.
+"""Visible keys of each query, cut into whole rectangles and triangles. This is arithmetic on positions: no mask tensor is ever made.
 
 A token sees itself and the tokens of its document before it, or the last `window` of them. The mask between a set of queries and
 a set of keys is then a staircase. It consists of rectangles and triangles, which attention kernels compute at full speed.
@@ -14,10 +14,10 @@ Segments = tuple[Segment, ...]  # in rising order
 
 
 class MaskBlock(NamedTuple):
-    """Queries [query, query + queries) of a tensor against keys [key, key + keys) of another, both counted along the tensor.
+    """Queries [query, query + queries) of one tensor and keys [key, key + keys) of another, both numbered along their tensor.
 
-    `sees`: each query sees "all" keys, or of equally many keys the "past" (the t-th query sees the first t + 1), or the "future" (the
-    t-th query sees all but the first t).
+    `sees`: each query sees "all" keys; or, with equally many keys, the "past" (query t sees the first t + 1 keys) or the "future" (query t
+    sees all but the first t keys).
     """
 
     query: int
@@ -28,12 +28,12 @@ class MaskBlock(NamedTuple):
 
     @property
     def scored(self) -> int:
-        """Pairs of tokens that see each other."""
+        """The number of visible pairs of a query and a key."""
         return self.queries * self.keys if self.sees == "all" else self.queries * (self.queries + 1) // 2
 
 
 class MaskRows(NamedTuple):
-    """Rows [first, end) of a batch, and the pairs of each."""
+    """Rows [first, end) of a batch, and the blocks of visible pairs of each row."""
 
     first: int
     end: int
@@ -54,10 +54,9 @@ class _Spot(NamedTuple):
 def mask_rows(
     queries: Segments, keys: Segments, *, batch: int, segments: Sequence[tuple[int, ...]] | None = None, window: int | None = None
 ) -> tuple[MaskRows, ...]:
-    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows with the same cut are
-    grouped.
+    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows with the same blocks are grouped.
 
-    `segments` are the lengths of the documents of each whole row, None: each row is one document.
+    `segments`: the lengths of the documents of each whole row; None: each row is one document.
     """
     if segments is None:
         return (MaskRows(0, batch, mask_blocks(queries, keys, None, window)),)
@@ -73,7 +72,7 @@ def mask_rows(
 def mask_blocks(
     queries: Segments, keys: Segments, lengths: tuple[int, ...] | None = None, window: int | None = None
 ) -> tuple[MaskBlock, ...]:
-    """Return the visible keys at `keys` of the queries at `queries`, in one row of documents of these `lengths`."""
+    """Return the visible keys at `keys` of the queries at `queries`, in one row whose documents have these `lengths`."""
     whole = max(end for _, end in (*queries, *keys))
     ends = list(accumulate(lengths)) if lengths else [whole]
     assert ends[-1] >= whole, (lengths, whole)
@@ -100,8 +99,8 @@ def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
 
 
 def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
-    """Position i sees the positions j with i - window < j <= i. Cut for blocks of at most `window` queries, whose band of keys is
-    a triangle of the oldest, a rectangle and a triangle of the newest."""
+    """Yield blocks in which position i sees the positions j with i - window < j <= i. They have at most `window` queries, whose keys form a
+    triangle of the oldest, a rectangle, and a triangle of the newest."""
 
     def pair(queries: Segment, keys: Segment, sees: Literal["all", "past", "future"]) -> Iterator[MaskBlock]:
         (i, i_end), (j, j_end) = queries, keys
@@ -121,7 +120,7 @@ def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
 
 
 def _joined(pairs: Sequence[MaskBlock]) -> Iterator[MaskBlock]:
-    """Neighbouring rectangles as one: fewer, larger calls."""
+    """Join neighbouring rectangles, for fewer and larger calls."""
     last: MaskBlock | None = None
     for pair in pairs:
         if last is None:

@@ -1,12 +1,12 @@
-"""Moments in few bits: how an optimizer's tensors are kept between two updates, to the bit.
+"""Low-bit moments: the exact form in which an optimizer's tensors are kept between two updates.
 
-In 8 bits a row [..., n] is cut into blocks, each of which is its codes in E4M3 followed by one byte of E8M0: the power of two that they are
-multiplied by. It is the smallest power at which no number saturates. A mean of squares is kept as its root. Whole blocks can be
-cut off a row, so ranks that cut a tensor between blocks hold parts of the same bytes as one that holds it whole.
+In 8 bits a row [..., n] is cut into blocks. A block is its codes in E4M3, followed by one byte of E8M0: the power of two by which they are
+multiplied, which is the smallest with which no number saturates. A mean of squares is kept as its root. Ranks that split a tensor between
+blocks hold parts of the same bytes as a rank that holds it whole.
 
-Rounding is stochastic: a moment moves by a tenth or a hundredth of its distance from a gradient, and rounding to the nearest of few numbers
-would leave most of them where they are (Gupta et al. 2015, arXiv:1502.02551, section 3). Draws are a function of the update and of an
-element's place in the whole tensor, so every plan makes the same.
+Rounding is stochastic: a moment moves by a tenth or a hundredth of its distance from a gradient, so rounding to the nearest of few numbers
+would leave most moments unchanged (Gupta et al. 2015, arXiv:1502.02551, section 3). Draws are a function of the update and of an element's
+place in the whole tensor, so every plan makes the same draws.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.kernels.elements import E4M3, decode, decode_exponent, encode_exponent, exponent_up, power, rounded
 
 MINIMUM = 2.0 ** (E4M3.lowest - E4M3.mantissa)
-"""The smallest number above 0. A root that is not 0 is at least this: with a denominator of 0 an update would have no bound."""
+"""The smallest number above 0. A root that is not 0 is at least this, because with a denominator of 0 an update would be unbounded."""
 _ODD = (0x7FEB352D, 0x846CA68B)
 _GOLDEN = 0x9E3779B9
 _WORD = 0xFFFFFFFF
@@ -40,7 +40,7 @@ def mixed(word: int) -> int:
 
 
 def words(seed: int, rows: Tensor, first: int, columns: int) -> Tensor:
-    """Random words (int32) [rows, columns]: of the elements in these rows of a matrix (int64 [rows]), from its column `first` on."""
+    """Return random words (int32) [rows, columns] for the elements in these rows of a matrix (int64 [rows]), from its column `first` on."""
     by_row = _mixed_in_place((rows ^ rows >> 32).to(torch.int32).mul_(_signed(_GOLDEN)).bitwise_xor_(_signed(seed)))
     by_column = torch.arange(first, first + columns, dtype=torch.int32, device=rows.device).mul_(_signed(_GOLDEN))
     return _mixed_in_place(by_row[:, None] + by_column)
@@ -57,7 +57,7 @@ def _signed(word: int) -> int:
 
 
 def pack(numbers: Tensor, into: Tensor, block: int, drawn: Tensor, *, root: bool) -> None:
-    """Keep numbers (fp32 [rows, n]) in 8 bits: `into`, uint8 [rows, n + blocks]. `drawn`: a random word for each."""
+    """Write numbers (fp32 [rows, n]) in 8 bits to `into`, uint8 [rows, n + blocks]. `drawn`: a random word for each number."""
     values = numbers.sqrt() if root else numbers
     draws = (drawn >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
     for columns, where in _spans(values.shape[-1], block):
@@ -84,14 +84,14 @@ def unpack(packed: Tensor, block: int, columns: int, *, root: bool) -> Tensor:
 
 
 def narrow(numbers: Tensor, into: Tensor, drawn: Tensor) -> None:
-    """Keep numbers (fp32) in bf16, of the same shape. `drawn`: a random word for each."""
+    """Write numbers (fp32) in bf16 to `into`, of the same shape. `drawn`: a random word for each number."""
     bits = numbers.view(torch.int32) + (drawn & 0xFFFF)
     wide = bits.bitwise_and_(-0x10000).view(torch.float32)
     into.copy_(torch.where(numbers.isfinite(), wide, numbers))
 
 
 def rows_of(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers (int64) of a box's rows among those of the whole tensor [..., rows, columns], in order."""
+    """Return the row numbers (int64), in the whole tensor [..., rows, columns], of the rows of a box, in order."""
     found = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, here in zip(shape[:-1], offset[:-1], sizes[:-1], strict=True):
         found = found[..., None] * size + torch.arange(start, start + here, device=device)
@@ -99,7 +99,7 @@ def rows_of(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], d
 
 
 def _spans(columns: int, block: int) -> list[tuple[slice, slice]]:
-    """The columns of the whole blocks of a row, and those of a short last one, each with the bytes that keep them."""
+    """Yield the columns of a row's whole blocks, and those of a short last block, each with the bytes that hold them."""
     whole = columns // block * block
     edge = whole // block * (block + 1)
     found = [(slice(0, whole), slice(0, edge))] if whole else []
@@ -107,5 +107,5 @@ def _spans(columns: int, block: int) -> list[tuple[slice, slice]]:
 
 
 def _cut(rows: Tensor, size: int) -> Tensor:
-    """[rows, n] -> [rows, n / size, size], or one shorter piece of each row. A view."""
+    """View [rows, n] as [rows, n / size, size], or as one shorter block per row."""
     return rows.unflatten(-1, (-1, min(size, rows.shape[-1])))

@@ -1,7 +1,8 @@
-"""The one door for matrix products with a weight: forward, gradient of the input, gradient of the weight.
+"""The only code for matrix products with a weight: forward, gradient of the input, gradient of the weight.
 
-A recipe says how the three products are computed, in narrow formats for instance: a subclass of `Multiply` that overrides them, and a row
-in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through this seam.
+A recipe determines how the three products are computed, for instance in narrow formats: it is a subclass of `Multiply` that overrides them,
+and a row in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through
+`Multiply`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +19,13 @@ from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
-    "Router": "computes scores in fp32 whatever the recipe: rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
-    "Embedding": "looks rows up and adds their gradients up: nothing is multiplied",
+    "Router": "computes scores in fp32 under every recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
+    "Embedding": "looks up rows and adds up their gradients: nothing is multiplied",
     "CausalConv": "weighs each channel by itself: elementwise, bound by memory",
     "CausalCore": "multiplies activations with activations, in the formats of its kernels",
     "MambaCore": "multiplies activations with states in fp32: its sums run over the whole sequence",
 }
-"""Modules that keep matrices, or multiply, and do not use the door: class -> reason."""
+"""Modules that hold matrices or multiply, but do not use `Multiply`: class -> reason."""
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -32,7 +33,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Formed(NamedTuple):
-    """The input of a product, as the factors from which it can be formed again."""
+    """The input of a product, given by the factors from which it can be formed again."""
 
     activation: Activation
     factors: tuple[Tensor, ...]
@@ -44,7 +45,7 @@ class Formed(NamedTuple):
         return self.activation(first) * others[0] if others else self.activation(first)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the factors from that of the input. The activation is computed again."""
+        """Return the gradients of the factors from the gradient of the input. The activation is computed again."""
         first, *others = self.factors
         first = first.detach().requires_grad_()
         with torch.enable_grad():
@@ -55,16 +56,16 @@ class Formed(NamedTuple):
 
 
 class Multiply(nn.Module):
-    """x Wᵀ + b, and the plain recipe: factors in their own format, sums in fp32, rounded once.
+    """x Wᵀ + b by the plain recipe: factors in their own format, sums in fp32, rounded once.
 
-    A parameterless seam of every module that multiplies by a weight. A subclass is another recipe: it overrides `fprop`, `dgrad` and
-    `wgrad`, and the rest follows.
+    Every module that multiplies by a weight has one, without parameters. Another recipe is a subclass that overrides `fprop`, `dgrad` and
+    `wgrad`.
     """
 
     forms: bool = False
-    """True if what an activation gives is not kept for the gradient of the next weight, but formed again (`Formed`)."""
+    """True if the result of an activation is not kept for the gradient of the next weight, but formed again (`Formed`)."""
     draws: bool = False
-    """True if products of this recipe round stochastically, and need to know which tokens they work on (`kernels.draws`)."""
+    """True if products of this recipe round stochastically, which depends on the tokens (`kernels.draws`)."""
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
@@ -83,17 +84,16 @@ class Multiply(nn.Module):
 
     @property
     def gathered_as(self) -> Scaling | None:
-        """The format of shards of weights on their way to ranks that multiply by this recipe now; None: their own."""
+        """The format in which shards of weights are gathered for products by this recipe now; None: their own."""
         return None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
-        """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be put off.
-
-        With `sizes`, rows x [rows, in] of consecutive groups, which `sizes` sum to, and weight [groups, out, in], without a bias.
+        """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be deferred. With `sizes`, x
+        [rows, in] has the rows of consecutive groups, whose number `sizes` gives, and weight is [groups, out, in], without a bias.
         """
         if not torch.compiler.is_compiling():
             return _Multiply.apply(x, weight, bias, sizes, self, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
-        assert sizes is None, "how many rows a group has differs in every batch: experts are not compiled"
+        assert sizes is None, "experts are not compiled, because a group's number of rows differs in every batch"
         # A compiler schedules the backward itself, so nothing is put off. It knows torch's own product best.
         return F.linear(x, weight, bias) if type(self) is Multiply else _Compiled.apply(x, weight, bias, self)  # pyright: ignore[reportReturnType]
 
@@ -121,15 +121,16 @@ class Multiply(nn.Module):
     def keeping(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `fprop`, and what is kept of x for the weight's gradient."""
+        """Return `fprop`, and the form of x that is kept for the weight's gradient."""
         return self.fprop(x, weight, bias, sizes=sizes), x
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-        """Return x [rows, inputs] in its dtype, from what was kept of it."""
+        """Return x [rows, inputs] in its dtype, from its kept form."""
         return _rows(kept)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
-        """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. Written to `out` [rows, in] if that is given."""
+        """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. The result is written to `out` [rows, in] if that is
+        given."""
         return product(grad, weight, out=out) if sizes is None else grouped_products(grad, weight, sizes)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
@@ -137,7 +138,7 @@ class Multiply(nn.Module):
         return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
 
     def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor | Formed, *, sizes: Sizes | None = None) -> Tensor | None:
-        """The gradient of `weight` from grad [rows, out] and what was kept of x [..., in], or None where it is put off."""
+        """The gradient of `weight` from grad [rows, out] and the kept form of x [..., in], or None if it is deferred."""
 
         def make() -> Tensor:
             x = kept.form() if isinstance(kept, Formed) else kept
@@ -159,7 +160,7 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply, follows: bool
     ) -> Tensor:
-        """`follows`: there will be a backward."""
+        """`follows`: True if a backward follows."""
         if not follows:
             return multiply.fprop(x, weight, bias, sizes=sizes)
         out, kept = multiply.keeping(x, weight, bias, sizes=sizes)
@@ -184,7 +185,7 @@ class _Multiply(torch.autograd.Function):
 
 
 _FORMED = "_megalith_formed"
-"""Attribute of a tensor that a product need not keep: the factors that it is formed from."""
+"""Attribute of a tensor that a product need not keep: the factors from which it is formed."""
 
 
 class _Activated(torch.autograd.Function):
@@ -202,7 +203,7 @@ class _Activated(torch.autograd.Function):
 
 
 class _Compiled(torch.autograd.Function):
-    """The same for a compiler, which must see what backward uses."""
+    """The same product for a compiler, which must see the tensors that backward uses."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:

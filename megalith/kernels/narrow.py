@@ -1,10 +1,9 @@
-"""Recipes whose products have factors in formats of 8 or 4 bits.
+"""Recipes for products whose factors have formats of 8 or 4 bits.
 
-Where scales are powers of two, every such number is one of bf16's, and a product here is one bf16 product of rounded factors. NVFP4's
-scales and those in fp32 are not, so these products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for
-each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over.
-Such a product is no faster than bf16: it only computes the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in
-8 bits.
+If scales are powers of two, bf16 represents every such number, and a product is one bf16 product of rounded factors. NVFP4's scales and
+fp32 scales are no powers of two, so these products are computed in fp32 and rounded once. The formats' definition adds up one fp32 partial
+sum for each tile of the inner dim; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
+product is no faster than bf16: it only gives the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in 8 bits.
 """
 
 from abc import ABC, abstractmethod
@@ -26,12 +25,12 @@ from megalith.kernels.scaled import Factor, multiplies, scaled_product
 from megalith.spec.numbers import PrecisionSpec
 
 SLAB = 1 << 16
-"""Numbers that are rounded at once: their copies in fp32 stay in a processor's cache."""
+"""How many numbers are rounded at once: so few that their copies in fp32 stay in a processor's cache."""
 
 
 def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None) -> Tensor:
-    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time: in the dtype of x
-    where scales are powers of two, else in fp32. `lost` as there."""
+    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], computed some rows at a time: in the dtype of x if
+    scales are powers of two, else in fp32. `lost` as in `narrowed`."""
     if x.device.type != "cpu":
         return narrowed(x, scaling, draws=draws, lost=lost)
     height, columns = scaling.block[0], x.shape[-1]
@@ -49,10 +48,10 @@ def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Ten
 
 def rotated(x: Tensor, size: int) -> Tensor:
     """Return fp32 x [rows, columns] with each `size` rows, a power of two, replaced by their random Hadamard transform: the orthogonal
-    matrix H D, where D flips signs that never change (NVIDIA 2025, arXiv:2509.25149, section 4.2). It spreads an outlier over the rows,
-    and (H D a)ᵀ (H D b) = aᵀ b.
+    matrix H D, where D has fixed random signs (NVIDIA 2025, arXiv:2509.25149, section 4.2). It spreads an outlier over the rows, and (H D
+    a)ᵀ (H D b) = aᵀ b.
 
-    The sums are taken in a fixed order, so equal rows give equal bits on every machine.
+    Sums have a fixed order, so equal rows give equal bits on every machine.
     """
     groups = x.float().unflatten(0, (-1, size)) * signs("hadamard", size).to(x.device)[:, None]
     half = 1
@@ -67,9 +66,9 @@ def rotated(x: Tensor, size: int) -> Tensor:
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
 """Dims of a product's factors."""
 FACTORS = {(TOKENS, INPUTS): "inputs", (OUTPUTS, INPUTS): "weight", (TOKENS, OUTPUTS): "gradients of outputs"}
-"""A layer's tensors that are factors, by their dims."""
+"""The tensors of a layer that are factors of products, by their dims."""
 HISTORY = "multiply.history"
-"""Name, within a layer, of the buffer of a recipe whose scales follow earlier steps."""
+"""Name, within a layer, of the buffer that a recipe with delayed scaling has."""
 
 
 class Blocks(NamedTuple):
@@ -78,20 +77,20 @@ class Blocks(NamedTuple):
     along: tuple[int, int]
     """Activations and gradients, in products that sum over their columns"""
     down: tuple[int, int]
-    """Activations and gradients, in products that sum over their rows: tokens"""
+    """Activations and gradients, in products that sum over their rows, the tokens"""
     weight_along: tuple[int, int]
     weight_down: tuple[int, int]
 
 
 class Narrow(Multiply, ABC):
-    """A product whose factors are rounded to few bits. A subclass says which of their numbers share a scale."""
+    """A product whose factors are rounded to few bits. A subclass determines which of their numbers share a scale."""
 
     tile: ClassVar[int] = 0
     element: ClassVar[Element] = E4M3
     scale: ClassVar[Scale | None] = None
-    """None: the power of two that the run chooses."""
+    """None: the scale that the run's `precision.scale` chooses."""
     history: Tensor | None
-    """fp32 [factors, steps]: the largest numbers of the last steps' tensors, newest first; None: scales follow the numbers of now."""
+    """fp32 [factors, steps]: the largest numbers of the last steps' tensors, newest first; None: scales follow the current numbers."""
     latest: Tensor | None
     """fp32 [factors]: the largest numbers of this step so far, on this rank"""
 
@@ -108,20 +107,20 @@ class Narrow(Multiply, ABC):
             Scaling(self.element, block, scale, late) for block in (blocks.weight_along, blocks.weight_down)
         )
         self.codes = choices.multiply == "codes"
-        """True if factors are multiplied in 8 bits where the device can."""
+        """True if factors are multiplied in 8 bits if the device can."""
         self.draws = choices.rounding == "stochastic"
         self.rotation = size if choices.hadamard else 0
         """Tokens that are rotated together before a weight gradient's factors are rounded; 0: none are."""
         self.shares: dict[str, Share] = {}
-        """For each dim of which other ranks hold a part: the largest of their numbers."""
+        """For each dim that is split over ranks: the function that takes maxima over them."""
         self.layer = ""
-        """Its name in the model."""
+        """The layer's name in the model."""
         self.first_output = 0
-        """The first of the layer's outputs that this rank has."""
+        """Number of the first of the layer's outputs that this rank has."""
         self.partial = False
-        """True if this rank's gradient of the outputs is only its part of a sum."""
+        """True if this rank's gradient of the outputs is only a part of a sum."""
         self.microbatch = ALL
-        """Tokens among which a maximum is taken, where several microbatches are multiplied at once."""
+        """The number of tokens over which a maximum is taken, if several microbatches are multiplied at once."""
         self.register_buffer("history", None)
         self.register_buffer("latest", None, persistent=False)
 
@@ -130,7 +129,7 @@ class Narrow(Multiply, ABC):
         return cls(choices)
 
     def remember(self, steps: int, device: torch.device) -> None:
-        """Have scales follow the largest number of each tensor over the last `steps` steps: delayed scaling (Micikevicius et al. 2022,
+        """Switch to delayed scaling: scales follow the largest number of each tensor over the last `steps` steps (Micikevicius et al. 2022,
         arXiv:2209.05433, section 4.2; Transformer Engine's `DelayedScaling`)."""
         self.history = torch.zeros(len(FACTORS), steps, device=device)
         self.latest = torch.zeros(len(FACTORS), device=device)
@@ -183,8 +182,8 @@ class Narrow(Multiply, ABC):
 
     @property
     def kept_as(self) -> Scaling:
-        """The format in which rounded inputs are kept for backward, exactly: theirs, with a scale for each row of a block that follows
-        its own largest number."""
+        """The format in which rounded inputs are kept for backward without error: their own format, with a scale for each row of a block
+        that follows the row's largest number."""
         return replace(self.along, block=(1, self.along.block[1]), scale="up", saturates=False)
 
     def _inputs(self, x: Tensor, sizes: Sizes | None) -> Tensor:
@@ -215,8 +214,8 @@ class Narrow(Multiply, ABC):
         return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
-        """gradᵀ x, the gradient of the weight, as in `Multiply`. That of experts stays wide: which tokens meet in a block depends on the
-        plan."""
+        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts stay wide, because the plan determines which
+        tokens share a block."""
         if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
         if self.codes and not self.draws and not self.rotation:
@@ -235,13 +234,13 @@ class Narrow(Multiply, ABC):
         return super().wgrad(grad, x).to(dtype)
 
     def _factor(self, x: Tensor, scaling: Scaling, rows: str, columns: str, *, down: bool = False) -> Factor:
-        """Return x [..., columns] as a factor of a product in codes."""
+        """Return x [..., columns] as a factor of an 8-bit product."""
         share = self._share(scaling, rows, columns, whole=scaling.whole) if _spans(scaling) else None
         return Factor(x.reshape(-1, x.shape[-1]), scaling, share, down)
 
     def _in_codes(self, a: Factor, b: Factor) -> Tensor | None:
-        """Return the product of two factors in the dtype of the first; None where the device has none for them, or what is rounded must
-        be counted."""
+        """Return the product of two factors in the dtype of the first; None if the device has no product for them, or if rounded numbers
+        must be counted."""
         apart = self.microbatch != ALL and any(ALL in each.scaling.block for each in (a, b))
         if _counts is not None or apart or not multiplies(a, b):
             return None
@@ -278,9 +277,9 @@ class Narrow(Multiply, ABC):
         return None if self.choices.gather == "wide" or self._wide else self.weight_along
 
     def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
-        """Draw for each of the gradients of outputs [..., outputs], or None if they are rounded to nearest.
+        """Return a random draw for each gradient of outputs [..., outputs], or None if gradients are rounded to nearest.
 
-        Raises RuntimeError if nobody said which tokens these are.
+        Raises RuntimeError if `kernels.draws.working_on` has not set the tokens.
         """
         if not self.draws:
             return None
@@ -288,7 +287,7 @@ class Narrow(Multiply, ABC):
         numbers = work and (work.numbers if sizes is None else sizes.tokens)
         if numbers is None:
             raise RuntimeError(
-                f"{self.layer or 'a layer'} rounds gradients stochastically and does not know their tokens: "
+                f"{self.layer or 'a layer'} rounds gradients stochastically, but their tokens are not set: "
                 "run forward and backward inside kernels.draws.working_on"
             )
         outputs = range(self.first_output, self.first_output + grad.shape[-1])
@@ -312,14 +311,14 @@ class Narrow(Multiply, ABC):
         return narrowed(rows, scaling, share=share, draws=draws, lost=self._lost(x)).view(x.shape)
 
     def _weight(self, weight: Tensor, scaling: Scaling) -> Tensor:
-        """Round a weight [out, in], or those of experts [experts, out, in]."""
+        """Round a weight [out, in], or the weights of experts [experts, out, in]."""
         if not _spans(scaling):
             return in_slabs(weight, scaling, lost=self._lost(weight))
         share = self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole)
         return narrowed(weight, scaling, share=share, lost=self._lost(weight))
 
     def _lost(self, x: Tensor) -> Tensor | None:
-        """Return the counts of the layer's part, on the device of x, if they are being recorded."""
+        """Return the counts of the layer's part, on the device of x, if counts are being recorded."""
         if _counts is None:
             return None
         if self.part not in _counts:
@@ -327,8 +326,8 @@ class Narrow(Multiply, ABC):
         return _counts[self.part]
 
     def _share(self, scaling: Scaling, rows: str, columns: str, *, whole: bool) -> Share | None:
-        """Return how maxima are taken over the ranks that hold a part of a block, or of a matrix that has a scale. `whole`: each maximum
-        is that of a whole tensor."""
+        """Return the function that takes maxima over the ranks that hold a part of a block, or of a matrix with a scale. `whole`: each
+        maximum is over a whole tensor."""
         cut = zip((rows, columns), scaling.block, strict=True)
         dims = [dim for dim, size in cut if (size == ALL or scaling.scale == "e4m3") and dim in self.shares]
         if not dims and _seen is None and self.history is None:
@@ -348,8 +347,8 @@ class Narrow(Multiply, ABC):
         return share
 
     def _delayed(self, amax: Tensor, factor: int) -> Tensor:
-        """Note the largest numbers of a factor, and return those of earlier steps in their place, if there are any. An infinity is
-        returned: its scale must be NaN."""
+        """Record the largest numbers of a factor; return the maximum of earlier steps instead, if there is one. An infinity is returned as
+        it is, because its scale must be NaN."""
         if self.history is None or self.latest is None or not amax.numel():
             return amax
         self.latest[factor] = torch.maximum(self.latest[factor], amax.max())
@@ -364,21 +363,21 @@ class TrackedMaxima(NamedTuple):
     total: float
     blocks: int
     whole: bool
-    """True if a maximum is that of a whole tensor."""
+    """True if a maximum is over a whole tensor."""
 
     @classmethod
     def of(cls, amax: Tensor, *, whole: bool) -> Self:
         return cls(float(amax.min()), float(amax.double().sum()), amax.numel(), whole)
 
     def joined(self, other: "TrackedMaxima | None") -> "TrackedMaxima":
-        """Return both together."""
+        """Return the maxima of both."""
         if other is None:
             return self
         return TrackedMaxima(min(self.least, other.least), self.total + other.total, self.blocks + other.blocks, self.whole)
 
     @property
     def value(self) -> float:
-        """The least of tensors, and the mean of rows. A rank that takes its part for the whole lowers it."""
+        """The smallest maximum of tensors, or the mean maximum of rows. A rank that takes its part for the whole lowers it."""
         return self.least if self.whole else self.total / self.blocks
 
 
@@ -387,8 +386,8 @@ _seen: dict[str, TrackedMaxima] | None = None
 
 @contextmanager
 def maxima() -> Iterator[dict[str, TrackedMaxima]]:
-    """Inside the block, record the maxima that scales follow, by layer and factor, except for gradients that are partial sums of
-    a rank."""
+    """Inside this context, record the maxima that scales follow, by layer and factor, except for gradients that are partial sums of a
+    rank."""
     global _seen
     before, _seen = _seen, {}
     try:
@@ -402,7 +401,8 @@ _counts: dict[str, Tensor] | None = None
 
 @contextmanager
 def losses() -> Iterator[dict[str, Tensor]]:
-    """Inside, count by part of the model, int64 [3]: the numbers that products round, those that saturate, and those that become 0."""
+    """Inside this context, count by part of the model, int64 [3]: the numbers that products round, those that saturate, and those that
+    become 0."""
     global _counts
     before, _counts = _counts, {}
     try:

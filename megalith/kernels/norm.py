@@ -1,4 +1,4 @@
-"""RMSNorm; in half precision on a CPU a few rows at a time, so that the fp32 numbers between its passes stay in the cache."""
+"""RMSNorm. In 16-bit formats on a CPU it computes a few rows at a time, so that the fp32 numbers between its passes stay in the cache."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,8 @@ AT_ONCE = 1 << 19  # numbers: 2 MiB in fp32
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension of x [..., dim] (Zhang & Sennrich 2019), computed in fp32 at least and
-    given in the dtype of x; weight [dim], of x's dtype or fp32. Devices with a fused kernel, and compilers, get torch's own."""
+    returned in the dtype of x; weight [dim] has the dtype of x or fp32. Devices with a fused kernel, and compilers, use torch's own
+    implementation."""
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
         return rms_norm_cpu(x, weight, eps)[0]
     if weight.dtype != x.dtype:  # the fused kernels want one dtype
@@ -20,14 +21,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _some(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of each tensor, as many at once as the cache holds; the first is [..., dim]."""
+    """Yield the same rows of each tensor, as many at a time as the cache holds; the first tensor is [..., dim]."""
     rows = max(1, AT_ONCE // tensors[0].shape[-1])
     return zip(*(x.reshape(-1, x.shape[-1]).split(rows) for x in tensors), strict=True)
 
 
 @library.custom_op("megalith::rms_norm", mutates_args=())
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and the factor of each row: fp32 [..., 1]."""
+    """Return the normalised rows, and the factor of each row: fp32 [..., 1]."""
     out, factor = _empty(x)
     wide_weight = weight.float()
     for some_x, some_out, some_factor in _some(x, out, factor):

@@ -1,5 +1,5 @@
-"""Numbers in 8 bits on their way between ranks. Rows are one tensor of bytes, so that one message carries them: each row's codes, then
-its scales in fp32. Tiles of a weight are codes and scales apart, so that shards of both can be put together."""
+"""Packs numbers in 8 bits, to be sent between ranks. Rows become one tensor of bytes, which one message carries: each row's codes, then its
+scales in fp32. Tiles of a weight become separate codes and scales, so that shards of each can be joined."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
@@ -10,9 +10,9 @@ from megalith.kernels.quantise import QuantisedTensor, Scaling, quantise
 from megalith.spec.numbers import SCALE_BYTES
 
 SLABS: Mapping[str, int] = {"cpu": 1 << 16}
-"""Numbers that are rounded at once, by the kind of device: a processor's copies in fp32 stay in its cache."""
+"""How many numbers are rounded at once, by the kind of device: on a processor so few that their fp32 copies stay in its cache."""
 SLAB = 1 << 24
-"""Numbers that are rounded at once on a GPU, which takes long to launch kernels."""
+"""How many numbers are rounded at once on a GPU: many, because launching kernels takes long."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:
@@ -33,7 +33,7 @@ def pack(rows: Tensor, scaling: Scaling) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [rows, columns] of packed rows, exact in bf16 where scales are powers of two."""
+    """Return the numbers [rows, columns] of packed rows, which are exact in bf16 if scales are powers of two."""
     out = packed.new_empty(len(packed), columns, dtype=dtype)
     for part in _slabs(out):
         scales = (
@@ -45,7 +45,7 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
 
 
 def once(x: Tensor, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    """Return what `make` makes of x; where several layers multiply the same x, the tensor that the first of them made."""
+    """Return make(x); if several layers multiply the same x, return the tensor that the first layer made."""
     known = getattr(x, _MADE, None)
     if known is None or known[:2] != (x._version, key):
         known = x._version, key, make()
@@ -62,7 +62,7 @@ def scales_of(shape: torch.Size, scaling: Scaling) -> tuple[int, ...]:
 
 
 def pack_tiles(x: Tensor, codes: Tensor, scales: Tensor, scaling: Scaling) -> None:
-    """Write the codes (uint8, of the shape of x) and the scales (fp32, `scales_of` that) of x [..., rows, columns]."""
+    """Write the codes (uint8, of the shape of x) and the scales (fp32, of the shape `scales_of`) of x [..., rows, columns]."""
     if x.dim() > 2:
         for each in zip(x, codes, scales, strict=True):
             pack_tiles(*each, scaling)
@@ -73,7 +73,7 @@ def pack_tiles(x: Tensor, codes: Tensor, scales: Tensor, scaling: Scaling) -> No
 
 
 def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -> None:
-    """Write the numbers of packed tiles to `out`, in bf16 exactly where scales are powers of two, else rounded."""
+    """Write the numbers of packed tiles to `out`, in bf16: exactly if scales are powers of two, else rounded."""
     if out.dim() > 2:
         for each in zip(codes, scales, out, strict=True):
             unpack_tiles(*each, scaling)
@@ -83,7 +83,7 @@ def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -
 
 
 def _blocks(rows: slice, scaling: Scaling) -> slice:
-    """Return the rows of scales that belong to these rows, which begin with a block's first."""
+    """Return the rows of scales that belong to these rows, which begin with the first row of a block."""
     return slice(rows.start // scaling.block[0], -(-rows.stop // scaling.block[0]))
 
 

@@ -1,5 +1,5 @@
-"""Copies of tokens in another order, and back: by gathers along a permutation and its inverse, never by scattered additions, which are
-several times slower and, on a GPU, add in no fixed order."""
+"""Permutes copies of tokens, and back, by gathers along a permutation and its inverse. Scattered additions would be several times slower
+and, on a GPU, add in no fixed order."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Order:
 
     @classmethod
     def sorted_by(cls, keys: Tensor, rows: int) -> "Order":
-        """Copies in order of their keys [tokens, copies]; equal ones stay in the order of tokens."""
+        """Sort copies by their keys [tokens, copies]; copies with equal keys stay in the order of tokens."""
         order = keys.flatten().argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(order, places.view_as(keys), rows)
@@ -33,7 +33,7 @@ class Order:
 
 
 def permute_plain(x: Tensor, order: Order) -> Tensor:
-    """The definition: x [tokens, dim] -> [rows, dim], copies of the tokens in `order`."""
+    """The definition: x [tokens, dim] -> [rows, dim], the tokens' copies in `order`."""
     return x.repeat_interleave(order.copies, 0)[order.order[: order.rows]]
 
 
@@ -50,7 +50,7 @@ def permute(x: Tensor, order: Order) -> Tensor:
 
 
 def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """`unpermute_plain`, one copy at a time: no tensor of all copies in fp32 exists. Sums are fp32, in the order of the copies."""
+    """`unpermute_plain`, one copy at a time, so that no fp32 tensor of all copies exists. Sums are fp32, in the order of the copies."""
     return _Unpermute.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
 
 
@@ -73,7 +73,7 @@ def by_token(values: Tensor, order: Order) -> Tensor:
 
 
 def sums_of(rows: Tensor, weights: Tensor | None, order: Order) -> Tensor:
-    """`unpermute`: rows [rows, dim] -> [tokens, dim]; without weights, each copy counts once."""
+    """`unpermute`: rows [rows, dim] -> [tokens, dim]; without weights, each copy has the weight 1."""
     padded = _padded(rows, order)
     total: Tensor | None = None
     for copy, places in enumerate(order.places.unbind(1)):

@@ -1,8 +1,8 @@
-"""a b of matrices, in bf16 also on processors that have no instructions for it, and in fp16 on every processor.
+"""The product a b of matrices, in bf16 also on processors without instructions for it, and in fp16 on every processor.
 
-There torch's bf16 products take many times as long as those in fp32, and so do its fp16 products (benchmarks/parts.py). The same
-product is then computed from the factors in fp32, which is exact, and rounded once, as native instructions do. For fp16 this is
-the definition on a CPU. Counters of operations see one product and its result, and no other operation or tensor.
+Without such instructions torch's bf16 products take many times as long as fp32 products, and so do its fp16 products (benchmarks/parts.py).
+The factors are then converted to fp32, which is exact, and the product is rounded once, as by native instructions. For fp16 this is the
+definition on a CPU. Counters of operations see only one product and its result.
 """
 
 import functools
@@ -31,7 +31,8 @@ def widened(a: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have that shape, and gets the result."""
+    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have the result's shape, and the result is written to
+    it."""
     if not widened(a):
         return a @ b if out is None else torch.mm(a, b, out=out)
     if out is not None:

@@ -1,8 +1,8 @@
-"""Tensors in narrow formats: codes, and scales that blocks of them share. The definition, in plain torch.
+"""Tensors in narrow formats: codes, and scales that blocks of codes share. This is the definition, in plain torch.
 
-A block is a rectangle of a matrix [..., rows, columns]; matrices before these dims are apart. The last block of a row or column may be
-short. A number is its code's times its block's scale, times the whole tensor's where there is one (NVFP4: arXiv:2509.25149, appendix B).
-A block with a NaN or an infinity has the scale NaN: all of its numbers, and all products with them, are NaN.
+A block is a rectangle of a matrix [..., rows, columns]; it never spans several matrices. The last block of a row or column may be short. A
+number is its code's value times its block's scale, times the whole tensor's scale if there is one (NVFP4: arXiv:2509.25149, appendix B). A
+block with a NaN or an infinity has the scale NaN: all of its numbers, and all products with them, are NaN.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from megalith.kernels.elements import (
 
 Scale = Literal["up", "down", "fp32", "e4m3"]
 Share = Callable[[Tensor], Tensor]
-"""Function that changes this rank's maxima of blocks (fp32), in place, to those over all ranks that hold a part of these blocks."""
+"""Function that replaces this rank's maxima of blocks (fp32), in place, by the maxima over all ranks that hold a part of these blocks."""
 
 ALL = 0
 """Block size that means the whole dimension."""
@@ -43,11 +43,11 @@ class Scaling:
     block: tuple[int, int]
     """Rows and columns of a block."""
     scale: Scale = "up"
-    """`up`: the smallest power of two by which nothing saturates.
-    `down`: OCP's, by which the largest number may saturate. `fp32`: the block's largest
-    number becomes the format's. `e4m3`: the same, rounded to E4M3, and one fp32 scale for the whole matrix."""
+    """`up`: the smallest power of two with which nothing saturates. `down`: OCP's power of two, with which the largest number may saturate.
+    `fp32`: the scale that maps the block's largest number to the format's largest. `e4m3`: that scale rounded to E4M3, and one fp32 scale
+    for the whole matrix."""
     saturates: bool = False
-    """True if `share` may return less than the largest number. Larger numbers then become the format's largest."""
+    """True if `share` may return less than the largest number. Larger numbers then become the format's largest number."""
 
     @property
     def exact(self) -> bool:
@@ -84,8 +84,8 @@ class QuantisedTensor:
 
 
 def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> QuantisedTensor:
-    """Return x [..., rows, columns] in a narrow format. `share` is needed if other ranks hold a part of its blocks, or of a matrix that
-    has a scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
+    """Return x [..., rows, columns] in a narrow format. `share` is required if other ranks hold a part of its blocks, or of a matrix with a
+    scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
     scaled, scales, whole = _scaled(x, scaling, share)
     return QuantisedTensor(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
 
@@ -93,12 +93,12 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
 def narrowed(
     x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None, lost: Tensor | None = None
 ) -> Tensor:
-    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two,
-    else in fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by the number of elements, of those that
-    saturate, and of those that become 0 without being 0.
+    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two, else in
+    fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by the number of elements, of elements that saturate, and of
+    nonzero elements that become 0.
 
-    Where scales are powers of two, they are the same for every block whose largest number is at least 2^-90; in smaller ones, differences
-    of 2^-126 are lost.
+    If scales are powers of two, the numbers are the same for every block whose largest number is at least 2^-90; in smaller blocks,
+    differences of 2^-126 are lost.
     """
     if not scaling.exact:
         scaled, scales, whole = _scaled(x, scaling, share)
@@ -134,7 +134,8 @@ def _count_zeros(numbers: Tensor, x: Tensor, lost: Tensor | None) -> None:
 
 
 def _scaled(x: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what is to be rounded (fp32, of the shape of x), the scales of the blocks, and that of the whole matrix if it has one."""
+    """Return the scaled numbers before rounding (fp32, of the shape of x), the scales of the blocks, and the scale of the whole matrix if
+    it has one."""
     element, blocks = scaling.element, _blocked(x.float(), scaling.block)
     amax, of_all = _maxima(blocks, scaling, share)
     whole = None
@@ -150,12 +151,12 @@ def _scaled(x: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, T
 
 
 def largest(x: Tensor, scaling: Scaling) -> Tensor:
-    """The largest size in each block of x [..., rows, columns]: fp32 [..., blocks of rows, blocks of columns]."""
+    """The largest absolute value in each block of x [..., rows, columns]: fp32 [..., blocks of rows, blocks of columns]."""
     return _blocked(x, scaling.block).abs().amax((-3, -1)).float()
 
 
 def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor | None]:
-    """The largest size in each block, and that in each matrix where it has a scale, over all ranks that hold a part of them."""
+    """The largest absolute value in each block, and in each matrix with a scale, over all ranks that hold a part of them."""
     amax = blocks.abs().amax((-3, -1))
     if scaling.scale != "e4m3":
         return (amax if share is None else share(amax)), None
@@ -174,20 +175,21 @@ def _fp32(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """Divide fp32 numbers, rounded once: in fp64, because compiled fp32 division is not exact on GPUs (Triton's `div.full`). fp64 has more
-    than twice the bits, so that the second rounding changes nothing."""
+    """Divide fp32 numbers with a single rounding. The division is in fp64, because compiled fp32 division is not exact on GPUs (Triton's
+    `div.full`). fp64 has more than twice the bits, so that the second rounding changes nothing."""
     return a.double().div_(b.double()).float()
 
 
 def _two_levels(amax: Tensor, of_all: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factor of numbers before they are rounded; their block's scale, which is one of E4M3's numbers; and the matrix's scale."""
+    """Return the factor of numbers before rounding; their block's scale, an E4M3 number; and the matrix's scale."""
     by_all, whole = _fp32(of_all, element.largest * E4M3.largest)
     scales = rounded(amax.div(torch.full_like(amax, element.largest)) * by_all, E4M3)
     return torch.where(scales == 0, 0.0, by_all / scales), scales, whole
 
 
 def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[..., rows, columns] -> [..., blocks of rows, rows of one, blocks of columns, columns of one]; short blocks are filled with 0."""
+    """[..., rows, columns] -> [..., blocks of rows, rows of a block, blocks of columns, columns of a block]; short blocks are padded with
+    0."""
     rows, columns = block[0] or x.shape[-2] or 1, block[1] or x.shape[-1] or 1
     missing = -x.shape[-2] % rows, -x.shape[-1] % columns
     if any(missing):

@@ -1,4 +1,4 @@
-"""The recipes of narrow products, by which of a factor's numbers share a scale."""
+"""The recipes of narrow products, which differ in which numbers of a factor share a scale."""
 
 from megalith.kernels.elements import E2M1
 from megalith.kernels.narrow import Blocks, Narrow
@@ -6,8 +6,8 @@ from megalith.kernels.quantise import ALL
 
 
 class Blockwise(Narrow):
-    """FP8 in tiles (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): activations and gradients share a scale along the inner dim, 1 x 128;
-    weights in squares, 128 x 128, so that a weight has the same numbers in forward and backward. Scales are powers of two."""
+    """FP8 in tiles (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): activations and gradients share a scale in tiles of 1 x 128 along the
+    inner dim, weights in squares of 128 x 128, so that a weight has the same numbers in forward and backward. Scales are powers of two."""
 
     tile = 128
 
@@ -37,8 +37,9 @@ class Rowwise(Narrow):
 
 
 class Tensorwise(Narrow):
-    """A scale for each tensor of a microbatch, from the numbers that it has now (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
-    `tensorwise`), or that it had in earlier steps (`Narrow.remember`). Tokens of experts have one each, as in torch's grouped products."""
+    """A scale for each tensor of a microbatch, from its current numbers (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
+    `tensorwise`), or from its numbers in earlier steps (`Narrow.remember`). In experts, each token has a scale, as in torch's grouped
+    products."""
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:
@@ -46,16 +47,17 @@ class Tensorwise(Narrow):
 
 
 class Microscaled4(Blockwise):
-    """MXFP4 (OCP Microscaling Formats 1.0, section 6) with scales of weights in two dimensions, as NVIDIA 2025, arXiv:2509.25149, section
-    4.3 recommends for 4 bits: E2M1 with a power of two for 32 numbers along the inner dim, and for 32 x 32 of a weight."""
+    """MXFP4 (OCP Microscaling Formats 1.0, section 6) with scales of weights in two dimensions, as NVIDIA 2025, arXiv:2509.25149,
+    section 4.3 recommends for 4 bits: E2M1 with a power of two for each 32 numbers along the inner dim, and for each 32 x 32 numbers of
+    a weight."""
 
     tile = 32
     element = E2M1
 
 
 class NvFp4(Narrow):
-    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for 16 numbers along the inner dim, for 16 x 16 of a weight, and an
-    fp32 scale for the whole tensor of a microbatch. Tokens of experts have a scale each in place of the tensor's."""
+    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for each 16 numbers along the inner dim, or 16 x 16 numbers of a
+    weight, and an fp32 scale for the whole tensor of a microbatch. In experts, each token has an fp32 scale instead."""
 
     tile = 16
     element = E2M1

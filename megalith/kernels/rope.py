@@ -7,7 +7,8 @@ from torch import Tensor
 def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The last channels of x [batch, seq, heads, channels] rotated pairwise, with cos and sin fp32 [..., seq, 1, pairs].
 
-    Of the last 2 * pairs channels, i turns with i + pairs; those before them are passed on (DeepSeek-V2 rotates some channels only).
+    Of the last 2 * pairs channels, channel i rotates with i + pairs; the channels before them are unchanged (DeepSeek-V2 rotates some
+    channels only).
     """
     kept, turned = _split(x, cos)
     first, second = turned.float().chunk(2, dim=-1)
@@ -16,7 +17,7 @@ def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The same in half the passes over memory; the gradient is the rotation by the opposite angle."""
+    """`rotate_plain` with half the passes over memory; the gradient is the rotation by the opposite angle."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """The channels that are passed on, and those that are rotated."""
+    """Return the unchanged channels and the rotated ones."""
     turned = 2 * cos.shape[-1]
     assert x.shape[-1] >= turned, (x.shape, cos.shape)
     return x[..., : x.shape[-1] - turned], x[..., x.shape[-1] - turned :]
@@ -50,7 +51,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_rows(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """One sequence at a time: what lies between the passes stays in the cache."""
+    """Rotate one sequence at a time, so that intermediate numbers stay in the cache."""
     both = torch.cat((cos, cos), dim=-1)
     tables = [t.expand(x.shape[0], *t.shape[-3:]) for t in (both, sin)]
     for row, row_out, row_both, row_sin in zip(x, out, *tables, strict=True):
@@ -63,5 +64,5 @@ def _turn_rows(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_plain`, faster in eager mode; a compiler fuses the plain one better than this."""
+    """`rotate_plain`, faster in eager mode; a compiler fuses `rotate_plain` better than this."""
     return rotate_plain(x, cos, sin) if torch.compiler.is_compiling() else _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]

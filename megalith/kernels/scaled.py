@@ -1,7 +1,7 @@
-"""Products of factors in 8 bits, on GPUs that multiply them: torch's `scaled_mm`.
+"""Products of 8-bit factors on GPUs that support them, by torch's `scaled_mm`.
 
-`quantise` defines the codes here too: a compiler makes one pass over the numbers from it. Sums are the hardware's, rounded once: Hopper
-keeps about 14 bits within 128 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+`quantise` defines the codes here too; a compiler turns it into one pass over the numbers. The hardware adds up the products, and the sum is
+rounded once: Hopper keeps about 14 bits within 128 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from megalith.kernels.quantise import ALL, Scaling, Share, largest, quantise
 from megalith.spec.numbers import Granularity, aligned, multiplies_codes
 
 TILE = 128
-"""The only size of a tile that `scaled_mm` knows on Hopper."""
+"""The only tile size that `scaled_mm` supports on Hopper."""
 KINDS: dict[tuple[int, int], ScalingType] = {
     (ALL, ALL): ScalingType.TensorWise,
     (1, ALL): ScalingType.RowWise,
@@ -27,11 +27,11 @@ KINDS: dict[tuple[int, int], ScalingType] = {
 }
 """Block of a factor whose columns a product sums over -> torch's name for it."""
 GRANULARITY: dict[tuple[int, int], Granularity] = {(ALL, ALL): "tensor", (1, ALL): "row", (1, TILE): "tile"}
-"""Block of a product's first factor -> our name for it."""
+"""Block of a product's first factor -> Megalith's name for it."""
 PAIRS = {((ALL, ALL), (ALL, ALL)), ((1, ALL), (1, ALL)), ((1, TILE), (1, TILE)), ((1, TILE), (TILE, TILE))}
-"""Blocks of two factors that torch multiplies, the second one's columns summed over too."""
+"""Pairs of blocks that torch can multiply, given as if the product summed over the columns of both factors."""
 GRAPHS = 256
-"""How many combinations of formats, blocks and shapes the compiler keeps. Its own limit, 8, is fewer than a model has."""
+"""How many combinations of formats, blocks and shapes the compiler keeps. Its default limit, 8, is too low for a model."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Factor:
     scaling: Scaling
     """How numbers share scales."""
     share: Share | None = None
-    """How maxima are taken over the ranks that hold a part of its blocks; None: its blocks are whole here."""
+    """Takes maxima over the ranks that hold a part of its blocks; None: this rank has whole blocks."""
     down: bool = False
     """True if the product sums over its rows, otherwise over its columns."""
 
@@ -55,12 +55,12 @@ class Factor:
 
     @property
     def sizes(self) -> torch.Size:
-        """Size of the dim that stays, and of the one that is summed over."""
+        """Size of the dim that remains, and of the dim over which the product sums."""
         return self.numbers.shape[::-1] if self.down else self.numbers.shape
 
 
 def multiplies(a: Factor, b: Factor) -> bool:
-    """Return True if the device has a product of such factors in 8 bits."""
+    """Return True if the device has an 8-bit product of such factors."""
     formats = {factor.scaling.element.dtype for factor in (a, b)}
     if (
         not formats <= {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -90,14 +90,14 @@ def scaled_product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def coded(factor: Factor) -> tuple[Tensor, Tensor]:
-    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit those of `quantise`; the inner dim of the product is last."""
+    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit as from `quantise`; the inner dim of the product is last."""
     known = None if factor.share is None else factor.share(largest(factor.numbers, factor.scaling))
     encode = _encode if torch.compiler.is_compiling() else _compiled()
     return encode(factor.numbers, known, factor.scaling, factor.down)
 
 
 def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tuple[Tensor, Tensor]:
-    """`known`: the blocks' largest numbers over all ranks, if other ranks have a part of the blocks."""
+    """Encode x. `known`: the blocks' largest numbers over all ranks, if other ranks have a part of the blocks."""
     assert scaling.element.dtype is not None
     narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
     codes = narrow.codes.view(scaling.element.dtype)
@@ -137,7 +137,7 @@ def _shape(a: Tensor, a_scales: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 def _laid(scales: Tensor, kind: ScalingType, *, first: bool) -> Tensor:
-    """Return the scales of the first or second factor as cuBLAS reads them. It does not notice others."""
+    """Return the scales of the first or second factor in the layout that cuBLAS reads. cuBLAS does not detect another layout."""
     if kind == ScalingType.TensorWise:
         return scales.reshape(())
     if kind == ScalingType.RowWise:

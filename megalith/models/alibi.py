@@ -12,11 +12,11 @@ CHANNELS = 4
 
 
 class Alibi(nn.Module):
-    """Further channels of queries and keys whose products are the biases.
+    """Adds channels to queries and keys whose products are the biases.
 
-    A softmax does not change if a query's scores all change by the same number, so slope * (j - i) is as good as slope * j. Key j gets
-    its position in two numbers that any format holds exactly, and a query gets the slope as the sum of two numbers, which makes four
-    products. So every kernel and every exchange of keys computes these biases as it computes scores.
+    A softmax does not change if a query's scores all change by the same number, so slope * j can stand for slope * (j - i). Key j's
+    position is split into two numbers that any format holds exactly, and the query's slope into two numbers as well, so four products add
+    up to the bias. Thus every attention kernel, also under context parallelism, computes the biases as a part of its scores.
     """
 
     def __init__(self, heads: int, scale: float) -> None:
@@ -42,8 +42,8 @@ class Alibi(nn.Module):
         )
 
     def slopes(self, device: torch.device) -> Tensor:
-        """Return the slopes of this rank's heads: fp64 [heads]. Powers of two in even steps down to 2^-8; heads beyond a power of two
-        have slopes between those of the first ones."""
+        """Return the slopes of this rank's heads: fp64 [heads]. They are a geometric sequence down to 2^-8; if the number of heads is not a
+        power of two, the remaining heads get slopes between those."""
         even = 1 << floor(log2(self.heads))
         first = torch.arange(1, even + 1, dtype=torch.float64, device=device) * (-8 / even)
         others = (2 * torch.arange(self.heads - even, dtype=torch.float64, device=device) + 1) * (-4 / even)

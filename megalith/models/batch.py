@@ -1,4 +1,4 @@
-"""Facts about the tokens at work that every part of a model may read."""
+"""Data about the tokens of the current microbatch that every part of a model may read."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ SegmentLengths = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it.
+    """One microbatch. Tensors are [batch, seq]. A part of the model that needs none of them ignores the batch.
 
-    Under context parallelism a rank has its part of each sequence, and `segments` still describes whole sequences.
+    Under context parallelism the tensors cover this rank's part of each sequence, but `segments` describes whole sequences.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""One block of a model: a part that mixes tokens, mostly the attention below, a part that works on each token alone, or both."""
+"""One block of a model: a mixer of tokens (in most models attention), an MLP that works on each token alone, or both."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, M
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention. Heads are inferred (-1), so a copy that holds a share of the heads runs the same code."""
+    """Grouped-query causal attention. The number of heads is inferred (-1), so a rank with a share of the heads runs the same code."""
 
     def __init__(self, dim: int, spec: AttentionSpec, rope_slot: int = 0) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _mlp(dim: int, spec: MlpSpec | MoeSpec) -> nn.Module:
 class Block(nn.Module):
     """Pre-norm: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is attention or Mamba-2, and either half may be missing.
 
-    Parallel (Wang & Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm(x)), of one norm. With post-norms, the outputs of
+    Parallel (Wang & Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm(x)), with one norm for both. With post-norms, the outputs of
     attention and the MLP are normalised too.
     """
 
@@ -86,7 +86,7 @@ class Block(nn.Module):
         return x if self.mlp is None else self.join(x, self.mlp(normal, batch))
 
     def attend(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x plus the mixer's output, and the input of the MLP."""
+        """Return two tensors: x plus the mixer's output, and the input of the MLP."""
         normal = x
         if self.attention is not None:
             normal = _through(self.attention_norm, x)
@@ -96,7 +96,7 @@ class Block(nn.Module):
         return x, normal if self.mlp_norm is None else self.mlp_norm(x)
 
     def join(self, x: Tensor, out: Tensor) -> Tensor:
-        """x with the MLP's output added."""
+        """Return x plus the MLP's output `out`."""
         return x + self._factor(_through(self.mlp_post_norm, out))
 
     def _factor(self, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The core of attention, between the projections: a seam that context parallelism and key-value caches swap."""
+"""The core of attention, between the projections; context parallelism and key-value caches replace it."""
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,12 @@ WHOLE = 128  # rows of so many tokens, or a multiple, fill the blocks of any ker
 
 
 class CausalCore(nn.Module):
-    """softmax(scale q kᵀ) v over the past: no seq x seq matrix, no dense mask. `scale` is 1 / sqrt(channels of q) unless given.
+    """softmax(scale q kᵀ) v over past tokens, computed without a seq x seq matrix or a dense mask. The default `scale` is 1 / sqrt(channels
+    of q).
 
-    With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral
-    7B, Jiang et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2,
-    Grok-1). With `batch.segments` tokens attend only to their own document. v may have other channels than q and k (multi-head
-    latent
+    With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral 7B, Jiang
+    et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2, Grok-1). With
+    `batch.segments` tokens attend only to their own document. v may have a different number of channels than q and k (multi-head latent
     attention).
     """
 
@@ -49,7 +49,7 @@ class CausalCore(nn.Module):
 
     @torch.compiler.disable  # which pairs there are differs from batch to batch
     def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths | None, scale: float) -> Tensor:
-        """Compute attention that torch's fused kernels do not offer: bands of a window, and capped scores."""
+        """Compute attention that torch's fused kernels do not offer: sliding windows and capped scores."""
         if self.softcap is None and self.window is not None and segments is not None and self.window >= max(map(max, segments)):
             return attend_segments(q, k, v, segments, scale)  # pyright: ignore[reportCallIssue]
         here = ((0, q.shape[2]),)
@@ -57,13 +57,13 @@ class CausalCore(nn.Module):
         return attention(q, k, v, rows=rows, kernel=kernel_for(q, v, self.softcap), scale=scale)
 
     def scale_of(self, q: Tensor) -> float:
-        """Return the factor of the scores of q [..., channels]."""
+        """Return the factor that multiplies the scores of q [..., channels]."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of [batch, heads, seq, channels] by the fastest kernel; k and v may have fewer heads, each serving a run of
-    q's, and v other channels."""
+    """Causal attention of [batch, heads, seq, channels] by the fastest kernel. k and v may have fewer heads than q, each shared by
+    consecutive heads of q; v may have another number of channels."""
     channels, of_v = q.shape[-1], v.shape[-1]
     scale = float(channels**-0.5) if scale is None else scale
     if pays(q):
@@ -83,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
 def attend_segments(q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths, scale: float | None = None) -> Tensor:
-    """Causal attention inside each piece of each row: in one call if a kernel supports segments; otherwise rows with the same
+    """Causal attention inside each segment of each row. It takes one call if a kernel supports segments; otherwise rows with the same
     segments share their calls."""
     assert len(segments) == q.shape[0] and all(sum(row) == q.shape[2] for row in segments), (segments, q.shape)
     if flash_takes(q, v):

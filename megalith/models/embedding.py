@@ -13,16 +13,16 @@ from megalith.spec.model import EmbeddingSpec
 
 
 class Lookup(nn.Module):
-    """Rows of a table. A seam: vocabulary parallelism swaps it."""
+    """Rows of a table. Vocabulary parallelism replaces this module."""
 
     def forward(self, tokens: Tensor, weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "batch seq dim"]:
         return F.embedding(tokens, weight)
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled, plus a learned vector for each position, and then a norm, if the model has them; its input is the tokens.
+    """Token embedding with optional scale, learned position vectors and norm; the input is token ids.
 
-    It is linear in its tables up to the norm, so ranks that hold some rows of each add up to the whole.
+    Before the norm the output is linear in the tables, so the outputs of ranks that hold different rows add up to the whole.
     """
 
     positions: nn.Parameter | None

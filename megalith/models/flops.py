@@ -15,14 +15,14 @@ CONVENTION = (
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Operations a token of training in sequences of `seq_len`, traced on the meta device, where nothing is computed."""
+    """Training FLOPs per token in sequences of `seq_len`, traced on the meta device, which computes nothing."""
     distinct = {block: (spec.blocks.count(block), 1 + spec.blocks.index(block)) for block in set(spec.blocks)}
     blocks = sum(count * _trace(spec, part, seq_len) for count, part in distinct.values())
     return (blocks + _trace(spec, len(spec.part_names) - 1, seq_len)) / seq_len
 
 
 def _trace(spec: ModelSpec, part: int, seq_len: int) -> int:
-    """Operations of one part's forward and backward on one sequence."""
+    """FLOPs of one part's forward and backward on one sequence."""
     with torch.device("meta"):
         stage = Stage(spec, part, part + 1)
         x = torch.empty(1, seq_len, spec.dim, requires_grad=True)

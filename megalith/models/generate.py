@@ -1,4 +1,4 @@
-"""Writing text with a whole model on one device, a token at a time, keys and values kept where attention alone mixes tokens."""
+"""Text generation, token by token, with a whole model on one device. Keys and values are cached if only attention mixes tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from megalith.models.stage import Stage
 
 
 class CachedCore(nn.Module):
-    """`core` over all tokens seen so far, keys and values kept as far back as it sees. The first call reads the prompt, later ones a
-    token each."""
+    """Runs `core` with a cache of the keys and values that it can still attend to. The first call reads the prompt, each later call one
+    token."""
 
     def __init__(self, core: CausalCore) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Up to `tokens` token ids after `prompt` (at least one id), one by one; ends early after `stop`. Temperature 0 takes the most
+    """Yield up to `tokens` token ids that follow `prompt` (at least one id); end early after the token `stop`. Temperature 0 takes the most
     likely token each time (greedy). `top_k` and `top_p` (nucleus, Holtzman et al. 2020) limit the choice.
 
-    A model with Mamba-2, or with an own attention that does not declare `core = True`, keeps no keys and values: it reads all tokens again
-    for each new one.
+    A model with Mamba-2, or with a user's own attention that does not declare `core = True`, caches no keys and values: it reads all tokens
+    again for each new one.
 
-    Raises ValueError for an empty prompt, or for more tokens than the model's context.
+    Raises ValueError if the prompt is empty, or if the prompt and the new tokens exceed the model's context.
     """
     if not prompt:
         raise ValueError("an empty prompt: give at least one token (the end-of-text token begins a new document)")
@@ -90,7 +90,7 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
-    """One token from [vocab] logits."""
+    """Choose one token from [vocab] logits."""
     if temperature == 0:
         return int(logits.argmax())
     values, order = (logits / temperature).sort(descending=True)

@@ -17,10 +17,10 @@ from megalith.spec.model import EmbeddingSpec, HeadSpec, MtpSpec
 
 
 class CrossEntropy(nn.Module):
-    """Mean next-token loss over the run's valid targets. A seam: vocabulary parallelism swaps it.
+    """Mean next-token loss over the run's valid targets. Vocabulary parallelism replaces this module.
 
-    `multiply` computes the products with the weight; `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`.
-    `of_token`: a user's own loss of a token, if the run has one.
+    `multiply` computes the products with the weight; `logit_scale` and `softcap` are passed to `kernels.cross_entropy.finish`. `of_token`:
+    the user's own loss function for a token, if the run has one.
     """
 
     of_token: TokenLoss | None = None
@@ -71,8 +71,8 @@ class Output(nn.Module):
 
 
 class MtpModule(nn.Module):
-    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the previous depth's output for each
-    token and the embedding of a later token pass through one more block. The embedding's table is the model's own."""
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the previous depth's output for each token and the
+    embedding of a later token pass through one more block. All depths share the model's embedding table."""
 
     def __init__(self, dim: int, spec: MtpSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class MtpModule(nn.Module):
         self.norm = norm(dim, spec.block.norm)
 
     def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        """`hidden` is normalised, as for the output; so is the result. `tokens` [batch, seq] are the later tokens."""
+        """`hidden` and the result are normalised like the input of the output projection. `tokens` [batch, seq] are the later tokens."""
         embedded = self.norm_embedding(self.embedding(tokens, batch))
         x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights
         return self.norm(self.block(self.project(x), batch))
 
 
 class Head(nn.Module):
-    """Final norm and output; with `spec.ahead`, the losses of multi-token prediction are part of the objective (never of the nll)."""
+    """Final norm and output; with `spec.ahead`, the losses of multi-token prediction are added to the objective, but not to the nll."""
 
     def __init__(self, dim: int, spec: HeadSpec, embedding: EmbeddingSpec, rope_slot: int = 0) -> None:
         """`rope_slot`: the index in `batch.rotary` of the angles that the blocks of `spec.ahead` use."""
@@ -111,8 +111,8 @@ class Head(nn.Module):
         return Loss(out.objective + self.ahead_weight / len(self.ahead) * self._ahead(x, batch), out.nll)
 
     def _ahead(self, x: Tensor, batch: Batch) -> Tensor:
-        """The sum of the losses of multi-token prediction: each depth takes the output of the one before, and the tokens one place
-        later."""
+        """The sum of the losses of multi-token prediction. Each depth takes the previous depth's output, and tokens shifted by one more
+        position."""
         assert batch.ahead is not None and batch.ahead_targets is not None
         assert len(batch.ahead) == len(batch.ahead_targets) == len(self.ahead), (batch.ahead.shape, len(self.ahead))
         total = torch.zeros((), device=x.device)

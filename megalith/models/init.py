@@ -21,13 +21,14 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one named thing of a run."""
+    """A 63-bit seed for one random stream of a run: a parameter, sample or step, by its name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The experts of a layer that a rank holds, from `first`, and its part of each: `part` of `parts` along `dim` of its matrix."""
+    """The experts of a layer that a rank holds, beginning with expert `first`. It holds part number `part` of `parts` of each matrix, along
+    `dim`."""
 
     first: int
     dim: int = 0
@@ -39,12 +40,10 @@ class HeldExperts:
 def initialise(
     part: nn.Module, *, name: str, spec: ModelSpec, seed: int, held: Mapping[nn.Parameter, HeldExperts] | None = None
 ) -> None:
-    """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
-    the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). The other parameters of Mamba-2 start as
-    in its own code (RATES). Own parts declare theirs. Each expert is drawn separately, so a rank draws only its own experts;
-    `held`: the numbers
-    of these experts."""
+    """Give a plain part its first values: a factor of 1 in norms, 0 in biases and buffers, N(0, init_std²) in matrices. Matrices that write
+    to the residual stream use init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
+    §2.3). `spec.families.parametrization` may scale these deviations. The other parameters of Mamba-2 start as in its authors' code
+    (RATES). A user's own parts declare their first values. Each expert is drawn separately, so a rank draws only the experts in `held`."""
     tied, declared = tied_names(spec), dict[str, First]()
     for path, module in part.named_modules():
         if (own := declaration(module)) is not None:
@@ -74,7 +73,7 @@ def initialise(
 
 
 def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: int) -> None:
-    """Give a declared parameter of an own part its first values."""
+    """Give a declared parameter of a user's own part its first values."""
     if first in ("ones", "zeros"):
         parameter.fill_(float(first == "ones"))
     else:
@@ -92,8 +91,8 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "step": _step,
     "skip": torch.ones_like,
 }
-"""First values of a head's `Rates` from numbers drawn evenly from [0, 1), as in mamba_ssm/modules/mamba2.py: rates of decay between 1 and
-16, and the input itself added to what the state gives."""
+"""First values of a head's `Rates` from numbers drawn evenly from [0, 1), as in mamba_ssm/modules/mamba2.py: decay rates between 1 and 16,
+and a factor of 1 for the input that bypasses the state."""
 
 
 def _uniform(like: Tensor, name: str, *, seed: int) -> Tensor:
@@ -105,7 +104,7 @@ def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
 
 
 def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, seed: int) -> None:
-    """Draw one expert's whole matrix, and keep this part of it."""
+    """Draw one expert's whole matrix, and keep this rank's part."""
     sizes = list(matrix.shape)
     sizes[held.dim] *= held.parts
     whole = matrix if held.parts == 1 else matrix.new_empty(sizes)
@@ -124,7 +123,7 @@ def _spread(name: str, spec: ModelSpec) -> float:
 
 
 def _hidden(spec: ModelSpec, *, residual: bool) -> float:
-    """Standard deviation of a matrix inside a block. `residual`: it writes to the residual stream."""
+    """Standard deviation of a matrix inside a block. `residual`: the matrix writes to the residual stream."""
     std = spec.init_std / math.sqrt(spec.scaling.width) if spec.scaling.width != 1.0 else spec.init_std
     layers = spec.scaling.base_layers or len(spec.blocks)  # else a factor on each block's output makes up for depth
     return std / math.sqrt(2 * max(1, layers)) if residual else std

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in the form it is trained in: keys and values expanded."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its training form, with expanded keys and values."""
 
 import torch
 from jaxtyping import Float
@@ -14,12 +14,11 @@ from megalith.spec.model import LatentAttentionSpec
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads come from one small latent vector a token, and so may the queries.
+    """Keys and values of all heads come from one small latent vector per token; queries may come from another.
 
-    A head's query and key have `nope_dim` channels without rotation, followed by `rope_dim` rotated ones; all heads share the
-    rotated
-    part of the key. Heads are inferred (-1), so a copy that holds a share of the heads runs the same code; the projection down to
-    the latents (`q_down`, `kv_down` and the norms) is whole in every copy.
+    A head's query and key have `nope_dim` channels without rotation, followed by `rope_dim` rotated ones; all heads share the rotated part
+    of the key. The number of heads is inferred (-1), so a rank with a share of the heads runs the same code. Every rank has the whole
+    projection down to the latents (`q_down`, `kv_down` and the norms).
     """
 
     def __init__(self, dim: int, spec: LatentAttentionSpec, rope_slot: int = 0) -> None:
@@ -45,12 +44,12 @@ class LatentAttention(nn.Module):
         return self.out(self.attend(source, self.kv_down(x), batch).flatten(-2))
 
     def attend(self, source: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """Attention from what `expand` takes: a seam that recomputation of queries, keys and values swaps."""
+        """Attention on the inputs of `expand`. Recomputation of queries, keys and values replaces this method."""
         return self.core(*self.expand(source, latent, batch), batch)
 
     def expand(self, source: Tensor, latent: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [batch, seq, heads, channels]. `source`: the queries' latents, or the layer's input if they have none;
-        `latent`: those of keys and values, followed by the key's shared channels."""
+        `latent`: the latents of keys and values, followed by the key's shared channels."""
         spec, (cos, sin) = self.spec, batch.rotary[self.rope_slot]
         q = self.q(source) if spec.q_rank is None else self.q_up(self.q_norm(source))
         q = q.unflatten(-1, (-1, spec.nope_dim + spec.rope_dim))

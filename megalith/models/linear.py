@@ -7,10 +7,10 @@ from megalith.kernels.multiply import Multiply
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, except that `multiply` computes its products: a seam, which recipes and overlap swap. No bias unless asked for.
+    """torch's linear layer, except that `multiply`, which recipes and overlap replace, computes its products. It has no bias by default.
 
-    A copy that holds a share of a layer may compute the outputs `rows` alone, or leave the bias to the function that adds up its
-    partial sums.
+    A rank with a share of a layer may compute only the outputs `rows`, or leave the bias to the function that adds up the ranks' partial
+    sums.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:

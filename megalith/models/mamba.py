@@ -13,7 +13,7 @@ Documents = Int[Tensor, "batch seq"]
 
 
 class CausalConv(nn.Module):
-    """Each channel's sum of its last `width` values, weighted, plus a bias; values before the token's document do not count."""
+    """Weighted sum of each channel's last `width` values, plus a bias. Values from before the token's document do not count."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class CausalConv(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of x silu(gate), in fp32, over `width` neighbouring channels each: a group's, so that a share of the groups runs
-    the same code."""
+    """RMS norm of x silu(gate), in fp32, over the `width` channels of each group, so that a rank with a share of the groups runs the same
+    code."""
 
     def __init__(self, channels: int, width: int, eps: float) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class Rates(nn.Module):
 
 
 class MambaCore(nn.Module):
-    """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a copy that holds a share of the
-    groups and their heads runs the same code; with `batch.segments` each document begins with an empty state."""
+    """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a rank with a share of the groups and
+    their heads runs the same code. With `batch.segments` each document begins with an empty state."""
 
     def __init__(self, spec: MambaSpec) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class MambaCore(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba-2's layer. Other programs have one projection for all inputs. Here they are separate, so that every matrix is split
-    by heads or groups."""
+    """Mamba-2's layer. Other implementations have one projection for all inputs. Here the projections are separate, so that each can be
+    split by heads or groups."""
 
     def __init__(self, dim: int, spec: MambaSpec) -> None:
         super().__init__()
@@ -122,8 +122,9 @@ def ssd(
     chunk: int,
     documents: Documents | None = None,
 ) -> Float[Tensor, "batch seq heads channels"]:
-    """y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t, for any `chunk` (section 6 of the paper): inside a chunk
-    as attention without softmax, between chunks by their states. h begins at 0, in every document anew; heads of a group share b and c.
+    """Return y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t (section 6 of the paper). Inside a chunk, of any
+    length `chunk`, it is computed as attention without softmax; between chunks, states are passed on. h begins at 0 in every document.
+    Heads of a group share b and c.
     """
     seq, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, seq)
@@ -151,8 +152,8 @@ def ssd(
 
 
 def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
-    """Return the initial state of each chunk: the chunks' own `states` [batch chunks groups heads channels state] added up, of which each
-    chunk leaves `kept` [batch chunks groups heads]."""
+    """Return the initial state of each chunk: the sum of the earlier chunks' `states` [batch chunks groups heads channels state]. Each
+    chunk in between multiplies the sum by its `kept` [batch chunks groups heads]."""
     held, found = torch.zeros_like(states[:, 0]), []
     for number in range(states.shape[1]):
         found.append(held)
@@ -161,7 +162,7 @@ def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, chunk: int, mode: str = "constant") -> Tensor:
-    """[batch, seq, ...] -> [batch, chunks, chunk, ...]: the end filled with zeros, or with the last value."""
+    """[batch, seq, ...] -> [batch, chunks, chunk, ...], padded at the end with zeros, or with the last value."""
     more = -x.shape[1] % chunk
     if more:
         end = x[:, -1:].expand(-1, more, *x.shape[2:]) if mode == "replicate" else x.new_zeros(x.shape[0], more, *x.shape[2:])

@@ -1,5 +1,4 @@
-"""Mixture of experts, in steps that pass only tensors. The dispatch of tokens to experts is a seam: expert parallelism swaps
-it."""
+"""Mixture of experts, in steps that pass only tensors to each other. Expert parallelism replaces the dispatch of tokens to experts."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,7 +22,8 @@ from megalith.spec.model import MlpSpec, MoeSpec
 
 
 class Experts(nn.Module):
-    """Experts side by side: down(activation(gate x) * up x) each, or down(activation(up x)). A rank may hold some, or a part of each."""
+    """Several experts: each computes down(activation(gate x) * up x) or down(activation(up x)). A rank may hold some experts, or a part of
+    each."""
 
     gate: nn.Parameter | None
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, rows: Float[Tensor, "rows dim"], sizes: Sizes) -> Float[Tensor, "rows dim"]:
-        """`rows` of the first expert, then of the second, ...; `sizes` of each."""
+        """`rows`: the first expert's rows, then the second's, and so on; `sizes`: the number of rows for each expert."""
         up = self.multiply(rows, self.up, sizes=sizes)
         inner = self.multiply.activated(
             self.activation, None if self.gate is None else self.multiply(rows, self.gate, sizes=sizes), up
@@ -66,7 +66,8 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Routing data of one microbatch's rows: `rows` this rank sends, `sizes` of the experts' parts of the received rows."""
+    """Routing data of one microbatch's rows: the number of `rows` that this rank sends, and the `sizes` of the experts' parts of the
+    received rows."""
 
     rows: int
     sizes: Sizes
@@ -109,7 +110,7 @@ class TokenDispatcher(Protocol):
         ...
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Apply this rank's experts to the received rows; the results have the order of the rows."""
+        """Apply this rank's experts to the received rows; the results are in the order of the rows."""
         ...
 
 
@@ -166,7 +167,7 @@ def _packed(rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: 
 
 
 class _Packed(torch.autograd.Function):
-    """Dispatch in 8 bits. Gradients ignore the rounding, and are sent in their own format: in 8 bits they would cost accuracy."""
+    """Dispatch in 8 bits. Gradients ignore the rounding and are sent in their own format, because 8 bits would cost accuracy."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> Tensor:
@@ -179,7 +180,7 @@ class _Packed(torch.autograd.Function):
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """The sums of tokens' results, whose gradients are rounded as if they were sent in 8 bits."""
+    """Returns the tokens' sums unchanged. Backward rounds their gradients as if they were sent in 8 bits."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, scaling: Scaling) -> Tensor:
@@ -202,11 +203,11 @@ class Destinations:
 
 
 class Moe(nn.Module):
-    """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full skips it.
+    """The weighted sum of each token's `active` experts, plus a shared expert if the model has one. A token skips an expert that is full.
 
-    The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows are in flight:
-    `route`, `enter` and `plan_dispatch` (attention's side), `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, `leave`;
-    `shared_expert` whenever there is time; in backward, `start_combine_backward`. A dispatch is the backward of a combine, and vice versa.
+    An executor may run each step of `forward` in its own autograd graph, and other work while rows are in flight. The steps: `route`,
+    `enter` and `plan_dispatch` (attention's side), `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, `leave`;
+    `shared_expert` at any time; in backward, `start_combine_backward`. A dispatch is the backward of a combine, and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:
@@ -264,14 +265,14 @@ class Moe(nn.Module):
         return Destinations(order, weights, batch, traffic)
 
     def _tokens_of(self, work: Tokens, seq: int, order: Order, traffic: Traffic) -> Tensor:
-        """The number of each row's token, for the rows that this rank's experts compute."""
+        """Return the number of the token of each row that this rank's experts compute."""
         spans = (torch.arange(span.start, span.stop, device=work.samples.device) for span in self.sets.spans(seq))
         numbers = self.sets.own(replace(work, positions=torch.cat([*spans])).numbers)
         return self.dispatcher.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Send rows [sent, dim] to the ranks of their experts, in the format in which the experts round them. Differentiable:
-        gradients are those of the received rows, and are sent in the wide format."""
+        """Send rows [sent, dim] to the ranks of their experts, in the format to which the experts round them. Differentiable: the gradients
+        of the received rows are sent back in the wide format."""
         scaling = self.experts.multiply.dispatched_as
         if scaling is None:
             return self.dispatcher.dispatch(rows, traffic)
@@ -289,8 +290,8 @@ class Moe(nn.Module):
         return self.dispatcher.run(self.experts, rows, destinations.traffic)
 
     def start_combine_backward(self, grads: Tensor, traffic: Traffic) -> Pending:
-        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format. Without
-        autograd."""
+        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format for gradients.
+        Without autograd."""
         scaling = self.experts.multiply.gradients_dispatched_as
         return (
             self.dispatcher.start_dispatch(grads, traffic)
@@ -299,8 +300,8 @@ class Moe(nn.Module):
         )
 
     def finish_combine(self, rows: Tensor, destinations: Destinations) -> Tensor:
-        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as
-        `start_combine_backward` sends them: all copies of a token have the same."""
+        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as `start_combine_backward` sends
+        them, so all copies of a token get the same gradient."""
         tokens, scaling = (
             self.unpermute(rows, destinations.weights, destinations.order),
             self.experts.multiply.gradients_dispatched_as,
@@ -313,7 +314,7 @@ class Moe(nn.Module):
         return self.dispatcher.leave(tokens.unflatten(0, (destinations.batch, -1)))
 
     def shared_expert(self, x: Tensor) -> Tensor | None:
-        """The shared expert's part [batch, seq, dim], if there is one."""
+        """The shared expert's output [batch, seq, dim]; None without a shared expert."""
         if self.shared is None:
             return None
         out = self.shared(x)

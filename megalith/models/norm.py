@@ -13,7 +13,7 @@ from megalith.spec.model import NormSpec
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang & Sennrich 2019), the mean in fp32.
 
-    With `offset` the factor is 1 + weight, in fp32: bf16 could not tell 1 from factors near it (Gemma).
+    With `offset` the factor is 1 + weight, in fp32: bf16 would round factors near 1 to 1 (Gemma).
     """
 
     def __init__(self, dim: int, eps: float, offset: bool = False) -> None:
@@ -29,9 +29,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016); the bias if asked for.
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016). The bias is optional.
 
-    With `offset` the factor is 1 + weight, and all is computed in fp32: bf16 could not tell 1 from factors near it (Nemotron-4).
+    With `offset` the factor is 1 + weight, and all is computed in fp32: bf16 would round factors near 1 to 1 (Nemotron-4).
     """
 
     bias: nn.Parameter | None

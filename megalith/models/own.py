@@ -1,4 +1,4 @@
-"""A user's own part of a block as a module: built from its row, and checked against the row's declaration."""
+"""Builds the module of a part of a block that the user wrote, and checks it against the part's declaration."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from megalith.spec.parts import PARTS, PartKind, Tensor, declared
 
 
 class OwnModule:
-    """The declaration of an own part, kept with its module."""
+    """The declaration of a user's own part, kept with the part's module."""
 
     def __init__(self, name: str, kind: PartKind, tensors: tuple[Tensor, ...]) -> None:
         self.name, self.kind = name, kind
@@ -18,15 +18,15 @@ class OwnModule:
 
     @property
     def cuts(self) -> bool:
-        """True if tensor ranks cut any of its parameters."""
+        """True if tensor parallelism splits any of the part's parameters."""
         return any(each.cut for each in self.tensors.values())
 
 
 def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
-    """Build an own part; `more` follows `dim` and `spec` in the call of its class.
+    """Build a user's own part. Its class is called with `dim`, `spec` and `more`, in this order.
 
-    Raises own.OwnPartError for a module whose parameters are not the declared ones, or that has buffers. Raises AbsentError if no command
-    has imported the part."""
+    Raises own.OwnPartError if the module's parameters are not the declared ones, or if it has buffers. Raises AbsentError if the part has
+    not been imported."""
     row, tensors = PARTS[name], declared(name, dim, spec)
     make: Any = own.load(row.module)
     try:
@@ -34,7 +34,7 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
     except Exception as error:  # the user's own code runs
         raise own.OwnPartError(f"{row.module} cannot be made for dim = {dim}: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise own.OwnPartError(f"{row.module} makes a {type(module).__name__}, and a torch.nn.Module is needed")
+        raise own.OwnPartError(f"{row.module} returns a {type(module).__name__}; return a torch.nn.Module")
     made = [(path, tuple(parameter.shape)) for path, parameter in module.named_parameters()]
     stated = [(each.name, each.shape) for each in tensors]
     if made != stated:
@@ -47,16 +47,17 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
         )
     if buffers := [path for path, _ in module.named_buffers()]:
         raise own.OwnPartError(
-            f"{row.module} has buffers ({', '.join(buffers)}), which no checkpoint of a part holds: compute them in forward"
+            f"{row.module} has buffers ({', '.join(buffers)}), which checkpoints do not hold: compute them in forward"
         )
     core = getattr(module, "core", None)
     if row.core and not isinstance(core, CausalCore):
         raise own.OwnPartError(
-            f"{name} says core = True, and {row.module} has no attribute core that is a megalith.models.core.CausalCore"
+            f"{name} says core = True, but {row.module} has no attribute core of class "
+            "megalith.models.core.CausalCore: add it, or say core = False"
         )
     if row.core and type(core) is not CausalCore:
         raise own.OwnPartError(
-            f"{name} says core = True, and the core of {row.module} is a {type(core).__name__}: a subclass computes something else, which "
+            f"{name} says core = True, but the core of {row.module} is a {type(core).__name__}: a subclass computes something else, which "
             "context ranks and generation would leave out: say core = False"
         )
     module.declared = OwnModule(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
@@ -64,13 +65,13 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
 
 
 def declaration(module: nn.Module) -> OwnModule | None:
-    """Return the declaration of an own part; None for any other module."""
+    """Return the declaration of a user's own part; None for any other module."""
     found = vars(module).get("declared")
     return found if isinstance(found, OwnModule) else None
 
 
 def mixes_in_core(attention: nn.Module) -> bool:
-    """True if tokens see each other only through `attention.core`, so that the core may be replaced: Megalith's own attention, or
-    an own part that declares `core`."""
+    """True if tokens see each other only through `attention.core`, so that the core may be replaced: Megalith's own attention, or a user's
+    own part that declares `core`."""
     found = declaration(attention)
     return found is None or PARTS[found.name].core

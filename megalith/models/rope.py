@@ -9,7 +9,7 @@ from megalith.spec.model import LinearScaling, RopeScaling, RopeSpec, YarnScalin
 
 
 def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians a position turns each channel pair by: fp64 [head_dim / 2] on the CPU, with the spec's scaling."""
+    """The angle, in radians, by which each position rotates each channel pair: fp64 [head_dim / 2] on the CPU, with the spec's scaling."""
     plain = spec.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     match spec.scaling:
         case None:
@@ -23,7 +23,7 @@ def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: wavelengths beyond the first context are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones stay, and those between are interpolated."""
     turns = scaling.original_context * plain / (2 * math.pi)  # turns each pair makes within the first context
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -31,13 +31,13 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): pairs that make more than `beta_fast` turns within the first context are kept, those that
-    make fewer than `beta_slow` slowed by `factor`; between them a ramp over the pairs' numbers, its ends rounded outwards to whole
-    pairs as in the released code."""
+    """YaRN (arXiv:2309.00071, section 3.2): channel pairs that make more than `beta_fast` turns within the original context stay, and pairs
+    that make fewer than `beta_slow` are slowed by `factor`. Between them the factor follows a ramp over pair numbers. The ramp's ends are
+    rounded outwards to whole pairs, as in the released code."""
     channels = 2 * len(plain)
 
     def pair(turns: float) -> float:
-        """The number of the pair that makes this many turns within the first context."""
+        """The number of the pair that makes this many turns within the original context."""
         return channels * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), channels - 1)
@@ -47,7 +47,7 @@ def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def magnitude(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
-    """Factor of the rotated channels of queries and keys (YaRN's temperature, in the ratio of DeepSeek-V2's two `mscale`s)."""
+    """Factor of the rotated channels of queries and keys: YaRN's temperature, as the ratio of DeepSeek-V2's two `mscale`s."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
@@ -67,7 +67,8 @@ def _mscale(factor: float, weight: float) -> float:
 def tables(spec: RopeSpec, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's angles: fp32 [..., seq, 1, head_dim / 2], ready to rotate [..., seq, heads, head_dim].
 
-    Angles are formed in fp32 from fp32 frequencies, as the published weights were trained. YaRN's `magnitude` is in both tables.
+    Angles are formed in fp32 from fp32 frequencies, as the published weights were trained. Both tables are multiplied by YaRN's
+    `magnitude`.
     """
     turn = frequencies(spec, head_dim).to(positions.device, torch.float32)
     angles = (positions.to(torch.float32).unsqueeze(-1) * turn).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Router: the experts of a token, their weights, and the balance of their load."""
+"""Router: chooses and weights the experts of each token, and balances the experts' loads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,15 +32,15 @@ class BalanceSets(Protocol):
     sequence_ranks: int  # ranks that have a part each of every sequence
 
     def over_sequence(self, counts: Tensor) -> Tensor:
-        """Counts [batch, experts] of this rank's part of each sequence -> of the whole sequences."""
+        """Turn counts [batch, experts] of this rank's part of each sequence into counts of the whole sequences."""
         ...
 
     def over_batch(self, counts: Tensor) -> Tensor:
-        """Counts [experts] of this rank's part of the microbatch -> of microbatch i of all data ranks."""
+        """Turn counts [experts] of this rank's part of a microbatch into counts of the same microbatch of all data ranks."""
         ...
 
     def spans(self, seq: int) -> tuple[range, ...]:
-        """Positions in their sequence of this rank's `seq` tokens, in order."""
+        """Positions of this rank's `seq` tokens within the sequence, in order."""
         ...
 
     def earlier(self, choices: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class BalanceSets(Protocol):
         ...
 
     def own(self, choices: Tensor) -> Tensor:
-        """Select the tokens of [batch, seq, ...] that no other rank counts."""
+        """Select the tokens of [batch, seq, ...] that this rank counts and no other."""
         ...
 
 
@@ -75,7 +75,7 @@ class LocalBalanceSets:
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """One routing of one microbatch, for comparing two runs: choices that differ although `margins` are wide are an error."""
+    """The routing of one microbatch, to compare two runs: a choice that differs despite a wide margin is an error."""
 
     batch: Batch
     choices: Tensor  # [batch, seq, active], ascending
@@ -87,13 +87,13 @@ class Router(nn.Module):
     experts by these scores.
 
     - Switch (arXiv:2101.03961): softmax, the best expert, weighted by its probability; `capacity` an expert and sequence.
-    - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two, which is the softmax over all, normalised.
-    - DeepSeek-V2 (arXiv:2405.04434): softmax; experts from the `active_groups` groups whose best expert is best.
-    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that is added for choosing only, and that each step moves towards
-      even loads; groups by the sum of their two best; weights normalised, then scaled.
+    - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two experts, which equals the softmax over all experts, normalised.
+    - DeepSeek-V2 (arXiv:2405.04434): softmax; experts from the `active_groups` groups whose best experts score highest.
+    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that affects only the choice, and that each step moves towards even
+      loads; groups ranked by the sum of their two best scores; weights normalised, then scaled.
 
-    Loads are counted in backward, which runs once for each microbatch however often recomputation repeats the forward, and never
-    in validation. `end_of_step` uses them.
+    Loads are counted in backward, which runs once per microbatch, even if recomputation repeats the forward, and never in validation.
+    `end_of_step` uses the loads.
     """
 
     weight: nn.Parameter
@@ -116,7 +116,7 @@ class Router(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Set the weight and the buffers to their first values, wherever they were allocated."""
+        """Set the weight and the buffers to their first values, on whichever device they are."""
         nn.init.normal_(self.weight, std=0.02)
         for buffer in self.buffers():
             buffer.zero_()
@@ -177,7 +177,7 @@ class Router(nn.Module):
         return best
 
     def _within_groups(self, wanted: Tensor, margins: list[Tensor] | None) -> Tensor:
-        """Experts outside a token's best groups can not be chosen."""
+        """Exclude experts outside each token's best groups from the choice."""
         grouped = wanted.unflatten(-1, (self.spec.groups, -1))
         worth = grouped.amax(-1) if self.spec.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
         allowed = torch.zeros_like(worth, dtype=torch.bool)
@@ -192,7 +192,7 @@ class Router(nn.Module):
         return (numbers % experts).expand(rows, -1, -1)
 
     def _room(self, tokens: int) -> int:
-        """Tokens of a sequence that an expert takes (Switch Transformer, equation 3): at least one."""
+        """The number of tokens of a sequence that an expert accepts (Switch Transformer, equation 3): at least one."""
         assert self.spec.capacity is not None
         return max(1, int(self.spec.capacity * tokens * self.spec.active / self.weight.shape[0]))
 
@@ -201,10 +201,10 @@ class Router(nn.Module):
     def _objective(self, logits: Tensor, scores: Tensor, choices: Tensor, batch: Batch, sets: BalanceSets) -> Tensor | None:
         """This rank's part of the auxiliary losses; parts of microbatches and ranks add up to the mean over the sets of the global batch.
 
-        Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * choices of e in the set, P_e the mean over its tokens
-        of e's score, scores of a token normalised to sum to 1. It is `weight` where loads are even. With one active expert this is
-        Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a
-        sum over tokens, so each token adds its own part. z: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
+        Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * the number of choices of e in the set, and P_e is the mean
+        of e's score over the set's tokens, with each token's scores normalised to sum to 1. With even loads it is `weight`. With one active
+        expert this is Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient
+        and P is a sum over tokens, so each token adds its own part. z-loss: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
         equation 5).
         """
         tokens = batch.sequences * scores.shape[1] * sets.sequence_ranks  # of the global batch
@@ -217,7 +217,7 @@ class Router(nn.Module):
         return torch.stack(terms).sum() if terms else None
 
     def _loads(self, choices: Tensor, sets: BalanceSets) -> Tensor:
-        """f: how often the set of each token chose each expert, as a multiple of an even share. [batch or 1, 1, experts], fp32."""
+        """f: how often the tokens of each set chose each expert, as a multiple of an even share. [batch or 1, 1, experts], fp32."""
         if self.spec.balance_set == "global":
             total = self.load.sum()
             even = torch.ones_like(self.load)
@@ -227,7 +227,7 @@ class Router(nn.Module):
         return (counts.float() * (counts.shape[1] / counts.sum(1, keepdim=True))).unsqueeze(1)
 
     def _count(self, choices: Tensor) -> Tensor:
-        """[sets, choices] -> [sets, experts]."""
+        """Count how often each set chose each expert: [sets, choices] -> [sets, experts]."""
         counts = choices.new_zeros(choices.shape[0], self.weight.shape[0])
         return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
@@ -245,8 +245,7 @@ class Router(nn.Module):
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, list[RoutingRecord]]]:
-    """Yield a record of all routings of `model` inside the block, by the name of the router and in order of the microbatches'
-    first forwards."""
+    """Record all routings of `model` inside this context, by router name and in the order of the microbatches' first forwards."""
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     found: dict[str, list[RoutingRecord]] = {name: [] for name in routers}
     try:
@@ -260,7 +259,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[RoutingRecord]]]:
 
 @dataclass(frozen=True)
 class EvenRouting:
-    """Arithmetic of choices that are distributed evenly."""
+    """Closed-form counts of choices that are distributed evenly."""
 
     batch: int
     seq: int
@@ -268,19 +267,19 @@ class EvenRouting:
     experts: int
 
     def counts(self, spans: Sequence[range]) -> tuple[int, ...]:
-        """Number of tokens at `spans` of each of `batch` sequences that choose each expert."""
+        """For each expert, the number of tokens at positions `spans` of `batch` sequences that choose it."""
         return tuple(
             self.batch * sum(self._below(s.stop * self.active, e) - self._below(s.start * self.active, e) for s in spans)
             for e in range(self.experts)
         )
 
     def _below(self, number: int, expert: int) -> int:
-        """How many of 0, 1, ..., number - 1 are `expert` modulo `experts`."""
+        """Return how many of 0, 1, ..., number - 1 equal `expert` modulo `experts`."""
         return (number - expert + self.experts - 1) // self.experts
 
 
 def earlier(choices: Tensor) -> Tensor:
-    """For each choice [batch, seq, active], how many choices of earlier tokens of its row are for the same expert."""
+    """For each choice [batch, seq, active], the number of choices of the same expert by earlier tokens of its row."""
     flat = choices.flatten(1)
     ordered, order = flat.sort(stable=True, dim=1)
     place = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
@@ -289,8 +288,8 @@ def earlier(choices: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
-    """Numbers of the `count` largest values, largest first; of equal ones the first, on every device. Appends to `margins` the
-    difference between the last of them and the next value."""
+    """Indices of the `count` largest values, largest first; ties go to the lowest index on every device. Appends the difference between the
+    last chosen value and the next one to `margins`."""
     ordered, numbers = values.sort(stable=True, dim=-1, descending=True)
     if margins is not None:
         left = count < values.shape[-1]
@@ -299,7 +298,7 @@ def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x Wᵀ in fp32 from x of any type. Only x is saved, in its own type."""
+    """x Wᵀ in fp32, for x of any dtype. Only x is saved, in its own dtype."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -319,8 +318,8 @@ class _Logits(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """`weights`, unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and the microbatch's counts.
-    `scale`: what gradients of losses are multiplied by."""
+    """Returns `weights` unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and adds the microbatch's
+    counts to the router's. `scale`: the factor of all gradients of losses."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, objective: Tensor | None, counts: Tensor, router: Router, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run of a model's parts. The whole model is the one-stage case; a pipeline stage is a slice of it."""
+"""Consecutive parts of a model: a pipeline stage, or with a single stage the whole model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ Rotation = tuple[RopeSpec, int]  # how, and how many channels
 
 
 def rotation(attention: AttentionSpec | LatentAttentionSpec) -> Rotation | None:
-    """The rotary embedding a layer needs a table for; None: it does not rotate."""
+    """The rotary embedding for which a layer needs a table; None if the layer does not rotate."""
     if isinstance(attention, LatentAttentionSpec):
         return attention.rope, attention.rope_dim
     return None if attention.rope is None else (attention.rope, attention.rope_dim or attention.head_dim)
@@ -28,7 +28,7 @@ def rotation(attention: AttentionSpec | LatentAttentionSpec) -> Rotation | None:
 class Stage(nn.Module):
     """Parts `first` to `last - 1` of a model (part 0 is the embedding, the last the head).
 
-    Parameters carry the names they have in the whole model, whichever stage holds them.
+    Parameters have the same names as in the whole model, whichever stage holds them.
     """
 
     def __init__(self, spec: ModelSpec, first: int = 0, last: int | None = None) -> None:
@@ -53,8 +53,8 @@ class Stage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Use one parameter for all names that are tied to it, even if this stage lacks the part that owns it. Call it again
-        after `to_empty`, which gives each name memory of its own."""
+        """Use one parameter for all names that are tied to it, even if this stage lacks the part that owns it. Call it again after
+        `to_empty`, which allocates separate memory for each name."""
         tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
         for name, parameter in list(self.named_parameters()):
             owner = owners.setdefault(tied.get(name, name), parameter)
@@ -67,13 +67,14 @@ class Stage(nn.Module):
         return ((name, self.get_submodule(name)) for name in self.part_names)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Each parameter once, under its name in the whole model (a tied output is the embedding, even on a stage of its own)."""
+        """Each parameter once, under its name in the whole model (a tied output has the embedding's name, even if the embedding is on
+        another stage)."""
         tied = tied_names(self.spec)
         return {tied.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def lasting_buffers(self) -> dict[str, Tensor]:
-        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers, and the largest
-        numbers that delayed scales follow."""
+        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers, and the maxima from
+        which delayed scaling computes its scales."""
         return {name: t for name, t in self.state_dict(keep_vars=True).items() if not isinstance(t, nn.Parameter)}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Loss:
@@ -96,7 +97,7 @@ class Stage(nn.Module):
 
 
 def _attention(spec: ModelSpec, part: str) -> AttentionSpec | LatentAttentionSpec | None:
-    """The attention in a part; None: it has none."""
+    """The attention in a part; None if the part has none."""
     if part == "head":
         return spec.head.ahead.block.attention if spec.head.ahead else None
     return spec.blocks[int(part.removeprefix("blocks."))].attention if part != "embedding" else None

@@ -1,4 +1,4 @@
-"""A plan applied to one stage, part by part, in this order: experts, first weights, the recipe for products, tensor split, context,
+"""Applies a plan to one stage, part by part, in this order: experts, first weights, the recipe for products, tensor split, context,
 recomputation, compilation, data shards.
 
 Each part is built whole (without other ranks' experts), filled, split and sharded before the next one is built, so no rank ever
@@ -53,9 +53,9 @@ class Builder:
         aside: Put | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
-        which they are added up. `aside`: takes master weights where they wait until it is known which stay, so that building never
-        holds all of them. `tier`: takes what blocks keep for backward, if `plan.retain` says so."""
+        """With `seed` None, weights are left unset, to be loaded. `choices`: options of a narrow precision. `gradients`: the number format
+        in which gradients are added up. `aside`: moves master weights off the device until it is known which ones stay there, so that
+        building never holds all of them. `tier`: holds the tensors that blocks save for backward, if `plan.retain` says so."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
@@ -67,7 +67,7 @@ class Builder:
         self._alone: dict[str, Bucket] = {}  # a tied weight is used by several parts: its bucket is its own
 
     def build(self, first: int, last: int) -> Runner:
-        """Parts `first` to `last - 1`, laid out as the plan says."""
+        """Build parts `first` to `last - 1`, split and sharded as the plan says."""
         with torch.device("meta"):
             stage = Stage(self.spec, first, last)
         used: list[list[Bucket]] = []
@@ -105,15 +105,14 @@ class Builder:
         return Retention(away, self.tier, self.device, leaves=self.plan.actions[BLOCK] != "keep")
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
-        """The blocks of a part and their numbers; blocks of MTP modules have the numbers after the model's last
-        one."""
+        """The blocks of a part and their numbers; the blocks of MTP modules are numbered after the model's own blocks."""
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]
         ahead = part.ahead if isinstance(part, Head) else ()
         return [(len(self.spec.blocks) + depth, each.block) for depth, each in enumerate(ahead) if isinstance(each, MtpModule)]
 
     def _tie(self, name: str, part: nn.Module) -> None:
-        """Let the part use what this rank already holds of its tied weights, and hold each once."""
+        """Make the part use the tied weights that this rank already holds, so that each is held once."""
         held = {full: weight.compute for full, weight in self.by_name.items()}
         for path, parameter in list(part.named_parameters()):
             if (full := self.tied.get(f"{name}.{path}")) is not None:
@@ -121,7 +120,8 @@ class Builder:
                 part.get_submodule(owner).register_parameter(child, held.setdefault(full, parameter))
 
     def _share_experts(self, part: nn.Module) -> dict[str, Place]:
-        """Keep this rank's experts, before any has memory; return the places of their parameters, by their paths in the part."""
+        """Keep only this rank's experts, before any expert has memory; return the places of their parameters, by their paths in the
+        part."""
         layers = [(path, module) for path, module in part.named_modules() if isinstance(module, Moe)]
         found = ((path, split_experts(moe, self.groups, self.plan)) for path, moe in layers)
         return {f"{path}.{name}": place for path, places in found for name, place in places.items()}
@@ -135,7 +135,7 @@ class Builder:
     def _keep(
         self, name: str, part: nn.Module, places: dict[nn.Parameter, Place], recipes: Mapping[nn.Parameter, Multiply]
     ) -> list[Bucket]:
-        """Make the stored and the computing form of the part's parameters; return the buckets that it uses."""
+        """Make the master and the compute form of the part's parameters; return the buckets that the part uses."""
         found: list[Bucket] = []
         place = self.plan.state.weights
         often, late = self.plan.zero == 3 and place == "device", place == "disk"

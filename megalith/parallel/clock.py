@@ -1,4 +1,4 @@
-"""Times of events on a device, without making it wait."""
+"""Measures times of events on a device without making the device wait."""
 
 import time
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 
 
 class Clock:
-    """Marks moments in a device's own order of work; differences are read later, once the device is done."""
+    """Marks moments in a device's stream of work; the seconds between two marks are read later, when the device has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """A moment: the host's clock on a CPU, an event in the stream on a GPU."""
+        """Return a mark: the host's time on a CPU, an event in the stream on a GPU."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -21,5 +21,5 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks. On a GPU the later one must have happened (synchronise first)."""
+        """Seconds between two marks. On a GPU the device must have passed the later mark (synchronise first)."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start

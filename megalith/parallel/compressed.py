@@ -1,7 +1,7 @@
 """Attention whose queries, keys, values and output are kept for backward in 8 bits.
 
-Forward does not change. Backward computes with rounded numbers: that of attention, and the gradient of the weight after it. A tile inside
-the channels of one head and token shares a scale in fp32, a power of two, so every plan rounds the same numbers in the same way.
+Forward does not change. The backward of attention and the gradient of the following weight use the rounded numbers. A tile inside the
+channels of one head and token shares a scale in fp32, a power of two, so every plan rounds the same numbers in the same way.
 """
 
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.parallel.remade import surrounding_hooks
 
 SHORT = (torch.bfloat16, torch.float16)
-"""The dtypes of tensors that are rounded. Sums of exponentials are fp32, and stay."""
+"""The dtypes of tensors that are rounded. Sums of exponentials, which are fp32, are not rounded."""
 
 
 class Rounding(Protocol):
     """A format of 8 bits with scales."""
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [rows, columns] as it is kept."""
+        """Return x [rows, columns] in the form in which it is kept."""
         ...
 
     def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [rows, columns] of what was kept."""
+        """Return the numbers [rows, columns] of a kept form."""
         ...
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A tensor that is kept in 8 bits. `kept` is what the hooks around gave for its bytes."""
+    """A tensor that is kept in 8 bits. `kept` is the value that the surrounding saved-tensor hooks returned for its bytes."""
 
     kept: Any
     channels: int
@@ -42,7 +42,7 @@ class _Packed:
 
 
 class Compressed:
-    """The forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output."""
+    """Forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output."""
 
     def __init__(self, forward: Callable[..., Tensor], core: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._core, self._rounding = forward, core, rounding
@@ -54,7 +54,8 @@ class Compressed:
 
     @classmethod
     def replace(cls, attention: nn.Module, rounding: Rounding) -> None:
-        """Replace the forwards of an attention and of its core. The layer `out` takes the core's output, which it may have to copy."""
+        """Replace the forwards of an attention and of its core. The layer `out` takes the core's output, of which it may have to make a
+        copy."""
         core, out = attention.get_submodule("core"), attention.get_submodule("out")
         attention.forward = compressed = cls(attention.forward, core.forward, rounding)
         core.forward = compressed._attend
@@ -86,7 +87,7 @@ class Compressed:
         return out
 
     def _leave(self, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Note the input of the layer after the core."""
+        """Remember the input of the layer after the core."""
         self._out = args[0].detach() if torch.is_grad_enabled() else None
 
     def _put(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:
@@ -103,13 +104,13 @@ class Compressed:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims in the order of their memory. Channels are the last."""
+    """Return the dims in memory order. Channels are the last."""
     *others, channels = range(tensor.dim())
     return *sorted(others, key=lambda dim: -tensor.stride(dim)), channels
 
 
 def _restored(kept: _Packed, content: Tensor, rounding: Rounding) -> Tensor:
-    """Return a tensor whose dims are in memory in the order in which they were, without gaps."""
+    """Return a contiguous tensor whose dims have their original order in memory."""
     rows = rounding.unpacked(content, kept.channels, kept.dtype)
     sizes = [kept.shape[dim] for dim in kept.order]
     return rows.view(sizes).permute([kept.order.index(dim) for dim in range(len(sizes))])

@@ -11,7 +11,7 @@ Move = Callable[..., Tensor]
 
 
 def conjugates(there: Move, back: Move) -> tuple[Move, Move]:
-    """Wrap `there` and `back` as functions with gradients: the backward of each applies the other to the incoming gradient."""
+    """Wrap `there` and `back` as differentiable functions: the backward of each one applies the other to the gradient."""
     return _differentiable(there, back), _differentiable(back, there)
 
 

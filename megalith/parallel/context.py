@@ -1,16 +1,15 @@
-"""Context parallelism: ranks have parts of each sequence, and attention's cores bring queries and keys together.
+"""Context parallelism: each rank has a part of each sequence, and the cores of attention exchange keys and values, or heads.
 
 A causal token attends to all tokens before it, so later chunks cost more than earlier ones. The sequence is cut into 2n chunks,
 and rank i has the i-th chunk from each end, so that all ranks score equally many pairs (zigzag; Brandon et al. 2023,
 arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
 
-- **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in
-flight (Liu et al.
-  2023, arXiv:2310.01889). In the backward they are sent again, together with their gradients.
-- **gather**: every rank gathers all keys and values, in backward again (Llama 3).
+- **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in flight (Liu et
+  al. 2023, arXiv:2310.01889). In backward, keys and values are sent again, together with their gradients.
+- **gather**: every rank gathers all keys and values, and gathers them again in backward (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
-  Jacobs et al. 2023, arXiv:2309.14509). With it inside (neighbours) and a ring or gather outside, both at once (Fang and Zhao 2024,
-  arXiv:2405.07719).
+  Jacobs et al. 2023, arXiv:2309.14509). It can be combined with ring or gather: neighbouring ranks exchange heads, and groups of them
+  exchange keys (Fang and Zhao 2024, arXiv:2405.07719).
 
 With each method, a rank saves only its local inputs for backward. Partial sums, log-sum-exps and the gradients of keys and values
 are added up and sent in fp32.
@@ -39,13 +38,13 @@ from megalith.spec.plan import Plan
 
 
 def parts(seq_len: int, ranks: int) -> list[Segments]:
-    """The positions each of `ranks` context ranks has, in its order: an early run and a late one (one, where they touch).
+    """The positions that each of `ranks` context ranks has: an early and a late chunk, or one range if the two touch.
 
-    Raises ValueError if `seq_len` does not divide into two chunks a rank.
+    Raises ValueError if `seq_len` cannot be divided into two equal chunks per rank.
     """
     if seq_len % (2 * ranks) and ranks > 1:
         raise ValueError(
-            f"a sequence of {seq_len} tokens cannot be cut into 2 x {ranks} equal chunks for plan.context={ranks}; "
+            f"seq_len = {seq_len} tokens cannot be cut into 2 x {ranks} equal chunks for plan.context={ranks}; "
             f"use a seq_len divisible by {2 * ranks}, or fewer context ranks"
         )
     if ranks == 1:
@@ -80,7 +79,7 @@ def together(shares: Sequence[Tensor], dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """Some context ranks, in order, and this one's place among them."""
+    """Context ranks in order, and this rank's place among them."""
 
     group: dist.ProcessGroup
     rank: int  # as they count themselves
@@ -88,12 +87,12 @@ class Line:
 
     @classmethod
     def of(cls, world: dist.ProcessGroup, ranks: Sequence[int]) -> "Line":
-        """Return the line of these `ranks`, in order. They are numbers in `world`."""
+        """Return the line of these `ranks` (ranks in `world`), in order."""
         group = group_of(world, ranks)
         return cls(group, group.rank(), group.size())
 
     def pass_on(self, block: Tensor) -> "PendingBlock":
-        """Begin to send a block to the next rank, and to receive the previous one's of the same shape."""
+        """Begin to send a block to the next rank, and to receive the previous rank's block, of the same shape."""
         arriving = torch.empty_like(block)
         following, previous = ((self.rank + step) % self.size for step in (1, -1))
         send = dist.P2POp(dist.isend, block, group=self.group, group_peer=following)
@@ -117,8 +116,8 @@ class PendingBlock:
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The context ranks of one sequence: `inner` ones, neighbours, exchange heads for parts of the sequence; `outer` ones, one of
-    each inner group, exchange keys and values."""
+    """The context ranks of one sequence: the `inner` ranks, which are neighbours, exchange heads for parts of the sequence; the `outer`
+    ranks, one of each inner group, exchange keys and values."""
 
     inner: Line
     outer: Line
@@ -126,7 +125,7 @@ class ContextGroups:
 
     @classmethod
     def build(cls, plan: Plan, groups: Groups) -> "ContextGroups":
-        """All ranks call this at the same time, once: each makes two process groups."""
+        """Make two process groups on each rank. All ranks call this once, at the same time."""
         assert plan.context % plan.ulysses == 0, (plan.context, plan.ulysses)
         ranks, world = ranks_in(groups.world, groups.context), groups.world
         here, inner = ranks.index(groups.rank), plan.ulysses
@@ -140,14 +139,14 @@ class ContextGroups:
 
 
 def split_context(part: nn.Module, groups: ContextGroups) -> None:
-    """Let the attention in `part`, of whatever kind, work on parts of sequences: each `core` that is a CausalCore is swapped.
+    """Make every attention in `part` work on parts of sequences: replace each `core` that is a CausalCore.
 
-    Raises TypeError for Mamba-2, whose state would have to pass from rank to rank.
+    Raises TypeError for Mamba-2, because its state would have to be passed from rank to rank.
     """
     for module in list(part.modules()):
         core = getattr(module, "core", None)
         if isinstance(core, MambaCore):
-            raise TypeError("Mamba-2 works on whole sequences: use plan.context = 1")
+            raise TypeError("Mamba-2 needs whole sequences: use plan.context = 1")
         if isinstance(core, CausalCore):
             module.core = ContextCore(core, groups)
 
@@ -179,7 +178,7 @@ class ContextCore(nn.Module):
         return _to_sequence(out, inner) if inner.size > 1 else out
 
     def _exchange_keys(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Attention to the keys of the outer ranks."""
+        """Compute attention to the keys of the outer ranks."""
         outer, causal = self.groups.outer, self.causal
         seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.segments, causal.window)
         function = {"ring": _Ring, "gather": _Gather}[self.groups.method]
@@ -188,7 +187,7 @@ class ContextCore(nn.Module):
 
 @dataclass(frozen=True)
 class _Seen:
-    """The keys of any rank that this rank's queries see."""
+    """The keys, on any rank, that this rank's queries see."""
 
     parts: list[Segments]
     rank: int
@@ -212,18 +211,18 @@ class _Seen:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """[batch, part, kv_heads, channels] twice -> one flat block."""
+    """Pack k and v, both [batch, part, kv_heads, channels], into one flat block."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
 def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a block packed from tensors shaped like k and v."""
+    """Return views, shaped like k and v, of a packed block."""
     of_k, of_v = block.split((k.numel(), v.numel()))
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
 def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
-    """Views [batch, heads, part, channels], as kernels want them."""
+    """Return views [batch, heads, part, channels], the layout of the kernels."""
     return (x.transpose(1, 2) for x in tensors)
 
 
@@ -231,8 +230,8 @@ def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
-    """Yield the block of this rank, of the one before it, and so on, each with its rank. Each is in flight while the previous one
-    is used."""
+    """Yield this rank's block, the previous rank's, and so on around the ring, each with its rank. A block is in flight while the one
+    before it is used."""
     for step in range(line.size):
         arriving = line.pass_on(block) if step < line.size - 1 else None
         yield (line.rank - step) % line.size, block
@@ -283,7 +282,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
-    """Keys and values of whole sequences [batch, kv_heads, seq, channels]."""
+    """Gather keys and values of whole sequences [batch, kv_heads, seq, channels]."""
     block = _pack(k, v)
     whole = block.new_empty(line.size * block.numel())
     dist.all_gather_into_tensor(whole, block, group=line.group)
@@ -333,13 +332,13 @@ class _Gather(torch.autograd.Function):
 
 
 def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v, with heads repeated if there are fewer heads than `ranks`. Raises ValueError if `ranks` do not divide
-    the heads of q."""
+    """Return k and v, with heads repeated if there are fewer of them than `ranks`. Raises ValueError if `ranks` do not divide the heads of
+    q."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ranks:
         raise ValueError(
             f"plan.ulysses={ranks} does not divide the {heads} heads of a tensor rank; use a divisor of {heads}, "
-            f"or ring or gather for the rest of plan.context"
+            f"and ring or gather for the rest of plan.context"
         )
     copies = ranks // gcd(ranks, kv_heads)
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))

@@ -1,11 +1,12 @@
-"""Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism with different moments of gather and reduce.
+"""Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism; the stages differ in when they gather and
+reduce.
 
-A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its name's global
-shape: the optimizer, checkpoints and norms work on it. The **compute** (unsharded) form is a plain tensor in the module, whole along the
-shards, in the run's precision, whose memory is there only while it is needed. A bucket moves all parameters of a part between the two at
-once: one all-gather before use, one reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program
-says when each happens, also between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and
-for experts on a mesh of their own.
+A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its global shape:
+the optimizer, checkpoints and norms work on it. The **compute** (unsharded) form is a plain tensor in the module, not sharded, in the run's
+precision, and allocated only while it is needed. A bucket moves all parameters of a part between the two forms at once: one all-gather
+before use, one reduce-scatter of the gradients afterwards. FSDP2 is not used, because a program decides when each exchange happens, also
+between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on a mesh of
+their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from megalith.spec.numbers import whole_tiles
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share as a plain tensor that shares its memory."""
+    """Return this rank's share of a DTensor as a plain tensor with the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     with (
@@ -46,23 +47,23 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a parameter's shares: mesh axes (copies, shards, then the axes that split it for computing), and how these axes
-    split it."""
+    """Location of a parameter's shares: mesh axes (copies, shards, then the axes that split its computation), and how these axes split the
+    parameter."""
 
     mesh: DeviceMesh
     split: tuple[Placement, ...]
     dim: int = 0  # along which the shards cut it
 
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of the sharded (master) DTensor. The shard axis splits what the axes to its right leave: along the same dimension that
-        is a strided shard."""
+        """Placements of the sharded (master) DTensor. The shard axis splits the pieces that the axes to its right leave; along the same
+        dimension this gives a strided shard."""
         parts = [self.mesh.size(2 + axis) for axis, p in enumerate(self.split) if isinstance(p, Shard) and p.dim == self.dim]
         factor = prod(parts)
         shard = _StridedShard(self.dim, split_factor=factor) if factor > 1 else Shard(self.dim)
         return (Replicate(), shard, *self.split)
 
     def shape(self, computes: Sequence[int]) -> tuple[int, ...]:
-        """The whole parameter's, from that of the compute tensor."""
+        """Return the whole parameter's shape, from the shape of the compute tensor."""
         sizes = list(computes)
         for axis, placement in enumerate(self.split):
             if isinstance(placement, Shard):
@@ -71,13 +72,14 @@ class Place:
 
 
 class Weight:
-    """One parameter in both forms. `total`: sums of gradients not yet reduced, where these are computed in another dtype than they are
-    added up in."""
+    """One parameter in both forms. `total`: sums of gradients that are not yet reduced, if gradients are added up in another dtype than
+    they are computed in."""
 
     def __init__(
         self, compute: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
     ) -> None:
-        """`partial`: a tensor rank's gradient is only its part of the sum. `recipe`: that of the products with it, if there is one."""
+        """`partial`: each tensor rank's gradient is only a part of the sum. `recipe`: the recipe of products with this weight, if there is
+        one."""
         self.recipe = recipe
         self.compute, self.dim, self.mesh, self.partial, self.sums = compute, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
@@ -103,11 +105,11 @@ class Weight:
         self.shared = False  # other modules of this rank compute with it too
         self.total: Tensor | None = None
         self.narrow = dtypes.compute != dtypes.master
-        """True if products compute with other numbers than the master weights."""
+        """True if products use rounded numbers in place of the master weights."""
         self._moved: Tensor | None = None  # the share in the compute format, once the master weights are elsewhere
         self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
-        """The master weights from which the share is made at each gather; None: it is kept."""
+        """The master weights from which the share is made at each gather; None if the share is kept."""
         if dtypes.compute != compute.dtype:
             compute.data = compute.data.to(dtypes.compute)
         self.bytes = compute.numel() * compute.element_size()
@@ -115,7 +117,7 @@ class Weight:
 
     @property
     def numbers(self) -> int:
-        """How many elements a share has, padded to a whole chunk."""
+        """The number of elements of a share, padded to a whole chunk."""
         return self.chunk * prod(self.row)
 
     @property
@@ -125,8 +127,7 @@ class Weight:
 
     @property
     def gathered_as(self) -> Scaling | None:
-        """Return the format in which shares are gathered now, if no tile lies across two of them; None: the shares' own
-        format."""
+        """Return the format in which shares are gathered now, if no tile spans two shares; None: the shares' own format."""
         scaling = None if self.recipe is None else self.recipe.gathered_as
         if scaling is None:
             return None
@@ -135,30 +136,30 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        """The share's size along the dimension that shards cut."""
+        """The size of this rank's share along the sharded dimension."""
         return local(self.master).shape[self.dim]
 
     def write(self, into: Tensor) -> None:
-        """Write the share that is gathered."""
+        """Write the share to gather."""
         if self.source is None:
             into.copy_(local(self.master) if self._moved is None else self._moved)
         else:
             self.source.read(into)
 
     def share(self) -> Tensor:
-        """The share that is gathered, in the compute format, its cut dimension first."""
+        """Return the share to gather, in the compute format, with the sharded dimension first."""
         made = self.compute.new_empty(local(self.master).shape)
         self.write(made)
         return made.movedim(self.dim, 0)
 
     def put_aside(self, put: Put) -> None:
-        """Let the master weights wait elsewhere for `move_out` or `bring_back`."""
+        """Move the master weights off the device until `move_out` or `bring_back`."""
         share = local(self.master)
         self._aside = put(share)
         share.untyped_storage().resize_(0)
 
     def bring_back(self) -> None:
-        """Let the master weights stay on the device, if they waited elsewhere."""
+        """Move the master weights back to the device, if `put_aside` moved them away."""
         if self._aside is not None:
             share = local(self.master)
             share.untyped_storage().resize_(share.nbytes)
@@ -166,7 +167,7 @@ class Weight:
             self._aside = None
 
     def move_out(self, source: Source | None = None) -> Tensor:
-        """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a
+        """Hand over the master weights, in the share's shape; the caller keeps them from now on. The compute tensor is gathered from a
         share in its own format, or stays whole if there is one shard. With a `source` no share is kept."""
         master = local(self.master).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
         self._aside, self.source = None, source
@@ -177,14 +178,14 @@ class Weight:
         return master
 
     def split(self, bits: int) -> Tensor:
-        """Keep the master weights as the compute share, and return the lower half of `bits` bits, of the share's shape
-        (`kernels.halves`). It is the caller's from now on, and `moved` the upper half."""
+        """Keep the master weights as the compute share, and return the lower half of `bits` bits, of the share's shape (`kernels.halves`).
+        The caller owns the lower half from now on; the upper half is `moved`."""
         upper, lower = halves.split(local(self.master), bits)
         self._compute_from(upper)
         return lower
 
     def _compute_from(self, share: Tensor) -> None:
-        """Gather what computes from this share, in its own format, and drop the master weights."""
+        """Gather the compute tensor from this share from now on, in its own format, and drop the master weights."""
         if self.mesh.size(1) == 1:
             self.compute.untyped_storage().resize_(self.bytes)
             self._moved = self.compute.detach()
@@ -194,7 +195,7 @@ class Weight:
         local(self.master).untyped_storage().resize_(0)
 
     def take_over(self, first: int, masters: Tensor) -> None:
-        """Compute with these master weights from the share's number `first` on."""
+        """Replace the compute share from element `first` on by these master weights."""
         if self.source is not None:  # the next gather reads them
             return
         assert self._moved is not None
@@ -203,11 +204,11 @@ class Weight:
 
     @property
     def moved(self) -> Tensor | None:
-        """The share in the compute format, if the master weights are elsewhere, or this is their upper half."""
+        """The share in the compute format, if the master weights are elsewhere or if it is their upper half."""
         return self._moved
 
     def add(self, share: Tensor) -> None:
-        """Add a reduced gradient [rows, *row] to that of the master."""
+        """Add a reduced gradient [rows, *row] to the master's gradient."""
         # laid out like the weight, for a fused optimizer walks both alike
         share = share.movedim(0, self.dim).to(self.sums).contiguous()
         if self.master.grad is None:
@@ -216,7 +217,7 @@ class Weight:
             local(self.master.grad).add_(share)
 
     def accumulate_gradient(self) -> None:
-        """After a backward: add gradients up in the dtype of sums, if they are computed in another."""
+        """After a backward, add its gradients to the sums, if the sums have another dtype."""
         if self.compute.grad is None or self.compute.dtype == self.sums:
             return
         if self.total is None:
@@ -226,7 +227,7 @@ class Weight:
         self.compute.grad = None
 
     def pop_gradient(self) -> Tensor | None:
-        """The gradient not yet reduced, its cut dimension first; it is dropped here."""
+        """Return and drop the gradient that is not yet reduced, with the sharded dimension first."""
         self.accumulate_gradient()
         grad, self.total = (self.compute.grad if self.total is None else self.total), None
         self.compute.grad = None
@@ -234,16 +235,18 @@ class Weight:
 
 
 Probe = Callable[[Sequence[Tensor]], bool]
-"""Inspects a bucket's gradients of this rank before they are reduced, one by one or concatenated; False drops them."""
+"""Inspects this rank's gradients of a bucket, one by one or concatenated, before they are reduced. If it returns False, they are
+dropped."""
 
 
 Observe = Callable[[Sequence[Tensor | None]], None]
-"""Looks at the gradients of a bucket's weights that are about to be reduced, in their order."""
+"""Observes the gradients of a bucket's weights, in order, just before they are reduced."""
 
 
 @dataclass
 class PendingGather:
-    """Weights on their way. `mine`: this rank's message until it is sent, None if there is one shard; `everyone`: those of all ranks."""
+    """A gather of weights in progress. `mine`: this rank's message until it is sent, None if there is one shard; `everyone`: the messages
+    of all ranks."""
 
     mine: Tensor | None
     parcel: Parcel | None = None
@@ -256,8 +259,8 @@ class Bucket:
     """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
 
     def __init__(self, weights: Sequence[Weight], *, often: bool = False, late: bool = False) -> None:
-        """`often`: they are gathered several times a step, so what is rounded for it is kept until the step's end. `late`: ranks may take
-        long to read their shares, so all ranks send them where the weights are needed, in the order of the program."""
+        """`often`: the weights are gathered several times a step, so their rounded shares are kept until the step's end. `late`: ranks may
+        take long to read their shares, so all ranks send them only when the weights are needed, in the order of the program."""
         self.weights, self.often, self.late, mesh = tuple(weights), often, late, weights[0].mesh
         self.replicate_group, self.shard_group = mesh.get_group(0), mesh.get_group(1)
         self.size = self.shard_group.size()
@@ -270,18 +273,18 @@ class Bucket:
         self.probe: Probe | None = None
         self.observe: Observe | None = None
         self.done: Callable[[Bucket], None] | None = None
-        """Called when the reduced gradients are on the parameters."""
+        """Called when the parameters have their reduced gradients."""
         self.free()  # the weights to compute with are made from those kept, even if these are loaded later
 
     # --- weights ---
 
     @property
     def resident(self) -> bool:
-        """True if nothing is to be gathered."""
+        """True if nothing needs to be gathered."""
         return all(weight.resident for weight in self.weights)
 
     def start(self) -> None:
-        """Begin to gather, if the weights are not whole and not on their way."""
+        """Begin to gather, unless the weights are whole or a gather is in progress."""
         if self.whole or self._arriving or self.resident:
             return
         if self._packed is not None:
@@ -293,7 +296,7 @@ class Bucket:
             self._send(self._arriving)
 
     def _read(self) -> PendingGather:
-        """Begin to bring this rank's shares into the form in which they are gathered. One shard has the whole weights at once."""
+        """Begin to convert this rank's shares to the form in which they are gathered. With one shard the weights are whole after this."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
         arrival = PendingGather(None)
         if self.size == 1:
@@ -317,7 +320,7 @@ class Bucket:
         return arrival
 
     def _make_room(self) -> None:
-        """Get memory for the whole weights."""
+        """Allocate memory for the whole weights."""
         for weight in self.weights:
             if not weight.resident:
                 weight.compute.untyped_storage().resize_(weight.bytes)
@@ -348,7 +351,7 @@ class Bucket:
             arrival.sending = dist.all_gather_into_tensor(arrival.everyone, mine, group=self.shard_group, async_op=True)
 
     def forget(self) -> None:
-        """Drop what was rounded: the weights are about to change."""
+        """Drop the rounded shares, because the weights are about to change."""
         self._packed = None
 
     def gather(self) -> None:
@@ -380,7 +383,7 @@ class Bucket:
                 )  # .data: saved views stay valid
 
     def free(self) -> None:
-        """Free the unsharded weights, and those being gathered."""
+        """Free the unsharded weights. Waits for a gather in progress, and frees its weights too."""
         arrival, self._arriving = self._arriving, None
         if arrival is not None:
             if arrival.reading is not None:
@@ -421,7 +424,7 @@ class Bucket:
         return True
 
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """All gradients, in the rows of the ranks that get them."""
+        """Join all gradients: one row for each rank, with the numbers that it gets."""
         first = self.weights[0]
         flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.compute.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
@@ -432,7 +435,7 @@ class Bucket:
         return flat
 
     def finish(self, mine: Tensor) -> None:
-        """Hand out the sums: mine [numbers], this rank's shares."""
+        """Add the sums, mine [numbers], to the gradients of this rank's shares."""
         for weight, where in zip(self.weights, self.slices, strict=True):
             weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.rows])
         self._hand_on()

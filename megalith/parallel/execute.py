@@ -1,4 +1,4 @@
-"""Runs one rank's row of a Program on its stages: the same interpreter for every schedule."""
+"""Runs one rank's row of a Program on its stages, for every schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Hidden:
-    """Tensors that stages send each other: activations one way, their gradients the other."""
+    """Tensors that stages send each other: activations in forward, their gradients in backward."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class Check(Protocol):
 
 
 class Executor:
-    """Interprets this rank's row of `program`. `stages` holds the stages the program places here."""
+    """Interprets this rank's row of `program`. `stages` holds the stages that the program places on this rank."""
 
     def __init__(
         self, program: Program, stages: Mapping[int, Runner], *, reducer: Reducer, groups: Groups, hidden: Hidden
@@ -130,8 +130,8 @@ class Executor:
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
-        """Continue with another program of the same stages, such as one of more microbatches, and with other activations. Called
-        between two steps, and on all ranks together, because they may have to make new communicators."""
+        """Continue with another program of the same stages, for instance with more microbatches, and with other shapes of activations.
+        Called between two steps and on all ranks together, because the ranks may have to make new communicators."""
         self.program, self.hidden = program, hidden
         self._make_lanes()
         self._last = {
@@ -143,8 +143,8 @@ class Executor:
         self._unmet = unmet(program, self.rank)
 
     def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> RowResult:
-        """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds that the
-        weights are wrong, it corrects them, and the row starts again."""
+        """Run the row once over `batches`, which holds one batch per microbatch. Gradients are left on the parameters. If `check` finds
+        that the weights are wrong, it corrects them, and the row starts again."""
         assert len(batches) == self.program.microbatches, (len(batches), self.program.microbatches)
         row = self.program.rows[self.rank]
         begin = head(row)
@@ -175,9 +175,8 @@ class Executor:
     # --- once more ---
 
     def _begin_again(self, check: Check, flight: _Flight) -> _Flight:
-        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new flight with the time
-        that this took.
-        No backward has run: nothing was reduced, and no router has counted."""
+        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new flight that records the time
+        this took. No backward has run yet, so nothing was reduced and no router has counted."""
         for message in self._unmet:
             if message.kind.startswith("SEND"):
                 flight.arrived[_target(message)] = self.hidden.empty().zero_()  # some rank may still compute with it
@@ -232,7 +231,7 @@ class Executor:
             flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
 
     def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
-        """Return the gradient of the stage's output; on the last stage, that of the objective."""
+        """Return the gradient of the stage's output; on the last stage, the gradient of the objective."""
         return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
 
     def _hand_back(self, action: Action, grad: Tensor | None, flight: _Flight) -> None:
@@ -269,7 +268,7 @@ class Executor:
             self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:
-        """Reduce all gradients now, unless the computation before this action has already reduced each part's when it was
+        """Reduce all gradients now, unless the computation before this action has already reduced each part's gradients when they were
         complete."""
         if self.program.schedule.mirrored is not None:
             self.stages[action.stage].reduce()
@@ -277,11 +276,11 @@ class Executor:
     # --- saved tensors ---
 
     def _offload(self, action: Action, flight: _Flight) -> None:
-        """No-op: each block's saved tensors left at the end of its forward, inside the computation before this action."""
+        """No-op: the computation before this action has already moved each block's saved tensors at the end of the block's forward."""
 
     def _fetch(self, action: Action, flight: _Flight) -> None:
-        """Begin to bring back the saved tensors of the stage's last block. Each block's backward begins to bring back those of the block
-        before it."""
+        """Begin to bring back the saved tensors of the stage's last block. Each block's backward begins to bring back the saved tensors of
+        the block before it."""
         self.stages[action.stage].fetch(flight.graphs[_key(action)])
 
     # --- messages ---
@@ -310,8 +309,8 @@ class Executor:
         return ((microbatch * self.program.stages) + stage) * 2 + (carries == "B")
 
     def _make_lanes(self) -> None:
-        """Make a communicator for each direction of activations and of gradients that the program uses, so that none waits for
-        another."""
+        """Make a communicator for each direction in which the program sends activations or gradients, so that they do not wait for each
+        other."""
         messages = (a for row in self.program.rows for entry in row for a in parts(entry) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
         for lane in used:
@@ -324,12 +323,12 @@ def _lane(channel: Channel) -> tuple[str, bool]:
 
 
 def _reads(action: Action) -> str:
-    """Return the input of a computation: activations or gradients."""
+    """Return the kind of input that a computation reads: activations or gradients."""
     return "F" if action.kind == "F" else "B"
 
 
 def _target(send: Action) -> tuple[str, int, int]:
-    """Return the tensor that a send carries, by the name its receiver has for it."""
+    """Return the tensor that a send carries, under the receiver's name for it."""
     stage, microbatch = _key(send)
     carries = send.kind[-1]
     return carries, stage + 1 if carries == "F" else stage - 1, microbatch

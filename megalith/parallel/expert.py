@@ -35,11 +35,11 @@ SPLITS: dict[
 
 
 def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
-    """Keep this rank's experts, which may still be on the meta device, and replace the objects that dispatch tokens and count
-    sets of tokens. Return the place of each split parameter by its name in `moe`. All others are whole.
+    """Keep only this rank's experts, which may still be on the meta device, and replace the token dispatcher and the balance sets. Return
+    the place of each split parameter by its name in `moe`. All other parameters are whole.
 
-    A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor
-    rank's share of that. Raises ValueError for experts or widths that do not divide.
+    A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor rank's
+    share of these. Raises ValueError if the number of experts or their width cannot be divided.
     """
     experts, hidden = moe.experts.up.shape[:2]
     problems = []
@@ -59,8 +59,8 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
 
 
 def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[int, int]) -> None:
-    """Keep one rank's experts, and its part of the hidden width of each: (its place, the number of ranks) along `expert`, and along
-    `expert_tensor`."""
+    """Keep one rank's experts, and its part of the hidden width of each. `by_expert` and `by_width`: (the rank's place, the number of
+    ranks) along `expert` and `expert_tensor`."""
     for name, weight in list(experts.named_parameters()):
         share = weight.detach()
         for placement, (place, ranks) in zip(SPLITS[name][0], (by_expert, by_width), strict=True):
@@ -69,7 +69,7 @@ def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[
 
 
 def held_of(weight: Tensor, place: Place) -> HeldExperts:
-    """Return the experts in a weight that `split_experts` made, and the part of each."""
+    """Return the experts that a weight from `split_experts` holds, and which part of each."""
     _, by_width = place.split
     assert isinstance(by_width, Shard)
     first = place.mesh.get_local_rank(2) * weight.shape[0]
@@ -86,7 +86,7 @@ def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
 
 def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: int = 1) -> tuple[range, ...]:
     """Return the positions in the sequence of a context rank's `seq` tokens, or of share `share` of them. A sequence has 2 * contexts
-    chunks; rank i has the i-th and the i-th from the end, so that causal attention costs the same on all ranks."""
+    chunks; rank i has the i-th chunk from each end, so that causal attention costs the same on all ranks."""
     whole = seq * shares * contexts
     pieces = [range(whole)]
     if contexts > 1:
@@ -103,7 +103,7 @@ def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: i
 
 
 class DistributedBalanceSets:
-    """Sets of tokens that are spread over ranks. Without `sequence`, the ranks of a tensor group have the same part."""
+    """Sets of tokens that are spread over ranks. Without `sequence`, the ranks of a tensor group have the same tokens."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         here, mesh = groups.coordinates, groups.mesh
@@ -167,7 +167,7 @@ class AllToAllTraffic(Traffic):
 
 
 class AllToAllDispatcher:
-    """Dispatch tokens to the ranks that hold their experts. Counts are sent first, unless tokens are distributed evenly."""
+    """Dispatch tokens to the ranks that hold their experts. The numbers of rows are sent first, unless tokens are distributed evenly."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         self.expert, self.expert_tensor = groups.expert, groups.expert_tensor
@@ -244,7 +244,8 @@ class AllToAllDispatcher:
         return scatter_rows(out, traffic.gathered, self.expert_tensor) if split else out
 
     def _ask(self, counts: Tensor) -> tuple[list[int], list[list[list[int]]]]:
-        """Rows this rank sends to each expert, and those arriving at [expert_tensor rank][from][this rank's expert]."""
+        """Return the rows that this rank sends to each expert, and the rows that arrive, [expert_tensor rank][sender][this rank's
+        expert]."""
         ranks, parts = self.expert.size(), self.expert_tensor.size()
         arriving = counts
         if ranks > 1:
@@ -259,7 +260,7 @@ class AllToAllDispatcher:
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
     def _even_traffic(self, even: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
-        """Return the same for evenly distributed tokens, without communication."""
+        """Return the traffic of evenly distributed tokens, without communication."""
         of = {
             place: even.counts(
                 spans_of(even.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)
@@ -303,20 +304,20 @@ def _homeward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) 
 
 
 def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The ranks' rows, `sizes` of each, in rank order."""
+    """Return the rows of all ranks, in rank order; `sizes`: the number of rows of each."""
     copies = rows.repeat(group.size(), 1)
     return _start(copies, sizes, [rows.shape[0]] * group.size(), group).wait()
 
 
 def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum over the ranks, added in rank order."""
+    """Return this rank's rows of the sum over the ranks, added in rank order."""
     mine = sizes[group.rank()]
     parts = _start(rows, [mine] * group.size(), sizes, group).wait()
     return parts.unflatten(0, (group.size(), mine)).sum(0)
 
 
 def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of a sequence that all ranks have."""
+    """Return this rank's share of a sequence that all ranks have."""
     assert x.shape[1] % group.size() == 0, (x.shape, group.size())
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 

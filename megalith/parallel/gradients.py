@@ -1,6 +1,6 @@
-"""Gradients after the last backward of a step: partial gradients are summed, and the global norm is computed and clipped.
+"""Gradients after the last backward of a step: sums partial gradients, and computes and clips the global norm.
 
-Which elements a rank counts follows from one rule: an element is counted by the first rank that holds it.
+Each element is counted once: by the first rank that holds it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +23,14 @@ class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """Parameters that other ranks hold too, which their DTensors do not show."""
+    """Parameters that other ranks hold too, although their DTensors do not show it."""
 
     partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
     tied: tuple[str, ...]  # on the first and on the last pipeline rank
 
 
 def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> SharedParameters:
-    """Find the parameters. `tied`: names that both ends of the pipeline hold."""
+    """Find the parameters. `tied`: names of parameters that both ends of the pipeline hold."""
     partial = tuple(name for name, weight in weights.items() if weight.partial and groups.mesh.tensor > 1)
     return SharedParameters(partial, tuple(name for name in tied if name in weights))
 
@@ -47,7 +47,7 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum all of them in one all-reduce."""
+    """Sum all gradients in one all-reduce."""
     if not grads:
         return
     bucket = torch.cat([grad.flatten() for grad in grads])
@@ -72,16 +72,16 @@ def _first_holder(parameter: nn.Parameter) -> bool:
 
 
 LARGE = 1 << 16
-"""Largest count of squares that a CPU sums in fp32 with a relative error below a millionth."""
+"""The largest number of squares that a CPU can sum in fp32 with a relative error below 1e-6."""
 ROW, ROWS = 4096, 256
-"""Numbers in a row of a larger tensor, and rows that are added up at once."""
+"""The elements of a row into which a larger tensor is cut, and the rows that are added up at once."""
 
 
 class Norms(NamedTuple):
-    """Norms of the pieces of one gradient, from which the sum of its squares follows."""
+    """Norms of the pieces of one gradient, from which its sum of squares is computed."""
 
     rest: Tensor
-    """The norm of the whole tensor, or of the remainder beside whole rows: fp32."""
+    """The norm of the whole tensor, or of the elements that do not fill a row: fp32."""
     rows: tuple[Tensor, ...] = ()
     """The norms of rows: fp32 [rows], one after another."""
 
@@ -89,9 +89,8 @@ class Norms(NamedTuple):
 def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
     """Measure each gradient for `total_of`.
 
-    A CPU adds up a whole tensor in a few fp32 accumulators, which grow until small numbers no longer change them: with 33 million
-    numbers, a third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU adds up in rows
-    anyway.
+    A CPU adds up a whole tensor in a few fp32 accumulators, which grow until small numbers no longer change them: with 33 million numbers,
+    a third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU's own sum already works in rows.
     """
     rests, rows = list[Tensor](), list[tuple[Tensor, ...]]()
     for share in map(local, grads):
@@ -128,7 +127,7 @@ def scale(grads: Iterable[Tensor], factor: float) -> None:
 
 
 def odd_elements(grad: Tensor) -> Tensor:
-    """Return how many elements of this rank's share are NaN or infinite, as a scalar on its device."""
+    """Return how many elements of this rank's share are NaN or infinite, as a scalar on the gradient's device."""
     pieces = local(grad).reshape(-1).split(ROW * ROWS)  # a mask of it all would take a quarter of its memory
     return torch.stack([piece.numel() - piece.isfinite().sum() for piece in pieces]).sum()
 
@@ -140,9 +139,9 @@ def not_finite_elements(
     forward: Iterable[str] = (),
     freed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """Return the number of NaN or infinite elements over all ranks, for each gradient that has some. They come in the order of
-    backward if `forward` names the model's parameters in the order of forward, else by name. `freed`: the `odd_elements` of
-    gradients that are no longer held. Every rank of `world` calls this together."""
+    """Return the number of NaN or infinite elements over all ranks, for each gradient that has some. The result is in the order of backward
+    if `forward` names the model's parameters in the order of forward, else by name. `freed`: the `odd_elements` of gradients that are no
+    longer held. Every rank of `world` calls this together."""
     bad = {name: int(odd_elements(_grad(p))) for name, p in parameters.items() if p.grad is not None}
     bad |= {name: int(count) for name, count in (freed or {}).items()}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
@@ -162,7 +161,8 @@ def where_not_finite(
     forward: Iterable[str] = (),
     freed: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Name the parameters whose gradients hold NaN or infinite elements, and how many. Arguments as of `not_finite_elements`."""
+    """Name the parameters whose gradients hold NaN or infinite elements, with their number. The arguments are those of
+    `not_finite_elements`."""
     total = not_finite_elements(parameters, world=world, forward=forward, freed=freed)
     worst = ", ".join(f"{name} ({count} elements)" for name, count in [*total.items()][:5])
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
@@ -170,7 +170,7 @@ def where_not_finite(
 
 
 def not_finite(step: int, *, reason: str, where: str) -> NotFinite:
-    """The error for the step after step `step` if its loss or gradient norm is not finite."""
+    """Return the error for step `step` + 1 if its loss or gradient norm is not finite."""
     return NotFinite(
         f"step {step + 1}: {reason}; NaN or Inf in {where}. No weight was changed. "
         f"{NUMERICS} Any checkpoint of this run is from before this step."

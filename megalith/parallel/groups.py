@@ -1,7 +1,7 @@
 """Process groups of the mesh of `megalith.mesh`.
 
-The ranks that train need not be all ranks that have met: `world` is the group of the ranks that train, and every rank of a mesh is
-numbered in it. Only `join`, which makes it, and `Groups.build` know torch's default group.
+Some started ranks may not train: `world` is the group of the ranks that train, and every rank of a mesh is numbered in it. Only `join`,
+which makes `world`, and `Groups.build` use torch's default group.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Coordinates = dict[str, int]
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place on the mesh and the process groups it is in. All ranks build theirs at the same time."""
+    """This rank's place on the mesh and the process groups it is in. All ranks build their `Groups` at the same time."""
 
     mesh: Mesh
     world: dist.ProcessGroup  # the ranks that train, in the mesh's order
@@ -41,11 +41,11 @@ class Groups:
     @classmethod
     def build(cls, mesh: Mesh, *, device: str, world: dist.ProcessGroup | None = None) -> "Groups":
         """Build this rank's groups. `world` is the group of the ranks that train; None: all ranks of the default group, which must be
-        initialised. Raises ValueError if it has not `mesh.ranks` ranks."""
+        initialised. Raises ValueError if `world` does not have `mesh.ranks` ranks."""
         world = world or dist.group.WORLD
         assert world is not None, "torch.distributed is not initialised"
         if world.size() != mesh.ranks:
-            raise ValueError(f"the plan needs {mesh.ranks} ranks, {world.size()} were started")
+            raise ValueError(f"the plan needs {mesh.ranks} ranks, but {world.size()} were started")
         rank = world.rank()
         here = mesh.coordinates(rank)
         line = [mesh.rank(here | {"pipeline": p}) for p in range(mesh.pipeline)]
@@ -71,7 +71,7 @@ class Groups:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """Place of this rank on each axis of work, which determines its computations."""
+        """This rank's place on each axis of work, which determines its computations."""
         return self.mesh.coordinates(self.rank)
 
     @property
@@ -96,10 +96,9 @@ def _same(one: Coordinates, other: Coordinates, but: Sequence[str]) -> bool:
 def _device_mesh(
     world: dist.ProcessGroup, device: str, axes: tuple[str, ...], sizes: tuple[int, ...], place: Callable[[int], Coordinates]
 ) -> DeviceMesh:
-    """The ranks of `world` as an array over `axes`; this rank's slice of it along all but the first.
+    """Return the device mesh of the ranks of `world` over `axes`: this rank's slice along all axes but the first.
 
-    It is made from groups that this rank makes, because torch would make every rank of the default group create the groups of
-    every rank.
+    This rank makes the groups itself, because torch would make every rank of the default group create the groups of all ranks.
     """
     here = place(world.rank())
     places = [place(rank) for rank in range(world.size())]
@@ -114,27 +113,27 @@ def _device_mesh(
 
 
 MESSAGES_ONLY = "messages"
-"""Description of a group whose members send unequal numbers of messages: the counts do not show which rank is late."""
+"""Description of a group whose members send different numbers of messages, so that counts of messages do not show which rank is late."""
 
 
 def group_of(world: dist.ProcessGroup, ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
-    """A process group of some ranks of `world`, made by its members alone: with thousands of ranks, making every group on every rank would
+    """Make a process group of some ranks of `world` on its members only: with thousands of ranks, making every group on every rank would
     take minutes.
 
-    All ranks must create equally many groups, or later ones never form: torch names groups by their count.
+    All ranks must create the same number of groups, or later groups never form: torch names groups by their count.
     """
     everyone = dist.get_process_group_ranks(world)
     return _made(dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, group_desc=purpose))
 
 
 def another(world: dist.ProcessGroup, *, timeout: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
-    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for those of other groups."""
+    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for messages of other groups."""
     ranks = dist.get_process_group_ranks(world)
     return _made(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=purpose))
 
 
 def _made(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup), "called by a rank outside the group"
+    assert isinstance(group, dist.ProcessGroup), "the calling rank is not in the group"
     return group
 
 
@@ -145,6 +144,6 @@ def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for communication, in a function with a recognisable name: a rank whose stack ends here waits for another
+    """Wait for communication. The function's name is recognisable: a rank whose stack ends here waits for another rank
     (`control.watch`)."""
     work.wait()

@@ -1,14 +1,12 @@
-"""A block whose tokens are sent to experts, as graphs with the exchanges between them.
+"""Runs a block with experts on other ranks as several autograd graphs, with the exchanges of tokens between the graphs.
 
-Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are in flight, an
-executor runs other work: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and
-combines gradients in
-the reverse order.
+Attention with routing, the shared expert, the experts, and the sum have one graph each. While rows are in flight, an executor runs other
+work: the other microbatch of an overlap, or at least the shared expert. Backward exchanges the gradients in the reverse order.
 
-Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the
-experts' weights. Combined results are not kept, although the gradients of the routing weights need them: each weight is sent with
-the gradient of its result, their product is computed on the expert's rank, and sent back. Multiplied in the same order, they are
-the same bits.
+Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the experts'
+weights. Combined results are not kept, although the gradients of the routing weights depend on them. Instead, each routing weight is sent
+with the gradient of its result; the expert's rank computes the weight's gradient and sends it back. The order of operations is the same,
+and so are the bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +27,7 @@ from megalith.parallel.retain import STAYS, SavedTensor, Shelf, unpack_saved
 
 
 def dispatches_tokens(part: nn.Module) -> TypeGuard[Block]:
-    """True for a block whose tokens leave this rank. A compiled block is a single graph, so it does not count."""
+    """True for a block whose tokens leave this rank. It is False for a compiled block, which is a single graph."""
     if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.dispatcher, LocalDispatcher):
         return False
     return part._compiled_call_impl is None
@@ -45,12 +43,12 @@ class BlockComputations:
 
     @property
     def destinations(self) -> Destinations:
-        """Destinations of the tokens; their weights are data."""
+        """Destinations of the tokens; the routing weights are detached."""
         assert self._destinations is not None
         return self._destinations
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return x with attention added, the MLP's input, the tokens of it that this rank sends, and their weights."""
+        """Return x plus attention, the MLP's input, the tokens of this input that the rank sends, and their routing weights."""
         residual, normal = unwrapped(self.block, "attend")(x, self.batch)
         routing = self.moe.route(normal, self.batch)
         own, weights = self.moe.enter(normal, routing)
@@ -68,7 +66,7 @@ class BlockComputations:
         return (unwrapped(self.moe, "run")(rows, self.destinations),)
 
     def join(self, residual: Tensor, tokens: Tensor, *shared_expert: Tensor) -> tuple[Tensor]:
-        """The block's output from the tokens' sums."""
+        """Return the block's output, from the tokens' sums."""
         out = self.moe.leave(tokens, self.destinations)
         return (self.block.join(residual, out + shared_expert[0] if shared_expert else out),)
 
@@ -84,7 +82,7 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, computations: BlockComputations) -> "RecomputeChoice":
-        """Return the choice that `parallel.recompute` marked on the block."""
+        """Return the choice that `parallel.recompute` set on the block."""
         block, moe = computations.block, computations.moe
         mixture = is_checkpointed(block) or is_checkpointed(moe)
         return cls(
@@ -96,8 +94,8 @@ class RecomputeChoice:
 
 
 class Replay:
-    """A function whose graph is built in forward, or, with `recompute`, rebuilt from its inputs shortly before
-    backward. `shelf` keeps what forward leaves."""
+    """A function whose graph is built in forward, or, with `recompute`, rebuilt from its inputs shortly before backward. `shelf` keeps the
+    tensors that forward saves."""
 
     def __init__(self, computations: Callable[..., tuple[Tensor, ...]], *, recompute: bool, shelf: Shelf) -> None:
         self.computations, self.recompute, self.shelf = computations, recompute, shelf
@@ -122,7 +120,7 @@ class Replay:
         return outs
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs: see the method of a piece."""
+        """Return the gradients of the inputs; see `Piece.gradients`."""
         assert self._piece is not None
         return self._piece.gradients(grads, queue)
 
@@ -166,14 +164,14 @@ class BlockGraphs:
         return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, destinations.order), of_weights], queue)[0]
 
     def _send_again(self) -> Pending:
-        """Dispatch the experts' input rows again, from the tokens that they were made of."""
+        """Dispatch the experts' input rows again, from the kept tokens."""
         computations = self.computations
         assert self.normal is not None
         own = computations.moe.dispatcher.enter(unpack_saved(self.normal)).flatten(0, 1)
         return computations.moe.start_dispatch(rows_of(own, computations.destinations.order), computations.destinations.traffic)
 
     def _shared_backward(self, of_shared: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
-        """The gradient of the shared expert's input, if there is one."""
+        """Return the gradient of the shared expert's input, if there is a shared expert."""
         if not of_shared:
             return None
         if self.recompute.shared_expert:
@@ -193,7 +191,7 @@ class BlockGraphs:
 
 
 def forward(block: Block, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor, Graph]]:
-    """`block(x, batch)` in steps, and its graphs, whose tensors `shelf` keeps."""
+    """Run `block(x, batch)` in steps; return the output and its graphs, whose tensors `shelf` keeps."""
     computations = BlockComputations(block, batch)
     recompute, dispatcher = RecomputeChoice.of(computations), computations.moe.dispatcher
     attend, shared_expert, experts = (

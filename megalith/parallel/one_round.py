@@ -1,10 +1,9 @@
-"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice
-as many; in each step every rank needs a processor. Where ranks share a few cores that wait is nearly all that a small collective
-takes (benchmarks/collectives.py). Here every rank sends each other rank its part at once, in one all-to-all, which moves as many
-bytes as the ring (for an all-reduce N / 2 times as many). What is added is added in the order of ranks, so that all have the same
-bits.
+"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice as many; in
+each step every rank needs a processor. If ranks share a few cores, waiting for a processor takes nearly all of a small collective's time
+(benchmarks/collectives.py). Here every rank sends its part to all others at once, in one all-to-all. This moves as many bytes as the ring
+(for an all-reduce, N / 2 times as many). Sums are added in rank order, so that all ranks get the same bits.
 
-These are kernels of torch's own operations for CPU tensors: callers and counters of these operations see no difference. Larger
+The module replaces the CPU kernels of torch's own operations, so callers and counters of these operations see no difference. Larger
 tensors, other operators and other backends are handled as before.
 """
 
@@ -26,8 +25,8 @@ from torch._C._distributed_c10d import (
 )
 
 MAXIMUM = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
-"""Bytes of the whole tensor up to which the number of steps matters more than the bytes (benchmarks/collectives.py). gloo has no
-reduce-scatter: it sums everything on every rank, so one round was faster at every measured size."""
+"""Sizes of the whole tensor, in bytes, up to which one round is faster (benchmarks/collectives.py). gloo's reduce-scatter sums everything
+on every rank, so for it one round was faster at every measured size."""
 
 ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
     ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -37,13 +36,13 @@ ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
 """Reductions of the parts of all ranks, [ranks, numbers]."""
 
 CAN_ADD = hasattr(ReduceOp, "unbox")
-"""True if a kernel can read the reduction operator. It cannot in torch 2.11, where only gathers take one round."""
+"""True if a kernel can read the reduction operator. With torch 2.11 it is False, and only gathers take one round."""
 
 _installed: library.Library | None = None
 
 
 def install() -> None:
-    """Let collectives of CPU tensors in this process take one round where that is faster."""
+    """Make collectives of CPU tensors in this process take one round if that is faster."""
     global _installed
     if _installed is None:
         _installed = library.Library("c10d", "IMPL")
@@ -86,7 +85,7 @@ def scatter(
 def reduce(
     tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> tuple[list[Tensor], Any]:
-    """`c10d::allreduce_`. With fewer numbers than ranks, most steps of the ring are empty, and the ring is faster."""
+    """`c10d::allreduce_`. With fewer elements than ranks, most steps of the ring are empty, and the ring is faster."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
     if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):
@@ -100,7 +99,7 @@ def reduce(
 
 
 class _Added(Work):
-    """Parts in flight, which are added up by `wait`."""
+    """Parts in flight; `wait` adds them up."""
 
     alive: ClassVar["set[_Added]"] = set()  # torch keeps the half of it that is not Python's
 
@@ -145,7 +144,7 @@ def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> 
 
 
 def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
-    """Set the options like torch's own kernel; -1: the group's time-out."""
+    """Set the options as torch's own kernel does; `timeout` -1: the group's time-out."""
     if timeout >= 0:
         options.timeout = timedelta(milliseconds=timeout)
     options.asyncOp = async_op

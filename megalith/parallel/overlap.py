@@ -1,12 +1,10 @@
-"""Activations sent between tensor ranks in pieces, each while another is multiplied (Wang et al. 2023, "Overlap communication with
-dependent computation via decomposition", ASPLOS).
+"""Sends activations between tensor ranks in pieces, so that one piece is in flight while another is multiplied (Wang et al. 2023, "Overlap
+communication with dependent computation via decomposition", ASPLOS).
 
-The exchange at the boundary of a split module is done in pieces, inside its first and its last products. First: pieces of the
-sequence are
-gathered, and each is multiplied when it arrives, while later ones are in flight. Last: each piece of the product is reduced as
-soon as
-it is computed. Backward does the reverse. While the last piece of the input's gradient is in flight, the weight gradient is
-computed. The same bytes are sent, in more calls.
+The exchange at the boundary of a split module is done in pieces, inside its first and its last products. First products: pieces of the
+sequence are gathered, and each is multiplied when it arrives, while later pieces are in flight. Last product: each piece is reduced as soon
+as it is computed. Backward does the reverse. While the last piece of the input's gradient is in flight, the weight gradient is computed.
+The number of bytes does not change, only the number of calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,23 +48,23 @@ class Pieces:
         return self.group.size() if self.sequence else 1
 
     def slices(self, length: int) -> list[slice]:
-        """The pieces of a share of `length`: as even as possible, none empty."""
+        """Cut a share of `length` into pieces: as even as possible, none empty."""
         ends = [length * number // self.count for number in range(self.count + 1)]
         return [slice(start, end) for start, end in pairwise(ends) if end > start]
 
     def of(self, whole: Tensor) -> Tensor:
-        """A view [shares, batch, length, ...] of [batch, seq, ...]."""
+        """View [batch, seq, ...] as [shares, batch, length, ...]."""
         return whole.unflatten(1, (self.shares, -1)).movedim(1, 0)
 
     def gather(self, share: Tensor) -> PendingPiece:
-        """[batch, length, ...] -> [shares, batch, length, ...]."""
+        """Gather the shares of all ranks: [batch, length, ...] -> [shares, batch, length, ...]."""
         share = share.contiguous()
         out = share.new_empty(self.shares, *share.shape)
         work = dist.all_gather_into_tensor(out.flatten(0, 1), share, group=self.group, async_op=True)
         return PendingPiece(out, share, work)
 
     def add_up(self, part: Tensor) -> PendingPiece:
-        """Partial sums [shares, batch, length, ...] -> this rank's share [batch, length, ...] of the total."""
+        """Reduce partial sums [shares, batch, length, ...] to this rank's share [batch, length, ...] of the total."""
         part = part.contiguous()
         if not self.sequence:
             return PendingPiece(part[0], part, dist.all_reduce(part, group=self.group, async_op=True))
@@ -74,8 +72,7 @@ class Pieces:
         return PendingPiece(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
 
     def gathered(self, x: Tensor, use: Callable[[slice, Tensor], None]) -> Tensor:
-        """Gather x [batch, length, ...] whole [batch, seq, ...]; call `use` on each piece [shares, batch, length, ...] when it
-        arrives."""
+        """Gather x [batch, length, ...] to [batch, seq, ...]; call `use` on each piece [shares, batch, length, ...] when it arrives."""
         if not self.sequence:
             use(slice(0, x.shape[1]), x[None])
             return x
@@ -88,15 +85,15 @@ class Pieces:
         return whole
 
     def added_up(self, length: int, make: Callable[[slice], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Reduce partial sums that `make` computes piece by piece: each piece is in flight while the next is computed, and
-        `meanwhile` runs after the last. Return this rank's share [batch, length, ...]."""
+        """Reduce partial sums that `make` computes piece by piece: each piece is in flight while the next is computed, and `meanwhile` runs
+        while the last one is in flight. Return this rank's share [batch, length, ...]."""
         moving = [self.add_up(make(where)) for where in self.slices(length)]
         meanwhile()
         return torch.cat([pending.wait() for pending in moving], dim=1)
 
 
 class _Enter(torch.autograd.Function):
-    """x [batch, length, in] -> of the whole sequence, the products [batch, seq, out] with each of several weights."""
+    """Gathers x [batch, length, in]; returns the whole sequence's products [batch, seq, out] with each of several weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pieces: Pieces, recipes: Sequence[Multiply], *factors: Tensor | None) -> tuple[Tensor, ...]:
@@ -142,7 +139,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """x [batch, seq, in] -> this rank's share [batch, length, out] of the sum of the ranks' products with their parts of a weight."""
+    """Multiplies x [batch, seq, in] by this rank's part of a weight; returns its share [batch, length, out] of the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces, recipe: Multiply) -> Tensor:
@@ -175,7 +172,7 @@ class _Given(nn.Module):
 
 
 class _InPieces(nn.Module):
-    """The product of a last layer; each piece is sent to be summed as soon as it is computed."""
+    """Computes the product of a last layer; each piece is reduced as soon as it is computed."""
 
     def __init__(self, recipe: Multiply, pieces: Pieces) -> None:
         super().__init__()
@@ -187,15 +184,15 @@ class _InPieces(nn.Module):
         return self.recipe.activated
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is None, "a bias is added to the sum, not to each part of it"
+        assert bias is None, "a bias must be added to the sum, not to each rank's part"
         return _Leave.apply(x, weight, self.pieces, self.recipe)  # pyright: ignore[reportReturnType]
 
 
 class OverlappedForward:
     """A split module's forward, with the exchanges at its boundary inside its first and last products.
 
-    Its own code does not change: the outputs of the first layers are computed before it runs, and the last layer returns the
-    share that the boundary would return.
+    The module's own code does not change: the outputs of its first layers are computed before it runs, and its last layer returns this
+    rank's share of the sum.
     """
 
     def __init__(

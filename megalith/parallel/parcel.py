@@ -1,8 +1,9 @@
-"""Shares of a bucket's weights as one message: rows dealt in chunks, or bytes where some are sent in 8 bits: codes and scales of tiles.
+"""Packs shares of a bucket's weights into one message: rows in chunks, or bytes if some weights are sent in 8 bits as codes and scales of
+tiles.
 
-Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a weight that is put together
-are those to which a product rounds it, and rounded once more they stay as they are. With scales in fp32 they are rounded to bf16 on
-arrival. A product rounds these to the same codes and scales: a tile's largest number is one of bf16's, as it was before.
+Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a gathered weight are those to
+which a product rounds it, so a second rounding does not change them. With scales in fp32 they are rounded to bf16 on arrival; a product
+still gets the same codes and scales, because a tile's largest number is exact in bf16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from megalith.spec.numbers import SCALE_BYTES
 
 @dataclass
 class Field:
-    """Bytes of each rank's message that hold a tensor's share [up to chunk, *row]."""
+    """The bytes in each rank's message that hold a tensor's share [up to chunk, *row]."""
 
     dtype: torch.dtype
     chunk: int
@@ -41,16 +42,16 @@ class Item:
     """One weight of a parcel."""
 
     compute: Tensor
-    """The whole weight, whose memory need not be there yet."""
+    """The whole weight; its memory may not be allocated yet."""
     dim: int
-    """The dim along which shards cut it"""
+    """The dim along which it is sharded"""
     chunk: int
-    """The slices of a share; the last shares are shorter or empty."""
+    """The number of slices of a share; the last ranks' shares may be shorter or empty."""
     scaling: Scaling | None
-    """Its format on the way; None: its own."""
+    """Its format in the message; None: its own."""
 
     def fields(self) -> tuple[Field, ...]:
-        """Return the weight's own field, or those of its scales and its codes."""
+        """Return the weight's field, or two fields for its scales and its codes."""
         if self.scaling is None:
             return (Field(self.compute.dtype, self.chunk, _row(self.compute.shape, self.dim)),)
         shape = list(self.compute.shape)
@@ -103,7 +104,7 @@ class Parcel:
 
 
 def rows_to_chunks(flat: Tensor, rows: Tensor, chunk: int) -> None:
-    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
+    """Copy rows [up to ranks * chunk, ...], in chunks, into flat [ranks, chunk * ...]; the rest of flat becomes 0."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
@@ -114,7 +115,7 @@ def rows_to_chunks(flat: Tensor, rows: Tensor, chunk: int) -> None:
 
 
 def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
-    """rows <- flat: the inverse of `rows_to_chunks`."""
+    """Copy flat into rows: the inverse of `rows_to_chunks`."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])
@@ -123,7 +124,7 @@ def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
 
 
 def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> list[Tensor]:
-    """Return the fields of a message, with the dims of the weight, as far as a share of this many slices fills them."""
+    """Return the filled part of a message's fields, with the dims of the weight, for a share of `count` slices."""
     return [field.of(message)[: -(-count * field.chunk // item.chunk)].movedim(0, item.dim) for field in fields]
 
 

@@ -1,8 +1,8 @@
-"""Forward and backward of a stage, part by part: each part has its own graph. So weights are gathered and dropped, gradients are
-reduced, and a backward is split in two, explicitly between parts.
+"""Forward and backward of a stage, part by part: each part has its own graph. Weights can thus be gathered and dropped, gradients reduced,
+and a backward split in two, between parts.
 
-A graph holds what autograd saved for it. It holds neither its inputs nor its outputs for their own sake, as leaves and roots would: of
-many microbatches in flight, these would be much of the memory.
+A graph holds the tensors that autograd saved. It does not also hold its inputs and outputs, as leaves and roots would: with many
+microbatches in flight, they would take much memory.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,7 +33,7 @@ Steps: TypeAlias = Generator[Pending, Tensor, T]
 
 
 def finish(steps: Steps[T]) -> T:
-    """Run all steps, waiting wherever they wait."""
+    """Run all steps, and wait for rows wherever a step yields."""
     try:
         pending = next(steps)
         while True:
@@ -47,16 +47,16 @@ class Graph(Protocol):
 
     @property
     def differentiable(self) -> bool:
-        """True if its input has a gradient; tokens have none."""
+        """True if the part's input has a gradient; tokens have none."""
         ...
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
-        """The gradient of the input. Weight gradients are accumulated; with a `queue`, only those that cannot be deferred."""
+        """Return the gradient of the input. Weight gradients are accumulated; with a `queue`, only those that cannot be deferred."""
         ...
 
 
 class Inlet:
-    """Entry of a tensor into a graph, and exit of its gradient."""
+    """An input of a graph: passes a tensor in, and its gradient out."""
 
     def __init__(self) -> None:
         self._grad: Tensor | None = None
@@ -67,7 +67,7 @@ class Inlet:
         return _Enter.apply(anchor, x.detach(), self)  # pyright: ignore[reportReturnType]
 
     def give(self, grad: Tensor) -> None:
-        """Called by the graph's backward."""
+        """Store the gradient; the graph's backward calls this."""
         self._grad = grad
 
     def take(self) -> Tensor | None:
@@ -100,8 +100,8 @@ class Piece:
         return bool(self.inlets)
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs from those of the outputs. None: the output was not used; for a single scalar
-        output, its gradient is 1."""
+        """Return the gradients of the inputs from the gradients of the outputs. A gradient is None if its output was not used; for a single
+        scalar output, None stands for 1."""
         asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
         with deferring(queue) if queue is not None else nullcontext():
             torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
@@ -115,7 +115,7 @@ class Piece:
 
 
 def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, shelf: Shelf = STAYS) -> tuple[tuple[Tensor, ...], Piece]:
-    """Run the function `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph, whose
+    """Run the function `lines` on inputs (floating-point inputs have gradients), and return the detached outputs and the graph, whose
     tensors `shelf` keeps."""
     inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
     entered = (x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True))
@@ -129,7 +129,7 @@ def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, shelf: She
 
 
 Forward: TypeAlias = Callable[[Tensor, Batch, Shelf], Steps[tuple[Tensor, Graph]]]
-"""The forward of a part in steps: its detached output, and its graph, whose tensors the shelf keeps."""
+"""The forward of a part in steps. It returns the detached output and the graph, whose tensors the shelf keeps."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class ForwardState(NamedTuple):
 @dataclass
 class Rest:
     """State that the first half of a part's backward leaves for the second half: deferred weight gradients, finished gradients that wait
-    for those, or the whole backward of a part whose input needs no gradient."""
+    for the deferred ones, or the whole backward of a part whose input needs no gradient."""
 
     queue: Queue
     late: tuple[Graph, Tensor | None] | None = None
@@ -173,9 +173,9 @@ class Runner:
         dispatched: Mapping[int, Forward] = MappingProxyType({}),
         retention: Retention | None = None,
     ) -> None:
-        """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward.
-        `dispatched`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose
-        saved tensors leave the device; None: all stay."""
+        """`segments`: ranges of parts that keep only their first input in forward, and run again as a whole before their backward.
+        `dispatched`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose saved
+        tensors leave the device; None: all stay."""
         self.stage, self.zero, self.dispatched, self._retention = stage, zero, dispatched, retention
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
@@ -190,9 +190,9 @@ class Runner:
     # --- weights ---
 
     def gather(self, *, all_parts: bool) -> None:
-        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part starts the
-        gather of the next one when it is computed, so that not all are in flight at once; `all_parts`: gather all now, if ranks
-        compute in different orders.
+        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part's computation starts
+        the gather of the next part, so that not all are in flight at once. `all_parts`: gather all parts now, because ranks compute in
+        different orders.
         """
         if self.zero < 3:
             for used in self.buckets if all_parts else self.buckets[:1]:
@@ -206,14 +206,14 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
     def free(self) -> None:
-        """Drop the whole weights, and the rounded shares gathered for them: they are about to change."""
+        """Drop the whole weights, and the rounded shares gathered for them: the weights are about to change."""
         for used in self.buckets:
             for bucket in used:
                 bucket.free()
                 bucket.forget()
 
     def _enter(self, number: int, then: int | None) -> None:
-        """Wait for the part's weights, and begin to gather those of the part after it."""
+        """Wait for the part's weights, and begin to gather the weights of the part after it."""
         for bucket in self.buckets[number]:
             bucket.gather()
         if then is not None and 0 <= then < len(self.parts):
@@ -251,11 +251,11 @@ class Runner:
         return out, kept
 
     def _shelf(self, number: int, batch: Batch) -> Shelf:
-        """Return the shelf for what the forward of a part leaves."""
+        """Return the shelf for the tensors that a part's forward saves."""
         return STAYS if self._retention is None else self._retention.shelf(number, batch)
 
     def _compute(self, number: int, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor | Loss, Graph | None]]:
-        """A part's output, detached, and its graph, whose tensors `shelf` keeps."""
+        """Return a part's detached output and its graph, whose tensors `shelf` keeps."""
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
@@ -264,7 +264,7 @@ class Runner:
         return _whole(part, x, batch, shelf)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
-        """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a
+        """Return a part's output, and keep nothing for its backward. A computation that pauses keeps its graph until it ends, because a
         pause inside `no_grad` would disable gradients for other computations."""
         if torch.is_grad_enabled() and (forward := self.dispatched.get(number)) is not None:
             return (yield from forward(x, batch, STAYS))[0]
@@ -272,8 +272,8 @@ class Runner:
             return self.parts[number](x, batch)
 
     def _rerun(self, segment: Segment) -> Steps[list[Graph]]:
-        """The graphs of a segment's parts, from its input. The weights of its last part stay gathered, because backward begins
-        with them."""
+        """Run a segment again from its input; return the graphs of its parts. The weights of its last part stay gathered, because backward
+        begins with them."""
         graphs: list[Graph] = []
         x: Tensor | Loss = unpack_saved(segment.x)
         for number in segment.parts:
@@ -288,13 +288,13 @@ class Runner:
         return graphs
 
     def fetch(self, kept: list[ForwardState]) -> None:
-        """Begin to bring back the saved tensors that left the device, of the last remaining part of which any did."""
+        """Begin to bring back the saved tensors of the last remaining part whose tensors left the device."""
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 
     def _next_graph(self, kept: list[ForwardState]) -> Steps[Graph]:
-        """Remove and return the graph of the last remaining part, whose saved tensors come back now, and those of the part before it
-        begin to. A segment's parts run again first."""
+        """Remove and return the graph of the last remaining part. Its saved tensors are brought back now, and the part before it begins to
+        get its own. A segment's parts run again first."""
         last = kept.pop()
         last.shelf.fetch()
         self.fetch(kept)
@@ -305,11 +305,11 @@ class Runner:
         return last.left
 
     def _before(self, number: int, kept: list[ForwardState]) -> int:
-        """Return the part whose weights are needed after those of part `number`, in a backward with `kept` left."""
+        """Return the part whose weights a backward needs after part `number`, when `kept` is left."""
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
-        """The gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
+        """Return the gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
         for number in reversed(range(len(self.parts))):
             graph = yield from self._next_graph(kept)
             then = self._before(number, kept)
@@ -337,7 +337,7 @@ class Runner:
         return grad, rests
 
     def weight_backward(self, rests: list[Rest], *, reduce: bool) -> Steps[None]:
-        """The second half: the weights' gradients."""
+        """The second half of a backward: compute the weights' gradients."""
         for number, rest in zip(reversed(range(len(self.parts))), rests, strict=True):
             if rest.late is not None:
                 self._enter(number, None)
@@ -351,9 +351,9 @@ class Runner:
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
-        """Handle weight gradients that the first half of a backward has already computed. If each microbatch is reduced
-        separately (ZeRO 2 and 3), they wait for their own second half, because a later microbatch's first half comes before it;
-        otherwise they are added up now."""
+        """Handle weight gradients that the first half of a backward has already computed. If each microbatch is reduced separately (ZeRO 2
+        and 3), they are kept apart until this microbatch's second half, because a later microbatch's first half comes before it; otherwise
+        they are added up now."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:
@@ -373,7 +373,7 @@ class Runner:
 
 
 def _whole(part: nn.Module, x: Tensor, batch: Batch, shelf: Shelf) -> tuple[Tensor | Loss, Piece]:
-    """A part as one graph, whose tensors `shelf` keeps."""
+    """Run a part as one graph, whose tensors `shelf` keeps."""
     loss: Loss | None = None
 
     def run(x: Tensor) -> tuple[Tensor]:

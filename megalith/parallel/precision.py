@@ -1,4 +1,4 @@
-"""Recipes for matrix products with a weight, by name, how a part gets one, and how ranks that cut a tensor agree on its scale."""
+"""Recipes for matrix products with a weight, by name. Sets the recipe of a part, and makes ranks that share a tensor agree on its scale."""
 
 from collections.abc import Collection, Mapping
 
@@ -32,8 +32,8 @@ RECIPES: dict[str, type[Multiply]] = {
 def apply_precision(
     part: nn.Module, recipe: str, *, name: str = "", blocks: int = 0, choices: PrecisionSpec | None = None
 ) -> dict[nn.Module, Narrow]:
-    """Set the recipe for the products with a weight in a newly built part. Under a narrow recipe, layers that stay wide get the plain one.
-    `name`: the part's name in a model of `blocks` blocks. Returns the narrow recipes by module.
+    """Set the recipe for the products with a weight in a newly built part. Under a narrow recipe, layers that stay wide get the plain
+    recipe. `name`: the part's name in a model of `blocks` blocks. Returns the narrow recipes by module.
 
     Raises ValueError for a name that no recipe has.
     """
@@ -64,9 +64,9 @@ def share_maxima(
     partial: Collection[nn.Parameter],
     groups: Groups,
 ) -> None:
-    """Tell the recipes of split layers which outputs this rank has, and have them take maxima over the ranks that hold a part of a
-    tensor, and over no others: tensor ranks, of the channels that the axis splits; context ranks, of tokens. `placed`: how the tensor axis
-    holds each weight; `partial`: the weights whose gradient on a rank is only its part of the sum."""
+    """Set which outputs of a split layer this rank has, and make recipes take maxima over exactly the ranks that hold a part of a tensor:
+    tensor ranks for the channels that the axis splits, context ranks for tokens. `placed`: how the tensor axis holds each weight;
+    `partial`: the weights whose gradient on a rank is only a part of the sum."""
     for layer, recipe in narrow.items():
         if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
             continue  # experts: their tokens share no scale, and `check` keeps each whole
@@ -87,7 +87,7 @@ def _first_output(layer: Linear, groups: Groups) -> int:
 
 
 def over(group: dist.ProcessGroup) -> Share:
-    """Return the maximum over a group's ranks. A NaN counts as an infinity, which makes the scale NaN on every rank."""
+    """Return the maximum over a group's ranks. A NaN becomes an infinity, so that the scale is NaN on every rank."""
 
     def share(amax: Tensor) -> Tensor:
         amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)

@@ -1,5 +1,5 @@
-"""Actions for what blocks, or parts of blocks, keep for their backward. Recomputation keeps only their input, and runs them again (Chen et
-al. 2016); other tensors stay on the device, leave it, or are kept in 8 bits."""
+"""Actions for the tensors that blocks, or parts of blocks, keep for backward. Recomputation keeps only the input, and runs the part again
+(Chen et al. 2016); other actions keep the tensors on the device, move them off it, or keep them in 8 bits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,11 +25,12 @@ SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared
 """Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
 
 FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
-"""Parts whose result the gradient of the next weight forms again from its factors, so that no module runs again -> the modules."""
+"""Parts whose result is formed again from its factors for the gradient of the next weight, so that no module runs again -> their
+modules."""
 
 
 TILE = PRECISIONS["fp8"].tile
-"""Numbers that share a scale where tensors are kept in 8 bits."""
+"""The number of elements that share a scale in tensors kept in 8 bits."""
 
 
 class Checkpointed:
@@ -44,8 +45,8 @@ class Checkpointed:
 
 
 class LatentsKept:
-    """Latent attention that keeps its latents, and makes queries, keys and values of them again for the backward of its core, which runs
-    once (DeepSeek-V3, arXiv:2412.19437, section 3.2.3)."""
+    """Latent attention that keeps its latents. For backward it makes queries, keys and values from them again; its core does not run again
+    (DeepSeek-V3, arXiv:2412.19437, section 3.2.3)."""
 
     def __init__(self, attention: LatentAttention) -> None:
         self.attention = attention
@@ -72,7 +73,7 @@ def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Recompute a block, or give the parts of it that `plan` names their actions. A block with only one half lacks some of these parts.
+    """Recompute a block, or apply the actions that `plan` names to its parts. A block without attention or MLP lacks some of these parts.
     Raises AttributeError for a part that no block has."""
     if recomputed(number, blocks=blocks, policy=plan.recompute):
         block.forward = Checkpointed(block.forward)
@@ -81,8 +82,7 @@ def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -
 
 
 def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
-    """Give parts of a block, by their names, their actions for the tensors that they keep for backward. `rounding`: the format in 8
-    bits."""
+    """Apply actions to the named parts of a block: how each keeps its tensors for backward. `rounding`: the 8-bit format."""
     for name, action in actions.items():
         half = name.partition(".")[0]
         if name == BLOCK or (half != "attend" and getattr(block, half) is None):
@@ -96,7 +96,7 @@ def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rou
 
 
 def apply_rounding(part: nn.Module, plan: Plan) -> None:
-    """Give the blocks in a part the actions that change numbers, and no others, as one process has them that proves the plan."""
+    """Apply only the actions that change numbers to the blocks in a part, for the single process that proves a plan."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
         apply_actions(block, plan.rounding, Packed(TILE))
 
@@ -114,7 +114,7 @@ def _run_again(block: nn.Module, name: str) -> None:
 
 
 def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
-    """Yield what computes the activations of one of the parts in FORMED."""
+    """Yield the recipes (`multiply`) that compute the activations of a part in FORMED."""
     for module in block.get_submodule("mlp").modules():
         owner = module.down if isinstance(module, Mlp) else module
         if isinstance(module, FORMED[name]) and isinstance(owner.multiply, Multiply):

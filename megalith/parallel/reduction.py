@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, while the backward goes on."""
+"""Sums gradients over ranks while backward continues."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,12 @@ from megalith.parallel.groups import wait_for
 
 
 class Reduction:
-    """Gradients of a bucket under way: a reduce-scatter over the shards, then an all-reduce over the copies."""
+    """A reduction of a bucket's gradients in progress: a reduce-scatter over the shards, then an all-reduce over the copies."""
 
     def __init__(
         self, flat: Tensor, shards: dist.ProcessGroup, copies: dist.ProcessGroup, done: Callable[[Tensor], None]
     ) -> None:
-        """`flat`: [shards, numbers]. `done` gets the sums of this rank's share."""
+        """`flat`: [shards, numbers]. `done` is called with the sums of this rank's share."""
         self.flat: Tensor | None = flat  # what the first half sums, which must live until then
         self.copies, self.done, self.sharded = copies, done, shards.size() > 1
         self.mine = flat.new_empty(flat.shape[1]) if self.sharded else flat[0]
@@ -26,7 +26,7 @@ class Reduction:
             self.second()
 
     def second(self) -> None:
-        """Wait for the first half, begin the second."""
+        """Wait for the reduce-scatter, and begin the all-reduce."""
         if self.work is not None:
             wait_for(self.work)
         self.work = self.flat = None
@@ -40,14 +40,14 @@ class Reduction:
 
 
 class Reducer:
-    """A rank's reductions in progress: at most one in each half, so that their memory does not grow with their number."""
+    """A rank's reductions in progress: at most one reduce-scatter and one all-reduce, so that their memory is bounded."""
 
     def __init__(self) -> None:
         self.first: Reduction | None = None
         self.last: Reduction | None = None
 
     def add(self, reduction: Reduction | None) -> None:
-        """Add a reduction. The previous one starts its second half, and the one before that is finished."""
+        """Add a reduction. The previous reduction starts its all-reduce, and the one before it is finished."""
         if reduction is None:
             return
         self._advance()

@@ -1,7 +1,7 @@
-"""Tensors that one computation makes for the next, freed after the forward and made once more in backward.
+"""Frees tensors that one computation makes for the next after the forward, and computes them again in backward.
 
-Activation checkpointing runs the whole computation again. Here the second computation, such as attention, does not run again: its backward
-asks for its inputs, and these are made from their own inputs, with the graph through which their gradients then pass.
+Activation checkpointing runs the whole computation again. Here the second computation, such as attention, does not run again: only its
+inputs are computed again, from the first computation's inputs and with a graph for their gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ Unpack = Callable[[Any], Tensor]
 
 
 def same(kept: Any) -> Any:
-    """Return what is kept, as it is."""
+    """Return a kept tensor unchanged."""
     return kept
 
 
 def surrounding_hooks() -> tuple[Pack, Unpack]:
-    """Return the hooks by which autograd saves tensors now. Hooks inside others replace them, unless they call these."""
+    """Return the saved-tensor hooks that are active now. Inner hooks replace outer ones unless they call them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks or (same, same)
 
 
 @dataclass(frozen=True)
 class _Remade:
-    """A tensor that is a view of an output of `_Make`, by the node that makes it again."""
+    """A view of an output of `_Make`, with the node that computes the output again."""
 
     node: Any
     number: int
@@ -60,7 +60,7 @@ def _again(node: Any) -> _Again:
 
 
 class _Make(torch.autograd.Function):
-    """A computation of several outputs, which keeps only its inputs."""
+    """A computation with several outputs that keeps only its inputs for backward."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ class _Make(torch.autograd.Function):
 
 @contextmanager
 def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, autograd keeps no outputs of `_Make`, nor views of them, but the node that makes them again."""
+    """Inside this context, autograd saves no outputs of `_Make` and no views of them, but the node that computes them again."""
     pack, unpack = surrounding_hooks()
     node, places = outs[0].grad_fn, {out.untyped_storage()._cdata: number for number, out in enumerate(outs)}
 
@@ -96,8 +96,8 @@ def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def remake(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return use(*make(*inputs)). Between forward and backward nothing of what `make` gives is kept: it runs again, once, when the backward
-    of `use` needs it. `use` does not run again. The same bits, if `make` gives the same twice."""
+    """Return use(*make(*inputs)). Between forward and backward no result of `make` is kept: `make` runs once more when the backward of
+    `use` needs its results. `use` does not run again. The bits are the same if `make` is deterministic."""
     if not torch.is_grad_enabled():
         return use(*make(*inputs))
     outs: Any = _Make.apply(make, *inputs)

@@ -1,9 +1,9 @@
-"""Tensors that blocks keep for their backward wait in the host's memory or in a file, and come back ahead of that backward.
+"""Moves tensors that blocks keep for backward to the host's memory or to a file, and brings them back before that backward.
 
-Autograd hands over each tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of
-these tensors moves to a tier. Views of one memory move once. What other parts of the step hold as well stays on the device: weights,
-buffers, tensors of the microbatch, and what a part of the block keeps there by its name (`PlacedFunction`). Backward gets the same bits
-with the same strides, so it computes the same bits.
+Hooks get each tensor that autograd saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of these
+tensors moves to a tier. Views of the same memory move once. Tensors that are held elsewhere too stay on the device: weights, buffers,
+tensors of the microbatch, and tensors of named parts of the block that stay there (`PlacedFunction`). Backward gets the same bits with the
+same strides, so it computes the same bits.
 """
 
 import weakref
@@ -23,12 +23,12 @@ class PendingFetch(Protocol):
     """Memory on its way back to the device."""
 
     def wait(self) -> Tensor:
-        """Return the memory. The computation that uses it waits until it has arrived."""
+        """Return the memory. Computations that use it wait until it has arrived."""
         ...
 
 
 class OffloadedCopy(Protocol):
-    """The content of some memory, in a tier."""
+    """A copy, in a tier, of the content of some memory."""
 
     def fetch(self) -> PendingFetch:
         """Begin to move the content back. Called once."""
@@ -36,15 +36,15 @@ class OffloadedCopy(Protocol):
 
 
 class Tier(Protocol):
-    """Place outside the device for memory that waits for its backward."""
+    """A place outside the device where memory waits for its backward."""
 
     def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
-        """Begin to move all memory of a block (tensors of one dimension, contiguous) to the tier. The caller drops it."""
+        """Begin to move all memory of a block (tensors of one dimension, contiguous) to the tier. The caller drops its references."""
         ...
 
 
 class _Memory:
-    """Memory of saved tensors. It is freed with the last of them."""
+    """Memory of saved tensors. It is freed with the last of these tensors."""
 
     def __init__(self, whole: Tensor) -> None:
         self._here: Tensor | None = whole
@@ -52,7 +52,7 @@ class _Memory:
         self._coming: PendingFetch | None = None
 
     def leave(self, copy: OffloadedCopy) -> None:
-        """Drop the memory, of which there is a copy."""
+        """Drop the memory, because `copy` holds its content."""
         self._copy, self._here = copy, None
 
     def fetch(self) -> None:
@@ -86,11 +86,12 @@ class SavedTensor:
 
 
 _placed: list[bool] = []
-"""For each named part of a block that is running, whether its tensors leave. Of the process: a forward does not pause inside a part."""
+"""For each named part of a block that is running, True if its tensors leave the device. The list is global to the process, because a
+forward does not pause inside a part."""
 
 
 class PlacedFunction:
-    """A function of a part of a block, whose tensors leave the device or stay there, whatever those of the block around it do."""
+    """A function of a named part of a block. Its tensors leave the device or stay there, independently of the rest of the block."""
 
     def __init__(self, function: Callable[..., Any], *, leaves: bool) -> None:
         self.function, self.leaves = function, leaves
@@ -104,7 +105,7 @@ class PlacedFunction:
 
 
 def leaves_now(otherwise: bool) -> bool:
-    """Return True if tensors that are saved now leave the device; `otherwise`: what holds outside of named parts."""
+    """Return True if tensors that are saved now leave the device; `otherwise`: the result outside named parts."""
     return _placed[-1] if _placed else otherwise
 
 
@@ -115,15 +116,15 @@ class Shelf:
     """True if they leave the device"""
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context in which autograd saves its tensors here. It holds no pause of a computation."""
+        """Return a context in which autograd saves its tensors on this shelf. A computation must not pause inside it."""
         return nullcontext()
 
     def put(self, tensor: Tensor) -> Tensor | SavedTensor:
-        """Keep a tensor that autograd does not save."""
+        """Keep a tensor that autograd does not save itself."""
         return tensor
 
     def leave(self) -> None:
-        """End the forward: move what was saved."""
+        """End the forward: begin to move the saved tensors."""
 
     def fetch(self) -> None:
         """Begin to move everything back, unless that has begun."""
@@ -138,8 +139,8 @@ class OffloadShelf(Shelf):
     moves = True
 
     def __init__(self, tier: Tier, stays: frozenset[int], device: torch.device, *, leaves: bool = True) -> None:
-        """`stays`: the memory that does not leave, by its address; `device`: the one that computes; `leaves`: so do tensors that no named
-        part keeps."""
+        """`stays`: addresses of the memory that does not leave; `device`: the computing device; `leaves`: True if tensors outside named
+        parts leave too."""
         self._tier, self._stays, self._device, self._leaves = tier, stays, device, leaves
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
         # On the device by a part that is named; held, so that no other memory gets an address of these.
@@ -187,7 +188,7 @@ class Retention:
     """The parts of a stage whose saved tensors leave the device, by their numbers, and the tier for them."""
 
     def __init__(self, parts: Mapping[int, nn.Module], tier: Tier, device: torch.device, *, leaves: bool = True) -> None:
-        """`leaves`: so does what no named part of a block keeps."""
+        """`leaves`: True if tensors outside the named parts of a block leave too."""
         self._parts, self._tier, self._device, self._leaves = parts, tier, device, leaves
 
     def shelf(self, number: int, batch: Batch) -> Shelf:

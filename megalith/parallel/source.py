@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 Put: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
-"""Takes a tensor elsewhere, and returns the function that brings it back."""
+"""Moves a tensor off the device, and returns the function that brings it back."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class Source:
     """The master weights of one share."""
 
     pieces: Callable[[], Iterator[tuple[int, Tensor]]]
-    """Yields them from the share's first number on: the number that a piece begins with, and the piece, flat and valid until the next."""
+    """Yields the master weights in order, as pieces: the number of a piece's first element, and the flat piece, which is valid until the
+    next one."""
     reader: Executor | None = None
-    """Reads while the part before computes; None: they are read when they are asked for."""
+    """Reads the weights while the previous part computes; None: they are read when they are needed."""
 
     def read(self, into: Tensor) -> None:
         """Write the share, rounded to the format of `into`."""

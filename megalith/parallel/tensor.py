@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
-A split module computes on its shares of the weights; collectives are at its boundary, as pairs of conjugate functions:
-a gather in forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` says how the axis splits each class of module.
-A new model made of known parts needs no line in it.
+A split module computes on its shares of the weights; collectives are at the module's boundary, as pairs of conjugate functions: a gather in
+forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` gives, for each class of module, how the tensor axis splits it.
+A new model made of known modules needs no new row in the table.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -85,7 +85,7 @@ Style = Callable[[nn.Module, Split, nn.Module], None]
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """Shares of `dim` (counted from the front) joined in rank order."""
+    """Join the ranks' shares along `dim` (counted from the front) in rank order."""
     size = group.size()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
@@ -93,7 +93,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of dim 1 of the sum over the ranks."""
+    """Return this rank's share, along dim 1, of the sum over the ranks."""
     size = group.size()
     parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous().flatten(0, 1)
     out = x.new_empty((parts.shape[0] // size, *parts.shape[1:]))
@@ -111,8 +111,8 @@ gather_sequence, scatter_sequence = conjugates(gather, _scatter_sum)
 """[batch, seq / n, ...] -> [batch, seq, ...], and partial sums [batch, seq, ...] -> this rank's share of the total."""
 
 copy, add_up = conjugates(lambda x, group: x.view_as(x), _sum)
-"""`copy`: the input is the same on all ranks, its gradients are partial. `add_up`: partial sums become the total on all ranks, which share
-its gradient."""
+"""`copy`: the input is the same on all ranks, and its gradients are partial sums. `add_up`: partial sums become the total on all ranks, and
+the gradient is the same on all ranks."""
 
 
 # --- weights ---
@@ -140,7 +140,8 @@ def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the inputs of a linear layer; its outputs are partial sums. The boundary around it adds them up, and then the bias."""
+    """Split the inputs of a linear layer; its outputs are partial sums. The boundary around the layer adds up the sums, and then adds the
+    bias."""
     assert isinstance(module, Linear)
     share(module, "weight", split, dim=1)
     if module.bias is not None:
@@ -166,7 +167,7 @@ def replicated_inside(module: nn.Module, split: Split, owner: nn.Module) -> None
 
 
 def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Keys or values: split by heads; with fewer heads than ranks, every rank holds all of them and computes the one its queries need."""
+    """Split keys or values by heads. With fewer heads than ranks, every rank holds all heads and computes the one that its queries need."""
     assert isinstance(module, Linear) and isinstance(owner, Attention)
     heads, channels = module.out_features // owner.head_dim, owner.head_dim
     if heads % split.size == 0:
@@ -178,7 +179,7 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def own_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Biases of scores, which have no parameters: those of this rank's heads."""
+    """Use the biases of scores of this rank's heads; they have no parameters."""
     assert isinstance(module, Alibi)
     module.count = module.heads // split.size
     module.first = split.rank * module.count
@@ -202,12 +203,12 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """The module sees the whole sequence."""
+    """Give the module the whole sequence."""
     module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
 def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """The module's partial sums are added up; the biases of its row-split layers are added afterwards."""
+    """Add up the module's partial sums, and then add the biases of its row-split layers."""
 
     def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return _with_late(module, split, split.leave(out))
@@ -216,28 +217,28 @@ def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def _with_late(module: nn.Module, split: Split, out: Tensor) -> Tensor:
-    """A module's sums with the biases of its row-split layers."""
+    """Add the biases of a module's row-split layers to its sums."""
     for layer in split.late.get(module, ()):
         out = out + layer.bias
     return out
 
 
 def boundary(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Both sides of a module made of column and row splits."""
+    """Apply `enter` and `leave` to a module of column and row splits."""
     enter(module, split, owner)
     leave(module, split, owner)
 
 
 @dataclass(frozen=True)
 class Seams:
-    """Return the layers of a module that take its input, and the layer that gives its output."""
+    """Return the layers that read a module's input, and the layer that computes its output."""
 
     first: tuple[str, ...]
     last: str
 
 
 def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
-    """A boundary whose exchanges take place inside the module's first and last products; its layers have been split."""
+    """Set a boundary whose exchanges take place inside the module's first and last products. The module's layers must already be split."""
     first = [layer for name in seams.first if isinstance(layer := getattr(module, name, None), Linear)]
     last = getattr(module, seams.last)
     pieces = Pieces(split.group, split.sequence, split.pieces)
@@ -248,7 +249,7 @@ def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
 
 
 class VocabularyLookup(nn.Module):
-    """Rows of the part of the table this rank holds, zero for other tokens: the sum over the ranks is the embedding."""
+    """Rows from this rank's part of the table, and zeros for other tokens: the sum over the ranks is the embedding."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -261,8 +262,8 @@ class VocabularyLookup(nn.Module):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """The loss from this rank's part of the vocabulary; only row statistics are exchanged, never logits. With a user's own loss of a token,
-    `of_token`, whole rows of logits are gathered."""
+    """Computes the loss from this rank's part of the vocabulary; ranks exchange only row statistics, never logits. With a user's own loss
+    of a token, `of_token`, whole rows of logits are gathered."""
 
     of_token: TokenLoss | None = None
 
@@ -308,7 +309,7 @@ def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> N
 
 
 def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the output projection by tokens; logits, where they are asked for, are gathered whole."""
+    """Split the output projection by vocabulary; if logits are requested, they are gathered whole."""
     share(module, "weight", split, dim=0)
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split, owner)
@@ -319,10 +320,10 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
 
 
 def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
-    """Split a user's own part as its row declares it (`spec.parts`): leave this rank's shares of the parameters that are cut, inside
-    a boundary that adds up the outputs of the ranks. A parameter that is not cut is replicated. A norm, or an MLP without a cut,
-    works on the activations between split modules. An attention without a cut is computed by every rank, each of which gives an
-    equal share of the result."""
+    """Split a user's own part as its row declares it (`spec.parts`): keep this rank's shares of split parameters, inside a boundary that
+    adds up the outputs of the ranks. Other parameters are replicated. A norm, or an MLP without split parameters, works on the activations
+    between split modules. An attention without split parameters is computed by every rank, and each contributes an equal share of the
+    result."""
     if declared.kind == "norm" or (declared.kind == "mlp" and not declared.cuts):
         for name in declared.tensors:
             _replicate(module.get_parameter(name), split, partial=split.sequence)
@@ -395,10 +396,10 @@ SEAMS: dict[type[nn.Module], Seams] = {  # where the transfers at a module's bou
 
 
 def split_part(part: nn.Module, split: Split) -> nn.Module:
-    """Split every module of `part` that has a row in LAYOUT; a module that is named in its owner's row is not split by its own
-    row. A user's own part is split as it declares.
+    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names is not split by its own row. A user's own
+    part is split as it declares.
 
-    Raises TypeError for parameters no row covers: never silently replicated.
+    Raises TypeError for parameters that no row covers; they are never silently replicated.
     """
     covered: set[nn.Module] = set()
     for module in list(part.modules()):
@@ -418,5 +419,5 @@ def split_part(part: nn.Module, split: Split) -> nn.Module:
     bare = {type(m).__name__ for m in part.modules() if m not in covered and list(m.parameters(recurse=False))}
     if bare:
         names = ", ".join(sorted(bare))
-        raise TypeError(f"no row of parallel.tensor.LAYOUT covers the parameters of {names}; add one, or use plan.tensor = 1")
+        raise TypeError(f"no row of parallel.tensor.LAYOUT covers the parameters of {names}; add a row, or use plan.tensor = 1")
     return part

@@ -1,4 +1,4 @@
-"""Choices that can be combined, the small run of each combination, and the reasons why a combination has none."""
+"""Choices that can be combined, the small run of each combination, and the reasons why a combination cannot run."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,14 +21,15 @@ from megalith.spec.state import LOWER
 MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Samples of a site's batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
-released."""
+"""Samples of a site's batch. Each rank gets two microbatches of them (four in a pipeline, or two with four data ranks; one if gradients are
+released)."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of the three steps is in a different phase."""
 
 ROUND = {"inner_steps": 2, "grace": 600.0}
-"""Sites of a drawn run merge after two of its three steps and after the last. None is left behind, however slow."""
+"""Sites of a drawn run merge after the second of its three steps and after the last. The grace is so long that no slow site is left
+behind."""
 
 UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
 """Schedules that are drawn with the embedding and the head in stages of their own."""
@@ -132,7 +133,7 @@ def axes_with_precisions(*precisions: str) -> Axes:
 
 
 DEFAULTS = ("1", "one", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
-"""Values that ask for nothing, which names leave out."""
+"""Default values, which names leave out."""
 
 STEP_COST = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
 """Relative cost of a step of each model, softened like the cost of ranks."""
@@ -144,14 +145,14 @@ Pair = frozenset[Choice]
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One combination and the small run that has it."""
+    """One combination of choices, and the small run that uses it."""
 
     choices: Choices
     spec: RunSpec
 
     @property
     def name(self) -> str:
-        """The choices in words, without the default ones."""
+        """The choices in words, without defaults."""
         return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in DEFAULTS)
 
     @property
@@ -170,7 +171,7 @@ ROUNDED = frozenset(
 )
 
 BELOW_FP32 = ROUNDED | {("state", name) for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
-"""Choices that no run in fp32 has: weights that are made at each gather are made from fp32."""
+"""Choices that have no run in fp32: weights that are made at each gather are rounded from fp32."""
 
 
 def pairs_of(choices: Choices) -> frozenset[Pair]:
@@ -186,7 +187,7 @@ def _pair(one: Choice, other: Choice) -> Pair:
 
 
 def cost_of(choices: Choices) -> float:
-    """Return the processor time of a combination, softened, so that enough pairs make up for it."""
+    """Return the processor time of a combination, softened so that many pairs can justify a costly combination."""
     asked = _plan_keys(choices)
     return _ranks(asked) ** 0.5 * STEP_COST[asked["preset"]]
 
@@ -200,7 +201,7 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
     """Yield the reasons why a combination is not drawn: it has too many ranks, its optimizer would amplify the rounding of a narrow
     format, or `check` refuses it."""
     if (ranks := _ranks(_plan_keys(choices))) > MAX_RANKS:
-        yield Problem("error", "ranks", ranks, f"are more than the {MAX_RANKS} of a drawn run", "Split fewer axes.")
+        yield Problem("error", "ranks", ranks, f"are more than a drawn run may have ({MAX_RANKS})", "Split fewer axes.")
     spec = run_of(choices)
     kind, precision = spec.optimizer.kind, spec.train.precision
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
@@ -211,17 +212,17 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
 
 
 def rounded_sites(choices: Iterable[Choice]) -> Iterator[Problem]:
-    """Yield the objection to sites in a rounded precision, which no other choice removes."""
+    """Yield the objection to sites in a rounded precision. No other choice can remove it."""
     chosen = dict(choices)
     if chosen.get("sites", "one") != "one" and (rounded := ROUNDED & {*chosen.items()}):
         ((_, name),) = rounded
         precision = AXES["precision"][name]["precision"]
-        reason = f"rounds to {precision}, where only whole runs can be compared, and those of sites are compared round by round"
+        reason = f"rounds to {precision}: in it only whole runs can be compared, but runs with sites are compared round by round"
         yield Problem("error", "train.precision", precision, reason, "Compare it in fp32.")
 
 
 def halvings(choices: Choices) -> int:
-    """Return how often the ranks of a combination must be halved until they are few enough."""
+    """Return how often the number of ranks of a combination must be halved until it is allowed."""
     return max(0, -(-_ranks(_plan_keys(choices)) // MAX_RANKS) - 1).bit_length()
 
 
@@ -277,20 +278,20 @@ def run_of(choices: Choices) -> RunSpec:
 
 
 def _times(phase: Mapping[str, int], sites: int) -> dict[str, int]:
-    """Return the sizes of a phase for this many sites, each with the samples of a run without sites."""
+    """Return the sizes of a phase for this many sites; each site gets as many samples as a run without sites."""
     return {key: sites * phase[key] for key in ("begin", "global_batch")}
 
 
 @cache
 def _small(preset: str, precision: str) -> Any:
-    """The preset's family in sizes that every combination can split: one reference serves all its plans."""
+    """Return the preset's family in sizes that every combination can split, so that one reference serves all plans."""
     return clearly_routed(read(presets()[preset].values).small(layers=LAYERS, unit=4, heads_unit=4), precision)
 
 
 def reference_key(spec: RunSpec) -> Any:
-    """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
-    microbatch where balance losses are over these, or if their gradients are compared one by one. Scales that span tokens span those
-    of one rank's microbatch."""
+    """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a microbatch
+    if balance losses are computed over these, or if the gradients of microbatches are compared one by one. Scales that span tokens span the
+    tokens of one rank's microbatch."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
     choices = spec.precision, spec.plan.microbatch if is_narrow(spec.train.precision) else None

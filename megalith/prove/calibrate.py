@@ -1,6 +1,6 @@
-"""Measurement of this machine for predictions of a step: rates of products, attention, memory and collectives, as a cluster file.
+"""Measures this machine for predictions of a step: rates of products, attention, memory and collectives, written as a cluster file.
 
-Ranks share processors, memory and links, so all of them measure at once, as the ranks of a run compute at once.
+Ranks share processors, memory and links, so all ranks measure at once, as the ranks of a run compute at once.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from megalith.train.run import choose_device
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LITTLE = Llama(layers=1, dim=16, heads=2, kv_heads=1, ffn=32, vocab=8, context=8)
-"""Model whose operations take no longer than their start."""
+"""A model whose operations take no longer than their launch."""
 TRIES = 3
 """Minimum number of repetitions."""
 
@@ -40,11 +40,11 @@ class Sizes(NamedTuple):
     """Sizes of the measured operations, large enough that rates no longer grow on such a device."""
 
     product: int
-    """Rows and columns of a product, and its longest inner size."""
+    """Rows and columns of a product, and also its largest inner size."""
     inner: tuple[int, ...]
     """Shorter inner sizes."""
     memory: int
-    """Bytes of each of three tensors of an addition."""
+    """Bytes of each of the three tensors of an addition, which measures memory bandwidth."""
     attention: tuple[int, int, int]
     """Tokens, heads and channels of attention."""
     collective: tuple[int, ...]
@@ -58,7 +58,7 @@ SIZES: Mapping[str, Sizes] = {
 
 
 class Point(NamedTuple):
-    """One measurement: seconds of `kind` at a size, in a format or among a number of ranks."""
+    """One measurement: the seconds of an operation `kind` at a size, in a format or among a number of ranks."""
 
     kind: str
     of: str
@@ -68,22 +68,22 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A measured machine: its cluster, and the points that the figures come from."""
+    """A measured machine: its cluster, and the measurements behind the cluster's figures."""
 
     cluster: ClusterSpec
     points: tuple[Point, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return both as a JSON object."""
+        """Return cluster and points as a JSON object."""
         return {"cluster": self.cluster.model_dump(mode="json"), "points": [point._asdict() for point in self.points]}
 
 
 def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes | None = None) -> CalibrationResult:
-    """Measure this machine with `ranks` processes at work: by NCCL where there is a GPU for each, else by gloo on the processor.
+    """Measure this machine with `ranks` processes at work: over NCCL if there is a GPU for each, else over gloo on the processor.
 
-    `seconds` is how long each of some thirty measurements repeats. On the processor each rank computes with its share of the processors as
-    threads, as a run's ranks do. The ranks are forked from this process, which must have used no GPU and
-    one thread of torch at most. Raises RuntimeError if a rank fails, TimeoutError if one takes far longer than expected.
+    Each of about thirty measurements repeats for `seconds`. On the processor each rank computes with its share of the processors as
+    threads, as a run's ranks do. The ranks are forked from this process, which must not have used a GPU or more than one thread of torch.
+    Raises RuntimeError if a rank fails, TimeoutError if a rank takes far longer than expected.
     """
     found = worlds.run_ranks(_measure, ranks, wanted, ranks, seconds, sizes, timeout=300 + 60 * seconds)
     name, threads, _ = found[0]
@@ -110,7 +110,7 @@ def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | 
 
 
 def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str, str, int, Callable[[], Any]]]:
-    """Return the measurements that each rank makes alone while the others make theirs: kind, format, size, and the work."""
+    """Return the measurements that each rank makes by itself while the other ranks do the same: kind, format, size, and the work."""
 
     def product(dtype: torch.dtype, inner: int) -> Callable[[], Any]:
         left = torch.randn(sizes.product, inner, device=device).to(dtype)
@@ -141,8 +141,8 @@ def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str,
 
 
 def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Callable[[], Any]]:
-    """Return forward and backward of a block that computes almost nothing: its time is spent starting its operations,
-    including the Python code. Its size is the number of operations that a trace counts."""
+    """Return forward and backward of a block that computes almost nothing: its time goes into launching operations, including the Python
+    code. The size is the number of operations that a trace counts."""
     layout = Layout(microbatch=1, seq_len=LITTLE.context, fused=False, width=dtype.itemsize)
     operations = sum(trace_block(LITTLE.build(), 0, layout).kernels.values())
     stage = Stage(LITTLE.build(), 1, 2).to(device, dtype)
@@ -169,7 +169,7 @@ def _main(name: str) -> str:
 
 
 def _collectives(device: torch.device, sizes: Sizes, seconds: float, ranks: int) -> list[Point]:
-    """Measure gathers and sums among all ranks, and among pairs of them, all pairs at once."""
+    """Measure gathers and sums among all ranks, and among pairs of ranks, all pairs at once."""
     found: list[Point] = []
     for count in sorted({2, ranks} if ranks > 1 else ()):
         if ranks % count:
@@ -197,7 +197,8 @@ def _summing(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
 def _timed(
     work: Callable[[], Any], device: torch.device, seconds: float, group: dist.ProcessGroup, *, together: bool = False
 ) -> float:
-    """Return the median seconds of `work`, repeated for `seconds` after a first time. `together`: all ranks repeat it equally often."""
+    """Return the median seconds of `work`, repeated for `seconds` after one unmeasured call. With `together`, all ranks repeat it the same
+    number of times."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -217,11 +218,10 @@ def _timed(
 
 
 def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, sizes: Sizes) -> ClusterSpec:
-    """Return the cluster that points describe. `name` is torch's name of the device, "cpu" for the processor.
+    """Return the cluster that the points describe. `name` is torch's name for the device, or "cpu" for the processor.
 
-    A device of the catalogue keeps its printed rates, and `Measured` has the shares of these rates that were reached. Any other
-    device has the
-    measured rates as its own, and shares of 1.
+    A device of the catalogue keeps its published rates, and `Measured` has the shares of these rates that were reached. For any other
+    device, the measured rates are its rates, and the shares are 1.
     """
     cpu, links = name == "cpu", _links(points)
     main, rates, ramps = _main(name), dict[str, float](), dict[str, float]()
@@ -249,7 +249,7 @@ def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, 
 
 
 def _own_device(name: str, rates: Mapping[str, float], memory_bandwidth: float, ranks: int) -> Accelerator:
-    """Return a device that the catalogue does not have. Ranks on the processor are devices that share the machine's memory."""
+    """Return a device that is not in the catalogue. Ranks on the processor count as devices that share the machine's memory."""
     cpu = name == "cpu"
     return Accelerator(
         name="this-machine",
@@ -267,7 +267,7 @@ def _seconds(points: Sequence[Point], kind: str, of: str) -> float:
 
 def _rate(points: Sequence[Point], format: str, sizes: Sizes) -> tuple[float, float]:
     """Return the FLOP/s that products of a format approach as their inner size grows, and the inner size at which they reach half: by least
-    squares on seconds a FLOP, which are a line in the inner size's inverse."""
+    squares, because seconds per FLOP are linear in the inverse of the inner size."""
     mine = [point for point in points if (point.kind, point.of) == ("product", format)]
     inverse = [1 / point.size for point in mine]
     each = [point.seconds / (2 * sizes.product**2 * point.size) for point in mine]
@@ -293,8 +293,8 @@ class _Links(NamedTuple):
 
 
 def _links(points: Sequence[Point]) -> _Links | None:
-    """Return rate and latency with which the model of a collective takes as long as measured; None with one rank. The smallest tensors give
-    the latency, the largest the rate."""
+    """Return the rate and the latency at which the model of a collective gives the measured times; None with one rank. The latency comes
+    from the smallest tensors, the rate from the largest."""
     mine = [point for point in points if point.kind in ("gather", "sum")]
     if not mine:
         return None

@@ -1,4 +1,4 @@
-"""Clipping on one process, as a reference for that of a plan: an implementation apart from the trainer's, for whole tensors, one
+"""Clipping on one process, as a reference for a plan's clipping: an implementation separate from the trainer's, for whole tensors, one
 after another."""
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Clipping:
     """Clips the gradients of a whole model, and the logits of its attention."""
 
     def __init__(self, spec: OptimizerSpec, model: ModelSpec, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
-        """`parameters`: those that are updated, by their names in the whole model."""
+        """`parameters`: the updated parameters, by their names in the whole model."""
         self.spec, self.parameters = spec, parameters
         self._usual = dict[str, float]()
         self._longest = dict[str, list[Tensor]]()
@@ -38,7 +38,7 @@ class Clipping:
         self._longest[name] = [torch.maximum(one, other) for one, other in zip(seen, known, strict=True)]
 
     def clip(self, norm: float, *, number: int) -> None:
-        """Clip gradients with this global norm before update `number`."""
+        """Clip the gradients before update `number`; `norm` is their global norm."""
         ratio, after = self.spec.adaptive_clip, self.spec.adaptive_clip_after
         if not ratio or number < after:
             limit = self.spec.clip or float("inf")
@@ -60,7 +60,7 @@ class Clipping:
 
     @torch.no_grad()
     def scale_heads(self) -> None:
-        """Scale queries and keys of heads whose logits, since the last call, may have been above the limit."""
+        """Scale queries and keys of heads whose logits may have exceeded the limit since the last call."""
         for name, module in self._attentions.items():
             queries, keys = self._longest[name]
             group = len(queries) // len(keys)

@@ -16,14 +16,14 @@ from megalith.train.optimizers.rates import learning_rate
 
 USUAL = Reordered()
 AMPLIFIED_LIMIT = 1e-3
-"""|difference| / reference of a loss, where an optimizer amplifies rounding"""
+"""Limit of |difference| / reference of a loss, if the optimizer amplifies rounding."""
 Gap = tuple[float, str]
 """The distance of a quantity, and its place."""
 
 
 @dataclass(frozen=True)
 class StepRouting:
-    """Destination of every token of a global batch by one router, and how clear the choice was."""
+    """One router's experts for every token of a global batch, and the margin of each choice."""
 
     choices: Tensor  # [samples, seq, active], ascending
     margins: Tensor  # [samples, seq]
@@ -35,7 +35,7 @@ class StepRouting:
 
 @dataclass
 class Recording:
-    """Recording of a run, step by step; tensors whole, by their name in the model."""
+    """Recording of a run, step by step. Tensors are whole, by their name in the model."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -43,19 +43,19 @@ class Recording:
     routing: list[dict[str, StepRouting]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
-    """Gradient of each microbatch in the first step. Only one process records it."""
+    """Gradient of each microbatch in the first step. Only a run on one process records them."""
     maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
-    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and those of the
-    first step that delayed scales follow in the second."""
+    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and the maxima of
+    the first step that delayed scales follow in the second."""
 
     def first(self) -> "Recording":
-        """The first step alone. The weights are still those at the end."""
+        """The recording of the first step alone, but with the weights at the end of the run."""
         return Recording(self.losses[:1], self.norms[:1], self.gradients[:1], self.routing[:1], self.weights)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity compared: the worst gap, where it was, and the limit."""
+    """The comparison of one quantity: the worst gap, its place, and the limit."""
 
     quantity: str
     gap: float
@@ -68,14 +68,14 @@ class Row:
 
 
 def ties(expected: Recording, found: Recording, *, tie: float) -> int:
-    """Tokens with another expert than in the reference, although the scores differ by less than `tie`. Such a run proves nothing;
-    draw another."""
+    """Count the tokens with another expert than in the reference whose scores differ by less than `tie`. A run with such tokens proves
+    nothing; draw another."""
     return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found, tie=tie))
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield for each router and step the tokens with another expert, and those whose scores differed by more than `tie`. After
-    the first tie, later steps differ anyway: they are left out."""
+    """Yield for each router and step the number of tokens with another expert, and how many of their scores differed by more than `tie`.
+    Steps after the first tie are left out, because they differ anyway."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():
@@ -117,7 +117,7 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reo
 
 
 def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered) -> list[Row]:
-    """Compare the first step, whose weights both runs have alike, and the losses of all steps."""
+    """Compare the first step, which both runs begin with the same weights, and the losses of all steps."""
     one = compare(expected.first(), found.first(), spec=spec, limits=limits)
     losses = [
         (abs(theirs - ours) / abs(theirs), f"step {step + 1}")
@@ -134,20 +134,20 @@ def learning_rates(spec: RunSpec) -> float:
 
 
 def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
-    """Largest |difference| of each buffer that lasts: loads and biases of routers."""
+    """Return the largest |difference| of each lasting buffer: loads and biases of routers."""
     names = sorted(name for name in expected.weights.keys() - expected.gradients[0].keys() if not name.endswith(HISTORY))
     return [(float((found.weights[name] - expected.weights[name]).abs().max()), name) for name in names]
 
 
 def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[Gap]:
     """Differences as a share of each tensor's largest gradient. A tensor whose gradients cancel out (a bias of keys, which shifts all
-    scores alike) holds rounding errors only: it is measured against the model's largest."""
+    scores alike) holds only rounding errors, so it is measured against the model's largest gradient."""
     least = floor * max(float(g.abs().max()) for g in expected.values())
     for name, g in expected.items():
         yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), least), f"{name}, {step}"
 
 
 def worst(gaps: list[Gap], limit: float) -> tuple[float, float, str]:
-    """The largest gap, its limit, where it is. A NaN is worse than anything."""
+    """Return the row of the largest gap: its value, limit and place. A NaN counts as the largest."""
     gap, where = max(gaps, key=lambda found: (found[0] != found[0], found[0]))
     return gap, limit, where

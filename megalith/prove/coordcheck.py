@@ -1,10 +1,10 @@
-"""The coordinate check: whether what a model computes, and how far an update moves it, keeps its size as the model grows (Yang et al. 2022,
-"Tensor Programs V", arXiv:2203.03466, appendix D.1). If it does, a learning rate that is found on a small model holds for a large one.
+"""The coordinate check: it tests whether a model's outputs, and their changes by an update, keep their size as the model grows (Yang et al.
+2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1). If they do, a learning rate tuned on a small model suits a large one.
 
-Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each
-step it takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the attention
-scores, and of the change of the logits since the start. A slope is that of the logarithm of such a number over the logarithm of
-the size: 0 is flat.
+Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each step the
+check takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the attention scores, and of
+the change of the logits since the start. The slope is the change of such a number's logarithm with the logarithm of the model's size; 0
+means that it does not grow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,19 +31,19 @@ from megalith.train.batches import Cut, to_batch
 
 Axis = Literal["width", "depth"]
 SEQUENCES, LENGTH, VOCAB = 2, 16, 64
-"""Sizes of the random tokens that all models are trained on. They are few, because an update is the sum of every token's
-gradient. If there are more tokens than a small model is wide, the random parts of this sum hide how it grows."""
+"""Sizes of the random tokens that all models are trained on. They are few, because an update is the sum of every token's gradient. With
+more tokens than a small model's width, the random parts of this sum hide how it grows."""
 
 WIDTHS = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
-"""Sizes of a family that grow with its width. Heads keep their size."""
+"""Sizes of a family that grow with its width. The size of a head stays the same."""
 PLACES = ("half way", "last block")
 QUANTITIES = (*PLACES, "attention scores", "change of logits")
-"""The quantities that are measured. Outputs are taken after half of the blocks and after all, because a block's number means
-another place in a deeper model."""
+"""The quantities that are measured. Outputs are taken after half of the blocks and after all, because in a deeper model the same block
+number is at another relative depth."""
 
 
 class Series(NamedTuple):
-    """One quantity after one step, over the sizes: its root mean square, and the slope."""
+    """One quantity after one step: its root mean square at each size, and the slope."""
 
     quantity: str
     step: int
@@ -66,13 +66,13 @@ class CoordinateCheck:
         return max(self.series, key=lambda one: abs(one.slope))
 
     def to_json(self, limit: float) -> dict[str, Any]:
-        """Return all values for JSON, and whether no slope is steeper than `limit`."""
+        """Return all values for JSON, and True if no slope is steeper than `limit`."""
         series = [{**one._asdict(), "slope": one.slope if np.isfinite(one.slope) else None} for one in self.series]
         named = {"parametrization": self.parametrization, "axis": self.axis, "sizes": list(self.sizes)}
         return {**named, "flat": abs(self.worst.slope) <= limit, "worst": self.worst.quantity, "series": series}
 
     def steepest(self, quantity: str) -> Series:
-        """Return the step at which a quantity is steepest."""
+        """Return the series of a quantity at the step with its steepest slope."""
         return max((one for one in self.series if one.quantity == quantity), key=lambda one: abs(one.slope))
 
 
@@ -118,8 +118,8 @@ def check(
     seeds: Sequence[int],
     on_start: Callable[[int, int], None] = lambda size, seed: None,
 ) -> CoordinateCheck:
-    """Train every size with every seed and return the slopes. `on_start` is called before each size. The smallest size is the base,
-    unless the run names one. Raises ValueError for an impossible size."""
+    """Train every size with every seed and return the slopes. `on_start` is called before each size. The smallest size is the base, unless
+    the run names another. Raises ValueError for an impossible size."""
     model = spec.model
     named = model.base_dim if axis == "width" else model.base_layers
     base = named or min(sizes)
@@ -186,7 +186,7 @@ def _rms(values: Tensor) -> float:
 
 @contextmanager
 def _watched(stage: Stage) -> Iterator[dict[str, float]]:
-    """Hooks that take the root mean square of block outputs, and of all attention scores together."""
+    """Set hooks that take the root mean square of block outputs, and of all attention scores together."""
     seen: dict[str, float] = {}
     scores: list[float] = []
     blocks = list(stage.blocks.values())

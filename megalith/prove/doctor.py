@@ -1,10 +1,10 @@
-"""The doctor's checks that need torch: does this device compute the same twice, do the ranks agree on a collective, how fast are links?
+"""The doctor's checks that need torch: does a device give the same result twice, do ranks agree on a collective, and how fast are links?
 
-All give `machine.health.Finding`s. A device that fails them must not train: its errors are not visible in the loss at first.
+All checks return `machine.health.Finding`s. A device that fails must not train: at first its errors are not visible in the loss.
 
     python -m megalith.prove.doctor --seconds 2 --device auto
 
-burns in every device of this machine and prints the findings as JSON: a fleet runs it before an excluded node returns.
+burns in every device of this machine and prints the findings as JSON. A fleet runs this command before an excluded node returns.
 """
 
 import argparse
@@ -36,9 +36,9 @@ GIB = 2.0**30
 
 
 def burn_in(device: torch.device | str = "cpu", *, seconds: float = 2.0, seed: int = 0) -> list[Finding]:
-    """Compute the same matrix products over and over and compare them bit for bit; a finding for each data type.
+    """Compute the same matrix products repeatedly and compare them bit for bit; return a finding for each data type.
 
-    A healthy device gives the same bits for the same product in the same process. `seconds` for each data type.
+    A healthy device gives the same bits for the same product in the same process. The burn-in takes `seconds` for each data type.
     """
     return [_repeat(torch.device(device), dtype, seconds, seed) for dtype in DTYPES]
 
@@ -56,7 +56,7 @@ def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int)
             wrong += differing(left @ right, expected) > 0
     limit = "the same bits each time"
     if wrong:
-        way_out = f"Do not train on this device ({device}): take the node out of use and replace the device"
+        way_out = f"Do not train on this device ({device}): remove the node and replace the device"
         return Finding(name, "fail", f"{wrong:,} of {products:,} products differ", limit, way_out)
     if not all(bool(product.isfinite().all()) for product in first):
         return Finding(
@@ -66,7 +66,8 @@ def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return how many elements of two tensors of one shape and type differ in their bits: -0.0 is not 0.0 here, and NaN may equal NaN."""
+    """Return how many elements of two tensors of one shape and type differ in their bits: -0.0 differs from 0.0, and a NaN may equal a
+    NaN."""
     return int((a.view(_INTEGERS[a.element_size()]) != b.view(_INTEGERS[b.element_size()])).sum())
 
 
@@ -74,13 +75,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def devices(wanted: str = "auto") -> list[str]:
-    """Return the devices to burn in: every GPU, or the processor if there is none or it is the one `wanted`."""
+    """Return the devices to burn in: every GPU, or the processor if there is no GPU or if it is `wanted`."""
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
 
 
 def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
-    """A burn-in of all devices at once, `seconds` in all."""
+    """Burn in all devices at once, for `seconds` in total."""
 
     def burn(device: str) -> list[Finding]:
         try:
@@ -97,8 +98,8 @@ def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
 
 
 def collectives(device: torch.device | str = "cpu", *, group: dist.ProcessGroup, size: int = 1 << 20) -> list[Finding]:
-    """An all-reduce of `size` whole numbers whose sum is known exactly, an all-gather, and their speed; with the same result on
-    every rank. Every rank of the group must call it. Findings name the ranks that got a wrong result.
+    """Check an all-reduce of `size` whole numbers whose sum is known exactly and an all-gather, and measure the speed. Every rank of the
+    group must call this and gets the same findings, which name the ranks with a wrong result.
     """
     rank, world = group.rank(), group.size()
     device = torch.device(device)
@@ -135,7 +136,7 @@ def _speed(size: int, seconds: float, world: int) -> Finding:
 
 @dataclass(frozen=True)
 class Link:
-    """Throughput from one rank to the next: bytes a second in the best of several rounds, and elements that arrived altered."""
+    """The link from one rank to the next: bytes per second in the best of several rounds, and elements that arrived altered."""
 
     source: int
     target: int
@@ -158,8 +159,8 @@ def links(
     """Measure the bandwidth from each rank to the next in a ring, with all ranks at once, and check that the bytes arrive
     unchanged.
 
-    Every rank of the group must call it. `node`: the machine's name, which identifies links between machines: a ring over all
-    machines waits for the slowest of these.
+    Every rank of the group must call it. `node`: the machine's name, which identifies links between machines. A ring over all machines is
+    as slow as the slowest of these links.
     """
     rank, world, device = group.rank(), group.size(), torch.device(device)
     if world < 2:
@@ -186,7 +187,7 @@ def links(
 
 
 def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup) -> float:
-    """Send to the next rank while receiving from the one before; the seconds until all has arrived."""
+    """Send to the next rank while receiving from the previous one; return the seconds until everything has arrived."""
     dist.barrier(group=group)
     began = time.perf_counter()
     both = [
@@ -201,7 +202,7 @@ def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, gro
 
 
 def _judge_links(name: str, found: Sequence[Link]) -> Finding:
-    """One finding for all links of a kind. A slow one warns only: another program may have used it."""
+    """Return one finding for all links of a kind. A slow link is only a warning, because another program may have used it."""
     slowest, median = min(found, key=lambda one: one.speed), statistics.median(one.speed for one in found)
     limit = f"bytes arrive as sent, no link {SLOW:g} times slower than the median"
     value = f"slowest {slowest.speed / GIB:.3g} GiB/s ({slowest}), median {median / GIB:.3g} GiB/s of {len(found)}"
@@ -213,7 +214,7 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
-    """Run the checks of one of some ranks of this machine; they are joined by gloo."""
+    """Run the checks as one of several ranks on this machine, which are joined by gloo."""
     device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)
@@ -222,22 +223,22 @@ def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
 
 
 def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> list[Finding]:
-    """The collective checks among `ranks` new processes of this machine: by NCCL where there is a GPU for each, else by gloo.
+    """Run the collective checks among `ranks` new processes of this machine: over NCCL if there is a GPU for each, else over gloo.
 
-    This process must not have used a GPU, nor more than one thread of torch: they are forked from it.
+    The processes are forked from this one, which must not have used a GPU or more than one thread of torch.
     """
     name = "collectives"
     try:
         return worlds.run_ranks(_check_ranks, ranks, wanted, ranks, timeout=timeout)[0]
     except (RuntimeError, TimeoutError) as error:
         last = str(error).strip().splitlines()
-        way_out = "Look at the loopback interface and the memory; with GPUs, NCCL_DEBUG=INFO says more"
+        way_out = "Check the loopback interface and the free memory; with GPUs, set NCCL_DEBUG=INFO for details"
         return [Finding(name, "fail", " ... ".join(dict.fromkeys((last[0], last[-1]))), f"{ranks} ranks meet", way_out)]
 
 
 def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float, wanted: str = "auto") -> list[Finding]:
-    """The checks of ranks that torchrun, srun or another launcher started, alike on every rank: `own`, this rank's findings about
-    its machine, and a burn-in of its device, both named by machine; the collective checks among all."""
+    """Run the checks of ranks that torchrun, srun or another launcher started, and return the same findings on every rank: `own`, each
+    rank's findings about its machine, and a burn-in of its device, both named by machine; and the collective checks among all ranks."""
     device = choose_device(wanted, place.local_rank, place.local_world)
     patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
     world = join(place, launch=LaunchSpec(timeout=patience), device=device)
@@ -257,7 +258,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Burn in this machine's devices, and print the findings as JSON. It ends with the process that started it."""
+    """Burn in this machine's devices, and print the findings as JSON. This process ends when its parent does."""
     parent_watch.die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
     parser.add_argument("--seconds", type=float, default=2.0)

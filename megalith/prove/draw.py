@@ -1,7 +1,7 @@
 """Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs them to prove any combination.
 
-Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software fault interactions"), so a sample in which every pair of
-values of any two axes occurs finds most of them; further draws look for faults that need three.
+Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software fault interactions"), so a sample with every pair of values
+of any two axes finds most of these faults; further draws look for faults that need three choices.
 """
 
 from collections import Counter
@@ -32,22 +32,22 @@ from megalith.prove.axes import (
 FIRST = dict.fromkeys(
     ("dp_shard", "dp_replicate", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
 ) | {"precision": 0.9, "sites": 0.8}
-"""Probability that an axis keeps its first value without a draw. Without it, hardly any combination would have few enough ranks; and
-faults show best in the first precision."""
+"""Probability that an axis keeps its first value without a draw. Otherwise nearly every combination would have too many ranks; and faults
+show best in the first precision."""
 
 TRIES = 600
-"""Random combinations among which draws are looked for."""
+"""The number of random combinations from which draws are chosen."""
 
 SWEEPS = 2
-"""Sweeps over all changes of one choice, without fewer objections, after which a search for a combination ends."""
+"""A search for a combination ends after this many sweeps over all changes of one choice that do not reduce the objections."""
 
 SEARCHES = 3
-"""Searches, each from another combination, after which a pair is refused."""
+"""A pair is refused after this many searches, each from another combination."""
 
 
 def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
-    """Return `count` valid combinations of values of `axes`, none twice: first those that show all pairs that can go together, as far
-    as `count` reaches; None: only these. The same for the same seed."""
+    """Return `count` distinct valid combinations of values of `axes`. The first ones cover all pairs that can be combined, as far as
+    `count` allows; with None, only these are returned. The same seed gives the same combinations."""
     random = Random(seed)
     pool = _pool(random, max(TRIES, 8 * (count or 0)), axes)
     chosen = [] if count is None else _cover(random, pool, axes, count)
@@ -63,10 +63,10 @@ def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
 
 
 def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | None) -> list[ParityCase]:
-    """Return draws that show all pairs of a pool, as far as `count` reaches. Each is the one of the pool that shows most new pairs for
-    its effort, with choices changed until it shows yet more.
+    """Return draws that cover all pairs of a pool, as far as `count` allows. Each is the combination of the pool with the most new pairs
+    for its effort, after its choices were changed one by one to cover more.
 
-    The number of new pairs only falls as others are chosen, so an earlier value is an upper bound, and few draws are examined
+    A draw's number of new pairs only falls as other draws are chosen. So an earlier value is an upper bound, and few draws must be examined
     again (Minoux 1978).
     """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
@@ -85,12 +85,12 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
 
 
 def _worth(choices: Choices, left: frozenset[Pair]) -> float:
-    """Return the pairs of `left` that a combination shows, for its effort."""
+    """Return the number of pairs of `left` that a combination covers, divided by its effort."""
     return len(pairs_of(choices) & left) / cost_of(choices)
 
 
 def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair]) -> ParityCase:
-    """Change one choice of a draw after another, while that shows more pairs of `left` for the effort."""
+    """Change the choices of a draw one by one, as long as it then covers more pairs of `left` for its effort."""
     before = None
     while one is not before:
         before = one
@@ -105,7 +105,7 @@ def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair])
 
 
 def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
-    """Leave out the draws whose pairs all occur in others, the costliest first."""
+    """Drop draws whose pairs all occur in other draws, the costliest first."""
     times = Counter(pair for one in chosen for pair in one.pairs)
     needless = set[Choices]()
     for one in sorted(chosen, key=lambda one: cost_of(one.choices), reverse=True):
@@ -116,13 +116,13 @@ def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
 
 
 def uncovered(draws: Sequence[ParityCase], axes: Axes = AXES) -> list[Pair]:
-    """Return the pairs of choices that no draw shows."""
+    """Return the pairs of choices that no draw covers."""
     shown = frozenset[Pair]().union(*(one.pairs for one in draws))
     return [pair for pair in _every(axes) if pair not in shown]
 
 
 def conflict_of(pair: Pair) -> list[Problem]:
-    """Return the objections to a pair of choices that stay whatever the other choices are; none if a combination proves the pair."""
+    """Return the objections to a pair of choices that no other choices remove; none if some combination proves the pair."""
     return min((_search(Random(seed), pair, AXES)[1] for seed in range(SEARCHES)), key=len)
 
 
@@ -140,7 +140,7 @@ def _pool(random: Random, tries: int, axes: Axes) -> list[ParityCase]:
 
 
 def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[ParityCase]:
-    """Return a combination for each pair that no draw of the pool shows, if there is one."""
+    """Return a combination for each pair that no draw of the pool covers, if one exists."""
     found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
         if pair not in shown and (one := _search(random, pair, axes)[0]) is not None:
@@ -150,8 +150,8 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 
 
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
-    """Look for a combination that proves a pair: change one other choice after another, never to more objections, of which each factor of
-    two too many ranks is one. If none is found, return None and the objections that are left."""
+    """Look for a combination that proves a pair: change the other choices one by one, but never so that the objections increase. Each
+    factor of two in excess ranks counts as one objection. If none is found, return None and the objections that are left."""
     if never := [*rounded_sites(pair)]:
         return None, never
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove

@@ -1,7 +1,7 @@
-"""A rank's step without the machine: the trainer's own `assemble` and `train_step`, on fake tensors and fake groups, counted.
+"""Counts a rank's step without the machine: the trainer's own `assemble` and `train_step` run on fake tensors and fake groups.
 
-The real code is counted, so no model of the code can drift from it. Kernels are those of the CPU: the internal allocations of
-GPU kernels, and fragmentation of the caching allocator, are not included.
+The real code is counted, so the counts cannot deviate from it, as those of a model could. CPU kernels are traced: the internal allocations
+of GPU kernels, and fragmentation of the caching allocator, are not included.
 """
 
 import time
@@ -30,14 +30,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """One rank's building and first step."""
+    """Counts of one rank's building and first step."""
 
     coordinates: dict[str, int]
     parts: list[str]
     parameters: int
     state: dict[str, int]
-    """Bytes of its share between steps: weights, gradients (when all are there), optimizer. For a tier, also the most that blocks keep
-    there."""
+    """Bytes of the rank's share between steps: weights, gradients (once all are computed), optimizer. For a tier, also the peak of what
+    blocks keep there."""
     memory: Memory
     memory_timeline: list[dict[str, int]]  # bytes by category along the step
     traffic: list[Traffic]
@@ -47,7 +47,7 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Dry run of one rank of a world, and its time and memory here."""
+    """Dry run of one rank of a world, with the time and memory that the dry run itself took."""
 
     world: int
     rank: int
@@ -57,7 +57,7 @@ class DryRun:
 
 
 def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
-    """Rank `rank` of the run's plan. Raises RuntimeError where this process is a rank of something already."""
+    """Run rank `rank` of the run's plan dry. Raises RuntimeError if this process is already a rank of a process group."""
     began = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(fake.groups_of(spec.plan.ranks, rank=rank))
@@ -68,9 +68,9 @@ def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
 
 
 def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool) -> RankCounts:
-    """This rank's first step on `microbatches`, counted; on CPU tensors, or fake ones. All ranks call it together.
+    """Count this rank's first step on `microbatches`, with CPU tensors or fake ones. All ranks call this together.
 
-    Routers deal tokens out evenly: fake scores decide nothing, and real ones would differ from step to step.
+    Routers distribute tokens evenly, because fake scores have no values, and real scores would differ from step to step.
     """
     if spec.plan.state.release:  # most steps are not clipped, and have one pass
         spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"clip": 0.0})})
@@ -113,7 +113,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
 
 
 def _target(spec: RunSpec) -> str:
-    """Return the kind of device that the run is for."""
+    """Return the kind of device on which the run is to train."""
     return CPU.type if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.kind
 
 
@@ -127,7 +127,7 @@ def _outer(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def single_documents(spec: RunSpec) -> Samples:
-    """A microbatch in which every sequence is one document: then attention has the most pairs, and a rank holds the most bytes."""
+    """Return a microbatch in which every sequence is one document, which gives attention the most pairs and a rank the most bytes."""
     rows, length = spec.plan.microbatch, spec.train.seq_len
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))

@@ -1,5 +1,5 @@
-"""One rank without the other ranks of its world: tensors without data, process groups that send nothing, and fixed answers
-where data would decide.
+"""One rank without the other ranks of its world: tensors without data, process groups that send nothing, and fixed values wherever the code
+reads data.
 
 Tensors are torch's fake tensors, which know shapes, types and storages; groups are torch's fake process groups, which finish at once.
 """
@@ -20,18 +20,18 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ANSWER = 4.0
-"""Value of every number read from a fake tensor. Finite, as losses are, and above the usual limit of a gradient norm, so that clipping is
-part of the step."""
+"""Value of every number read from a fake tensor. It is finite like a loss, and above the usual limit of a gradient norm, so that the step
+includes clipping."""
 
 
 @contextmanager
 def groups_of(world: int, *, rank: int) -> Iterator[None]:
-    """Inside, this process is rank `rank` of `world`, and collectives finish at once without sending anything.
+    """Inside this context, this process is rank `rank` of `world`, and collectives finish at once without sending anything.
 
-    Raises RuntimeError where this process is a rank of something already.
+    Raises RuntimeError if this process is already a rank of a process group.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank of a process group already; a fake world needs a process of its own")
+        raise RuntimeError("this process is already a rank of a process group; run the fake world in another process")
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -40,9 +40,9 @@ def groups_of(world: int, *, rank: int) -> Iterator[None]:
 
 
 class Fakes(FakeTensorMode):
-    """Inside, tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's
-    parameters to another device. Where data would decide, the answer is always the same. It extends torch's mode instead of
-    adding a second one, because every operation, and every query of a device, passes through each mode.
+    """A mode in which tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's parameters
+    to another device. Every value that the code reads is the same constant. The class extends torch's mode instead of adding a second one,
+    because every operation, and every query of a device, passes through each mode.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,7 @@ class Fakes(FakeTensorMode):
 
 
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
-    """True if an operation begins and ends on the meta device, judged by its first tensor, or without one by the device of its
-    result."""
+    """True if an operation runs on the meta device, judged by its first tensor, or without a tensor by the device of its result."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "meta":
         return False

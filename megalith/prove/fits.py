@@ -13,7 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of the plan, the category it works on, and the share of that category it takes away (an upper bound for recomputation)."""
+    """A change of the plan, the category of memory that it reduces, and by what share (an upper bound for recomputation)."""
 
     change: str
     category: str
@@ -28,7 +28,8 @@ def _allowed(spec: RunSpec, key: str, value: object) -> bool:
 
 
 def _weights(spec: RunSpec) -> Lever | None:
-    """Return weights made from the state elsewhere, if `check` allows it for the run: only those of two parts remain."""
+    """Return the lever that makes weights from state off the device, if `check` allows it for the run: only the weights of two parts
+    remain."""
     state = spec.plan.state
     if not state.away or state.weights_away or not _allowed(spec, "weights", state.optimizer):
         return None
@@ -36,7 +37,7 @@ def _weights(spec: RunSpec) -> Lever | None:
 
 
 def _release(spec: RunSpec) -> Lever | None:
-    """Return the release of gradients, if `check` allows it for the run: only the gradients of one part remain."""
+    """Return the lever that releases gradients, if `check` allows it for the run: only the gradients of one part remain."""
     state = spec.plan.state
     if state.optimizer != "disk" or state.release or not _allowed(spec, "release", True):
         return None
@@ -44,7 +45,8 @@ def _release(spec: RunSpec) -> Lever | None:
 
 
 def _retain(spec: RunSpec) -> Lever | None:
-    """Return activations that wait in the host's memory, if `check` allows it for the run: those of two blocks remain."""
+    """Return the lever that moves activations to the host's memory, if `check` allows it for the run: only the activations of two blocks
+    remain."""
     plan = spec.plan.model_copy(update={"retain": spec.plan.retain.model_copy(update={"blocks": "host"})})
     allowed = check(spec.model_copy(update={"plan": plan}), files=False)
     if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
@@ -68,16 +70,16 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
 
 
 def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
-    """The problem, if more than `limit` bytes are held at once; it names the category that holds most, and ways out, cheapest first.
+    """Return the problem if more than `limit` bytes are held at once. It names the category that holds most, and ways out, cheapest first.
 
-    A change counts as sufficient by proportion; only a dry run with the change is exact.
+    The effect of a change is estimated by proportion; only a dry run with the change is exact.
     """
     if memory.total <= limit:
         return None
     over = memory.total - limit
     if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
-        reason = f"while a rank builds its parts, one whole at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
-        way_out = "The largest part decides, with one rank's experts. If it has any, raise plan.expert; else use devices with more memory."
+        reason = f"while a rank builds the model, one whole part at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
+        way_out = "The largest part, with one rank's experts, decides. With experts raise plan.expert; else use devices with more memory."
         return Problem("error", "model", None, reason, way_out)
     largest = max(memory.peak, key=memory.peak.__getitem__)
     split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))
@@ -90,11 +92,11 @@ def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, largest: 
     saved = {lever.change: lever.saves * memory.peak[lever.category] for lever in levers}
     enough = [lever.change for lever in levers if saved[lever.change] >= over]
     if enough:
-        return f"By proportion, {' or '.join(enough)} would make it fit; run the dry run again with it."
+        return f"By proportion, {' or '.join(enough)} would make it fit; repeat the dry run with this change."
     here = [lever.change for lever in levers if lever.category == largest]
     times = -(-memory.total // limit)
-    more = f"{times} times as many ranks a model (plan.tensor x plan.pipeline)"
-    return f"No one change would make it fit. Use {' and '.join(here)}, or {more}." if here else f"Use {more}."
+    more = f"{times} times as many ranks per model (plan.tensor x plan.pipeline)"
+    return f"No single change would make it fit. Use {' and '.join(here)}, or {more}." if here else f"Use {more}."
 
 
 def _gib(size: float) -> str:

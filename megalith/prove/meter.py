@@ -1,6 +1,6 @@
-"""Meter of a rank, where operations reach torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
+"""Meter of a rank, at torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
 
-The same meter counts real and dry runs, because both use the dispatcher. Internal allocations of kernels are not seen.
+The same meter counts real and dry runs, because both use the dispatcher. It does not see internal allocations of kernels.
 """
 
 import weakref
@@ -28,7 +28,7 @@ Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations"
 CATEGORIES: tuple[Category, ...] = (*STATE_CATEGORIES, "activations", "buffers")
 ACTIVATIONS = CATEGORIES.index("activations")
 ELSEWHERE = len(CATEGORIES)
-"""Label of bytes that are not on the device and not counted there."""
+"""Label of bytes that are not on the device and not counted as its memory."""
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -64,8 +64,8 @@ ATTENTION = {  # operation: matrix products of queries by keys that it takes; fo
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one kind along one axis. `bytes`: bytes of the whole tensor for each call: the output of a gather, the input of a
-    reduce-scatter."""
+    """Collective calls of one kind along one axis. `bytes`: the size of the whole tensor of each call, which is the output of a gather or
+    the input of a reduce-scatter."""
 
     kind: str
     axis: str
@@ -75,8 +75,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of live tensors. `peak`: by category at the moment when most were alive in the step; `most`: of each category by itself;
-    `between`: after the step; `building`: the most, of all categories, before it."""
+    """Bytes of live tensors. `peak`: by category, at the moment of the step's largest total; `most`: the peak of each category by itself;
+    `between`: after the step; `building`: the largest total before the step."""
 
     peak: dict[str, int]
     most: dict[str, int]
@@ -85,13 +85,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The maximum, before or in the step."""
+        """The largest total, before or in the step."""
         return max(self.building, sum(self.peak.values()))
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs by kind (a multiply-add is two; causal attention counts what is not masked), and the bytes that all other operations read and
+    """FLOPs by kind (a multiply-add is two; causal attention counts only unmasked pairs), and the bytes that all other operations read and
     write."""
 
     products: int
@@ -124,7 +124,7 @@ class Meter(TorchDispatchMode):
     # --- what there is to know ---
 
     def follow(self, trainer: Trainer) -> None:
-        """Learn which tensors are weights, moments and buffers, how to name gradients, and which axis each group belongs to."""
+        """Record which tensors are weights, moments and buffers, how to label gradients, and the axis of each group."""
         for category in STATE_CATEGORIES:
             for tensor in trainer.state.shares(category).values():
                 self.label(tensor, category)
@@ -144,7 +144,7 @@ class Meter(TorchDispatchMode):
         self._axes = Axes(trainer.groups)
 
     def _follow_gradient(self, weight: Weight) -> None:
-        """Label the gradient at the moments when it is handed on."""
+        """Label a weight's gradients when they are accumulated and when they are reduced."""
         accumulate, add = weight.accumulate_gradient, weight.add
 
         def accumulated() -> None:
@@ -170,7 +170,7 @@ class Meter(TorchDispatchMode):
         self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
 
     def begin_step(self) -> None:
-        """Building is over: from now on calls and FLOPs count."""
+        """End the building phase: from now on calls and FLOPs are counted."""
         self._step = len(self._changes[0])
         self._calls.clear()
         self._sent.clear()
@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
     # --- what was counted ---
 
     def memory(self) -> Memory:
-        """Bytes held while the meter was entered. Call it afterwards."""
+        """Bytes held while the meter was active. Call this after the meter has ended."""
         held = self._held()
         step = held[:, max(0, self._step - 1) :]
         before = held[:, : self._step].sum(0)
@@ -193,7 +193,8 @@ class Meter(TorchDispatchMode):
         )
 
     def memory_timeline(self, moments: int = 240) -> list[dict[str, int]]:
-        """Bytes by category along the step, at the peak of each of this many stretches with equally many changes."""
+        """Bytes by category along the step, which is cut into `moments` stretches with equally many changes of memory: the peak of each
+        stretch."""
         step = self._held()[:, max(0, self._step - 1) :]
         stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []
         peaks = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)
@@ -201,7 +202,7 @@ class Meter(TorchDispatchMode):
 
     def _held(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[categories, changes]: bytes held after each change."""
-        assert not self._open, "storages come and go while they are counted"
+        assert not self._open, "the meter is still active; leave its context before reading the memory"
         numbers, changes = (np.frombuffer(a, dtype=np.int64) if a else np.zeros(0, np.int64) for a in self._changes)
         labels = np.frombuffer(self._labels, dtype=np.uint8)[numbers]
         return np.stack([np.cumsum(np.where(labels == c, changes, 0)) for c in range(len(CATEGORIES))])
@@ -254,7 +255,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        """The storage's number; a new one is held from now on."""
+        """Return the storage's number; a new storage counts as held from now on."""
         key = storage._cdata
         if (known := self._numbers.get(key)) is not None:
             return known
@@ -302,15 +303,15 @@ class Meter(TorchDispatchMode):
 
 
 def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
-    """Return the FLOPs of [.., m, k] by [.., k, n]; grouped: each row of `first` is multiplied by one of the matrices, or each k belongs
-    to one of the products."""
+    """Return the FLOPs of [.., m, k] by [.., k, n]; in grouped products, each row of `first` is multiplied by one matrix only, or each k
+    belongs to one product only."""
     batch = first.shape[0] if first.dim() == 3 and not grouped else 1
     return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: bool) -> int:
-    """Return the FLOPs of attention on [batch, heads, seq, channels]. Of the `products` matrix products, half have the size of q's channels
-    and half that of v's; if the number is odd, q has one more."""
+    """Return the FLOPs of attention on [batch, heads, seq, channels]. Of the `products` matrix products, half run over q's channels and
+    half over v's; if the number is odd, one more runs over q's."""
     batch, heads, queries, channels = q.shape
     keys = k.shape[2]
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if causal and keys >= queries else queries * keys
@@ -319,8 +320,8 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 
 class Axes:
-    """Axis of a process group: by name if the mesh has one, else by its ranks. Axes that are the same group, as happens if one of them has
-    all ranks, are named together: "world / dp_shard"."""
+    """The axis of a process group: its name in the mesh, else its ranks. If several axes have the same group, for instance because one of
+    them has all ranks, their names are joined: "world / dp_shard"."""
 
     def __init__(self, groups: Groups) -> None:
         self._world, self._line = groups.world, list(groups.line)
@@ -358,7 +359,7 @@ class Axes:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in an argument or result."""
+    """Yield the tensors in an argument or result."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

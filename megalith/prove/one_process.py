@@ -1,6 +1,6 @@
-"""A small run in plain PyTorch on one process, as the reference for that of a plan, and the random text that both train on.
+"""A small run in plain PyTorch on one process, as the reference for a run under a plan, and the random text on which both train.
 
-It shares the model's modules with the plan's run and nothing else: no process group, no pipeline, torch's own AdamW.
+The two runs share the model's modules and nothing else: this one has no process group and no pipeline, and uses torch's own AdamW.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class RandomText:
         self.masked = spec.data.document_mask
 
     def batch(self, numbers: range) -> Samples:
-        """Samples `numbers`; about one target in eight is missing, so that a mean taken over the wrong set shows."""
+        """Samples `numbers`; about one target in eight is missing, so that a mean over the wrong set is detected."""
         rows = [self._row(number) for number in numbers]
         tokens, targets, positions = (np.stack([row[i] for row in rows]) for i in range(3))
         return Samples(tokens, targets, positions, tuple(row[3] for row in rows), ("random",) * len(rows), tuple(numbers))
@@ -64,8 +64,8 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
 
 
 class SingleProcess:
-    """A run on one process: plain modules, no groups, torch's AdamW and clipping. It takes the samples of microbatch i of all data ranks
-    together at once, since balance losses may be over these. In a rounded precision, weights are kept and gradients added up in fp32."""
+    """A run on one process: plain modules, no groups, torch's AdamW and clipping. It computes microbatch i of all data ranks at once,
+    because balance losses may be taken over these samples. In a rounded precision, weights are kept and gradients added up in fp32."""
 
     def __init__(self, spec: RunSpec, *, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -128,7 +128,7 @@ class SingleProcess:
             p.data.copy_(parameter.data)
 
     def finish(self) -> Recording:
-        """Return what was recorded, with the weights at the end."""
+        """Return the recording, with the weights at the end."""
         self.kept.weights = self.weights()
         return self.kept
 
@@ -142,8 +142,8 @@ def _reference_step(
     device: torch.device,
     kept: Recording,
 ) -> float:
-    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter the
-    computing form, and the stored fp32 form, which gets the gradient."""
+    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter its compute form, and
+    its stored fp32 form, which gets the gradient."""
     text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]

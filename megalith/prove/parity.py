@@ -1,4 +1,5 @@
-"""The proof that a plan changes where the work happens, never the result: a small run under the plan beside plain PyTorch on one process.
+"""The proof that a plan changes where work happens but not its result: a small run under the plan is compared with plain PyTorch on one
+process.
 
 The reference is `prove.one_process`.
 """
@@ -47,23 +48,23 @@ LOSS_SCALE = 1024
 
 
 SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
-"""Moments in few bits in a compared run: blocks small enough for its small shares."""
+"""Low-bit moments in a compared run: the blocks are small enough for its small shares."""
 
 SMALL_TILE = 4
 """Numbers that share a scale in a compared run, few enough that its small shares hold whole tiles."""
 
 
 def small_choices(precision: str, layers: int) -> dict[str, int]:
-    """Return the choices of a narrow precision in a compared run with this many layers. In 8 bits all blocks but the first
-    multiply in them, in 4 bits the last two: there one number that is rounded the other way moves others by a tenth, and through
-    more blocks that would grow to the size of a fault."""
+    """Return the choices of a narrow precision in a compared run with this many layers. In 8 bits, all blocks but the first are narrow; in
+    4 bits, only the last two: one number that is rounded the other way changes others by a tenth, and through more blocks this would grow
+    to the size of a fault."""
     narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
 
 
 def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
-    """Return the same plan and precision on a model, sequence and batch just large enough for every split to be a real one. Without
-    warm-up, so that every step moves the weights, and without steps made of rounding."""
+    """Return the same plan and precision on a model, sequence and batch just large enough for every split to have several non-empty pieces.
+    The run has no warm-up, so that every step changes the weights, and no steps that consist only of rounding."""
     plan, model = spec.plan, spec.model
     layers = min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
     layers = sum(plan.layers) if plan.layers else max(layers, plan.stages) + (model.layers % plan.stages > 0)
@@ -126,7 +127,7 @@ def _multiple(least: int, of: int) -> int:
 
 
 def record(trainer: Trainer) -> Recording:
-    """The run under its plan, on all ranks together. The first rank returns the whole model's recording, the others their
+    """Record the run under its plan, on all ranks together. The first rank returns the whole model's recording, the other ranks their
     parts."""
     recorder, phases, first = Recorder(trainer), Phases.of(trainer.run), 0
     for _ in range(trainer.run.train.steps):
@@ -146,7 +147,7 @@ class Recorder:
         self._late: Unchecked | None = None
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
-        """Train a phase from now on. `size`: as in `Trainer.enter`."""
+        """Begin a phase. `size`: as in `Trainer.enter`."""
         self._totals += _settled(self._late)
         self._late = None
         self._trainer.enter(phase, size)
@@ -183,7 +184,7 @@ class Recorder:
         return _together({key.removeprefix("weights."): each for key, each in weights.items()}, self._trainer)
 
     def finish(self) -> Recording:
-        """Return what was recorded, with the weights at the end."""
+        """Return the recording, with the weights at the end."""
         totals = self._totals + _settled(self._late)
         self._kept.losses, self._kept.norms = [each.loss for each in totals], [each.norm for each in totals]
         self._kept.weights = self.weights()
@@ -211,7 +212,7 @@ def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, Tracke
 
 
 def _settled(late: Unchecked | None) -> list[StepTotals]:
-    """Check an update that was made before its norm was known, if there is one; return the totals of its step."""
+    """Validate a pending update that was made before its norm was known, if there is one; return the totals of its step."""
     if late is None:
         return []
     late.settle()
@@ -221,7 +222,7 @@ def _settled(late: Unchecked | None) -> list[StepTotals]:
 def _all_routed(
     trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[RoutingRecord]]]
 ) -> dict[str, StepRouting]:
-    """Collect the destination of every token of the step on the first rank."""
+    """Collect the experts of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
     rows = indices(spec, first=0, data_rank=here)
@@ -262,8 +263,8 @@ def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) 
 
 
 def main(run_dir: str, steps: int) -> None:
-    """A rank of `megalith parity`: shrink the run in `run_dir/spec.json`, record it, and on the first rank compare it with one process
-    and write `run_dir/parity.json`."""
+    """Run as a rank of `megalith parity`: shrink the run in `run_dir/spec.json`, record it, and on the first rank compare it with one
+    process and write `run_dir/parity.json`."""
     folder, heartbeat = Path(run_dir), Heartbeat.find()
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
     admit(spec)

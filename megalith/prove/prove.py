@@ -1,5 +1,5 @@
-"""Any combination of parallelisms trains like one process: drawn runs, one after another, each on its own forked ranks, compared with
-what the same model does in plain PyTorch.
+"""Proves that any combination of parallelisms trains like one process. Drawn runs, one after another on newly forked ranks, are compared
+with the same model in plain PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,20 +21,18 @@ from megalith.train.assemble import assemble, mesh_groups
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0
-"""Seconds for one combination; a few are enough on an idle machine."""
+"""Time limit for one combination, in seconds; on an idle machine it takes only a few."""
 
 FEW = 20
-"""Draws begin with the cheapest cases. If fewer than this are asked for, the last ones are taken, because the first have one rank
-each."""
+"""Draws begin with the cheapest cases, which have one rank. If fewer cases than this are requested, the last draws are taken instead."""
 
 Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """Result of one combination. `tokens_tied`: tokens sent to other experts because two experts had nearly equal scores.
-    `error`: why the
-    ranks did not finish; then there are no rows."""
+    """Result of one combination. `tokens_tied`: tokens sent to other experts because two experts had nearly equal scores. `error`: the
+    reason why the ranks did not finish; then there are no rows."""
 
     draw: ParityCase
     rows: tuple[Row, ...]
@@ -43,7 +41,7 @@ class ParityResult:
 
     @property
     def outcome(self) -> Outcome:
-        """A tie proves nothing, and is neither equal nor a gap."""
+        """The outcome in one word. A tie proves nothing, so it is neither equal nor a gap."""
         if self.error:
             return "failed"
         if self.tokens_tied:
@@ -57,10 +55,10 @@ class ParityResult:
 
 
 def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
-    """Train a combination on its ranks and compare it with one process, whose runs are looked up in `references`, or computed and put
-    there.
+    """Train a combination on its ranks and compare it with one process. The runs on one process are taken from `references`, or computed
+    and added there.
 
-    From its first call on this process computes on one thread: see `prove.worlds.run_ranks`.
+    From the first call on, this process computes on one thread (see `prove.worlds.run_ranks`).
     """
     torch.set_num_threads(1)
     try:
@@ -94,13 +92,13 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def few(count: int, seed: int) -> list[ParityCase]:
-    """Return the drawn combinations to prove: if few are asked for, those with several ranks."""
+    """Return the drawn combinations to prove: if few are requested, combinations with several ranks."""
     return sorted(draw(max(count, FEW), seed), key=lambda one: one.ranks > 1)[-count:]
 
 
 def prove_drawn(count: int, seed: int, *, starting: Callable[[ParityCase], None] = lambda one: None) -> Iterator[ParityResult]:
-    """Prove `count` combinations drawn with `seed`. For each tie the most similar unused draw follows, while there are any, so that as
-    many are proven as were asked for. `starting` is called with each before it runs."""
+    """Prove `count` combinations drawn with `seed`. After each tie, the most similar unused draw is run, if there is one, so that `count`
+    combinations are proven. `starting` is called with each combination before it runs."""
     torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
     references: dict[Any, Recording] = {}
     waiting = few(count, seed)

@@ -1,13 +1,12 @@
 """Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
-In bf16, a plan's numbers differ from those of one process, because each rounds its own partial sums to 8 bits. One process in
-bf16 differs from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds
-about as often (it adds only the partial sums of a few ranks), so its distance from the exact result is similar, in another
-direction. Its distance therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
+In bf16, a plan's numbers differ from those of one process, because each rounds different partial sums to 8 bits. One process in bf16
+differs from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds about as often (it
+adds only the partial sums of a few ranks), so its distance from the exact result is similar, though in another direction. A larger distance
+therefore shows an error larger than rounding: a missing reduction, a shifted tensor.
 
-Where rounding cancels out, smaller errors are found. Along one process's own gradient thousands of roundings become one number,
-the factor by which the
-gradient is longer, and it is 1 within a thousandth. So is the weight that each microbatch has in the sum of their gradients.
+Quantities in which rounding cancels out show smaller errors. One is the plan's gradient projected on that of one process: thousands of
+roundings become one factor, which is 1 within a thousandth. Another is the weight of each microbatch in the sum of gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +21,19 @@ from megalith.spec.numbers import Rounded
 from megalith.spec.run import RunSpec
 
 NOISE = 0.25
-"""If one process's gradient has a larger relative error than this, it is mostly rounding, and its length means nothing."""
+"""If the gradient of one process has a larger relative error than this, it is mostly rounding, and its length is meaningless."""
 CHANCE = 4
 """Standard errors by which a factor may differ from 1: a run has some hundred tensors, and for some of them the factor is far off
 by chance."""
 FEW = 64
-"""In a tensor of fewer numbers (norms of eight channels, decays of four heads), roundings hardly cancel out, and chance grows as one over
-the root of their number: gaps of such tensors count less in proportion."""
+"""In a tensor with fewer elements than this (norms of eight channels, decays of four heads), roundings hardly cancel out: chance grows as
+one over the root of their number. Gaps of such tensors count proportionally less."""
 
 
 def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
     """Compare a run (`found`) with one process in fp32 (`exact`) and with one in the run's precision (`alone`).
 
-    A token that went to another expert than `alone` sent it to is missing from the gradient of its experts: from that step on, only the
+    A token that went to another expert than `alone` sent it to is missing from the gradient of that expert. From that step on, only the
     distance of all gradients together is compared.
     """
     steps = range(len(exact.losses))
@@ -42,7 +41,7 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
     moved = [(float((gone & clear).sum()), where) for gone, clear, where in moved_tokens(exact, found, tie=limits.tie)]
     measured = [
         ("routing, tokens sent elsewhere than in fp32", moved, 0.0),
-        ("loss, how much farther from fp32 than one process", [*_losses(exact, alone, found)], limits.loss),
+        ("loss, excess distance from fp32 over one process", [*_losses(exact, alone, found)], limits.loss),
         (
             "gradients' distance from fp32, relative to that of one process",
             [*_distances(exact, alone, found, alike=len(alike), least=limits.least)],
@@ -64,7 +63,7 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
 
 
 def _routed_alike(alone: Recording, found: Recording, step: int) -> bool:
-    """True if every token went to the same experts."""
+    """True if both runs sent every token to the same experts."""
     return all(torch.equal(routed.choices, found.routing[step][name].choices) for name, routed in alone.routing[step].items())
 
 
@@ -75,8 +74,8 @@ def _losses(exact: Recording, alone: Recording, found: Recording) -> Iterator[Ga
 
 
 def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: int, least: float) -> Iterator[Gap]:
-    """Return how much farther a run is from fp32 than one process: tensor by tensor in the first `alike` steps, then for all
-    tensors at once."""
+    """Return the distance of a run from fp32 relative to that of one process: for each tensor in the first `alike` steps, then for all
+    tensors together."""
     for step, gradients in enumerate(exact.gradients):
         ours, theirs = found.gradients[step], alone.gradients[step]
         for names in [[name] for name in gradients] if step < alike else [[*gradients]]:
@@ -91,13 +90,14 @@ def _confidence(numbers: int) -> float:
 
 
 def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str]) -> float:
-    """Distance of some tensors, as a share of their norm."""
+    """Return the distance of some tensors from the exact ones, as a share of the exact norm."""
     apart = sum(float((gradients[name] - exact[name]).square().sum()) for name in names)
     return (apart / sum(float(exact[name].square().sum()) for name in names)) ** 0.5
 
 
 def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
-    """|factor - 1| by which each tensor's gradient is longer than that of one process, beyond chance (`_longer`)."""
+    """Return |factor - 1| for each tensor, beyond chance: the factor by which its gradient is longer than that of one process
+    (`_longer`)."""
     for step in steps:
         for name, theirs in alone.gradients[step].items():
             if _distance(alone.gradients[step], exact.gradients[step], [name]) <= NOISE:
@@ -106,13 +106,12 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 
 
 def _longer(ours: Tensor, theirs: Tensor) -> float:
-    """|factor - 1| by which `ours` is longer than `theirs`, less CHANCE standard errors of it.
+    """Return |factor - 1|, less CHANCE standard errors, where `ours` is longer than `theirs` by the factor.
 
-    The factor is a regression through the origin on the middle of both. If they differ only in their roundings, they could as well be
-    exchanged, so the expected factor is 1. In a regression on only one of them it would be less, because a rounded regressor
-    lowers the slope.
-    A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest over numbers, rows and
-    columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
+    The factor comes from a regression through the origin on the mean of both. If the two differ only in their roundings they are
+    interchangeable, so the expected factor is 1. A regression on only one of them would give less, because a rounded regressor lowers the
+    slope. A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest of those by
+    numbers, by rows and by columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
     """
     apart, middle = ours - theirs, (ours + theirs) / 2
     size = middle.square().sum()
@@ -124,15 +123,15 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _maxima(alone: Recording, found: Recording) -> list[Gap]:
-    """Return the distance between the maxima that scales followed and those of one process: a rank that mistakes its part for
-    the whole has a lower maximum. Gradients of which ranks have only parts are not compared."""
+    """Return the distance between the maxima that scales followed and those of one process: a rank that takes its part for the whole has a
+    lower maximum. Gradients that are partial sums on each rank are not compared."""
     names = [name for name in alone.maxima if name in found.maxima]
     return [(abs(log2(found.maxima[name].value / alone.maxima[name].value)), name) for name in names]
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
-    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch alone. With these weights, the sum of
-    its gradients is closest to the run's first gradient."""
+    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch separately; the weights bring their
+    weighted sum closest to the run's first gradient."""
     parts = alone.microbatches
     apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
     products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Merges of sites in one process and in numpy, from the papers' formulas. The trainer's merges must equal these bit for bit."""
+"""Merges of sites in one process in numpy, from the papers' formulas. The trainer's merges must equal them bit for bit."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def encode(x: np.ndarray, bits: int) -> bytes:
-    """A tensor's difference in the form in which it is sent."""
+    """Encode a tensor's difference in the form in which it is sent."""
     x = x.astype(F32).ravel()
     if bits == 32:
         return x.tobytes()
@@ -54,7 +54,7 @@ def decode(data: bytes, shape: tuple[int, ...], bits: int) -> np.ndarray:
 
 
 def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
-    """A tensor in the form in which it is sent: its largest elements with their places, or all elements."""
+    """Encode a tensor in the form in which it is sent: its largest elements with their places, or all elements."""
     if piece.top_k is None:
         return encode(x, piece.bits)
     flat, places = x.astype(F32).ravel(), list[int]()
@@ -92,7 +92,7 @@ def decode_piece(data: bytes, piece: Piece) -> np.ndarray:
 
 @dataclass
 class Reference:
-    """All sites of a run, on whole tensors. `buffers`: names of tensors that are averaged."""
+    """All sites of a run, with whole tensors. `buffers`: names of tensors that are averaged."""
 
     spec: SitesSpec
     fragments: tuple[Fragment, ...]
@@ -104,12 +104,12 @@ class Reference:
     flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, bytes of each site
     sizes: list[int] = field(default_factory=list)
     late: Callable[[int, int, int], bool] = lambda merge, site, age: False
-    """True if a site's difference misses a merge, where merges are asynchronous."""
+    """(merge, site, age) -> True if a site's difference misses an asynchronous merge."""
     missed: dict[int, list[tuple[int, int, int, bytes]]] = field(default_factory=dict)  # fragment: site, step, age, bytes
     made: list[tuple[int, int, int, list[tuple[int, int, int]]]] = field(default_factory=list)
-    """Fragment, step, step of the newest differences, and site, step and age of each difference of every merge."""
+    """For every merge: the fragment, the step, the step of the newest differences, and the site, step and age of each difference."""
     used: list[list[int]] = field(default_factory=list)
-    """The weights in every merge."""
+    """The weights of the differences in every merge."""
     begun: dict[int, list[int]] = field(default_factory=dict)  # fragment: steps after which its differences were taken
 
     @classmethod
@@ -205,7 +205,7 @@ class Reference:
                 weights[piece.name] = weights[piece.name] * share + merged * F32(1 - spec.own_share) if share else merged.copy()
 
     def merge_some(self, flight: tuple[int, int, list[bytes]]) -> None:
-        """Merge what is not late: each difference weighted by the steps it has, and by one over one more than its age."""
+        """Merge the differences that are not late. The weight of each is its number of steps divided by its age plus one."""
         self.flying.remove(flight)
         sent, number, messages = flight
         due = [(site, at, age + 1, data) for site, at, age, data in self.missed.get(number, [])]

@@ -1,8 +1,8 @@
-"""The proof of a combination with sites, round by round: each site trains like one process, and merges have the bits of an independent
+"""Proves a combination with sites round by round: each site trains like one process, and merges have the bits of an independent
 implementation in numpy.
 
-Whole runs cannot be compared where differences are rounded: the last bit of a weight can change a code. So the merges get the bits that the
-sites' weights had before, and one process continues from the trainer's merged weights.
+Whole runs cannot be compared if differences are rounded, because the last bit of a weight can change a code. So the merges in numpy start
+from the bits of the trainer's weights, and one process continues from the trainer's merged weights.
 """
 
 import os
@@ -37,7 +37,7 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class SiteRecording:
-    """Recording of one site. `shares`: the samples of each step; `before`, `after`: whole weights before and after what a step merged."""
+    """Recording of one site. `shares`: the samples of each step; `before`, `after`: whole weights before and after each step's merge."""
 
     run: Recording = field(default_factory=Recording)
     shares: list[Share] = field(default_factory=list)
@@ -71,7 +71,7 @@ def prove_sites(spec: RunSpec, *, timeout: float) -> tuple[list[Row], int]:
         tied += ties(one.kept, site.run, tie=limits.tie)
     if not amplifies(spec.optimizer):
         rows.append(Row("weights before merges, in learning rates", *worst(moved, limits.weights)))
-    rows.append(Row("weights after merges, numbers with other bits", *worst(other_bits, 0.0)))
+    rows.append(Row("weights after merges, elements with other bits", *worst(other_bits, 0.0)))
     return _worst_of_each(rows), tied
 
 
@@ -82,8 +82,8 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
 
 
 def _replayed(spec: RunSpec, sites: list[SiteRecording], alone: list[SingleProcess]) -> tuple[list[Gap], list[Gap]]:
-    """Train each site on one process, and merge in numpy what the trainer's sites had. Return the distances of weights before each merge,
-    in learning rates, and how many numbers of each tensor have other bits after it."""
+    """Train each site on one process, and merge the weights of the trainer's sites in numpy. Return the distances of the weights before
+    each merge, in learning rates, and how many elements of each tensor have other bits after it."""
     assert spec.sites is not None
     phases, rates, moved, other_bits = Phases.of(spec), learning_rates(spec), list[Gap](), list[Gap]()
     first = {name: tensor.numpy() for name, tensor in alone[0].weights().items()}

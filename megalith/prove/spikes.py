@@ -1,4 +1,4 @@
-"""Injected spikes: a run in this process, or over ranks, with faults in it, and copies in memory to rewind to."""
+"""Injected spikes: trains a run with faults in this process, or over ranks, with copies in memory to which it can rewind."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -37,10 +37,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault that starts at step `step` (0 is the first) and lasts `lasts` steps for "poison" and "rate".
+    """A fault that starts at step `step` (0 is the first); "poison" and "rate" last `lasts` steps.
 
-    `strength`: the share of tokens that are random; the factor of the learning rate; the bit of an fp32 number that flips (30: the
-    largest of the exponent). `place` in 0..1 picks the number. A flipped gradient affects one computation, once.
+    `strength`: by kind, the share of random tokens, the factor of the learning rate, or the flipped bit of an fp32 number (30: the
+    exponent's highest). `place` in 0..1 picks the number. A flip in a gradient affects one computation, once.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Fault:
 
 
 class PoisonedStream:
-    """A stream with samples of which a share of the tokens is random; `read` has the numbers of all samples that were read."""
+    """A stream in which a share of some samples' tokens is random; `read` holds the numbers of all samples that were read."""
 
     def __init__(self, stream: Stream, faults: Sequence[Fault], *, batch: int) -> None:
         self._stream, self.read = stream, list[int]()
@@ -65,7 +65,7 @@ class PoisonedStream:
         return getattr(self._stream, name)
 
     def batch(self, part: range) -> Batch:
-        """Samples by number; which tokens are random is a function of the first of them."""
+        """Return samples by number; the first number determines which tokens are random."""
         self.read += part
         found = self._stream.batch(part)
         share = max((self._shares.get(number, 0.0) for number in part), default=0.0)
@@ -80,7 +80,7 @@ class PoisonedStream:
 
 
 class BitFlips(StepHook):
-    """A step hook that flips bits. It knows the step that the run is in."""
+    """A step hook that flips bits. It tracks the step of the run."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.step = 0
@@ -93,7 +93,7 @@ class BitFlips(StepHook):
         return found
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Prepare the fault of a gradient."""
+        """Prepare a fault in a gradient."""
         self.step = step
         for fault in self._due(step, "gradient"):
             stage = trainer.runners[max(trainer.runners)].stage
@@ -144,7 +144,8 @@ def hasty(trainer: Trainer, faults: Sequence[Fault], flips: BitFlips) -> Trainer
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `state`: whole tensors; `read`: numbers of the samples that this rank read; `validation`: NaN if not asked for."""
+    """How a run ended. `state`: whole tensors; `read`: numbers of the samples that this rank read; `validation`: the loss, NaN without
+    validation."""
 
     state: dict[str, Tensor]
     position: Position
@@ -163,8 +164,8 @@ def train(
     step_hooks: Sequence[StepHook] = (),
     after: Callable[[Loop, int], object] = lambda loop, step: None,
 ) -> RunEnd:
-    """Train on one of the plan's ranks, which are all on one node whose memory lies in `folder`; on the CPU. `after` is called after
-    each step. `source`: the copy to restore; None: a checkpoint if there is one."""
+    """Train as one of the plan's ranks, on the CPU. All ranks are on one node, whose copies in memory are in `folder`. `after` is called
+    after each step. `source`: the copy to restore; None: the newest checkpoint, if there is one."""
     flips = BitFlips(faults)
     trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
     poison = [one for one in faults if one.kind == "poison"]

@@ -1,4 +1,4 @@
-"""Updates of a whole model on one process, as references for those of a plan: implementations apart from the trainer's."""
+"""Updates of a whole model on one process, as references for a plan's updates: implementations separate from the trainer's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -26,7 +26,8 @@ parameter."""
 
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
-    """Return the update of a whole model: by an implementation that is not the trainer's where there is one, else by its rule."""
+    """Return the update of a whole model: by an implementation separate from the trainer's if there is one, else by the trainer's own
+    rule."""
     spec = spec.model_copy(update={"master": "fp32"})  # these parameters are in fp32, whatever they compute in
     treated, described = treatments(model, spec), model_parameters(model)
     updates: list[Update] = []
@@ -61,7 +62,7 @@ def _by_rule(
 
 
 def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.optim.Optimizer]) -> UpdateFactory:
-    """The update by one of torch's optimizers. `make`: from its groups of parameters and the run's optimizer."""
+    """Return the update by one of torch's optimizers. `make` builds it from groups of parameters and the run's optimizer settings."""
 
     def made(
         parameters: Mapping[str, nn.Parameter],
@@ -98,7 +99,7 @@ def _sgd(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.O
 
 
 def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -> UpdateFactory:
-    """The update by a formula that is given matrix by matrix; it returns the new matrix."""
+    """Return the update by a formula `step`, which computes one new matrix at a time."""
 
     def made(
         parameters: Mapping[str, nn.Parameter],
@@ -134,7 +135,7 @@ class Matrix:
         self.decay = treatment.weight_decay
 
     def average(self, name: str, value: Tensor, share: float) -> Tensor:
-        """Keep `share` of an exponential average and take the rest from `value`. It begins as 0."""
+        """Update an exponential average, which begins at 0: keep `share` of it and take the rest from `value`."""
         self.kept[name] = share * self.kept.get(name, torch.zeros_like(value)) + (1 - share) * value
         return self.kept[name]
 
@@ -148,7 +149,7 @@ def _lion(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
 
 
 def _lamb(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
-    """Algorithm 2 of You et al. 2020, phi the identity."""
+    """Algorithm 2 of You et al. 2020, where phi is the identity."""
     first = matrix.average("first", matrix.gradient, spec.beta1) / (1 - spec.beta1**t)
     second = matrix.average("second", matrix.gradient**2, spec.beta2) / (1 - spec.beta2**t)
     update = first / (torch.sqrt(second) + spec.eps) + matrix.decay * matrix.weight
@@ -158,7 +159,7 @@ def _lamb(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
 
 
 def _adafactor(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
-    """Algorithms 4 and 5 of Shazeer & Stern 2018, without the relative step if it is off."""
+    """Algorithms 4 and 5 of Shazeer & Stern 2018, without the relative step if that is switched off."""
     beta2, square = 1 - t**-0.8, matrix.gradient**2 + 1e-30
     if matrix.weight.dim() == 2:
         rows, columns = matrix.average("rows", square.sum(1), beta2), matrix.average("columns", square.sum(0), beta2)
@@ -173,7 +174,7 @@ def _adafactor(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor
 
 
 def _muon(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
-    """Jordan 2024 with the scale of Liu et al. 2025; the matrices that are stored as one are cut out by reshaping."""
+    """Jordan 2024 with the scale of Liu et al. 2025; matrices that are stored as one tensor are separated by reshaping."""
     moment = matrix.average("moment", matrix.gradient, spec.momentum)
     moment = spec.momentum * moment + (1 - spec.momentum) * matrix.gradient if spec.nesterov else moment
     columns, heads = moment.shape[1], matrix.described.heads
@@ -201,4 +202,4 @@ INDEPENDENT: dict[str, UpdateFactory] = {
     "adafactor": _from_paper(_adafactor),
     "muon": _from_paper(_muon),
 }
-"""Implementations that are not the trainer's, by kind."""
+"""Implementations separate from the trainer's, by the kind of optimizer."""

@@ -18,7 +18,7 @@ class Verdict:
 
     rows: tuple[Row, ...]
     tokens_tied: int = 0
-    """Tokens sent to other experts because two had nearly equal scores: then the rows prove nothing."""
+    """Tokens sent to other experts because two experts had nearly equal scores. If there are any, the rows prove nothing."""
 
     @property
     def equal(self) -> bool:

@@ -1,6 +1,7 @@
-"""Small worlds: a function on several ranks that are forked from this process, so torch is imported once, and joined by gloo over a file.
+"""Small worlds: run a function on several ranks, which are forked from this process, so that torch is imported once, and joined by gloo
+over a file.
 
-For checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
+They serve checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
 """
 
 import gc
@@ -47,9 +48,9 @@ def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callabl
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `function(rank, *args)` on each of `ranks` processes, one compute thread each; the results in rank order.
+    """Call `function(rank, *args)` on each of `ranks` processes, with one compute thread each; return the results in rank order.
 
-    This process must use one thread too: a forked child hangs in OpenMP if its parent ever used more and it does as well.
+    This process must use one thread too: a forked child that uses several threads hangs in OpenMP if its parent ever did.
 
     Raises RuntimeError with the first failing rank's traceback, or TimeoutError naming the ranks that did not finish.
     """

@@ -1,1 +1,1 @@
-"""The laboratory: faults on purpose, campaigns of them, replays, and simulations of long runs."""
+"""The laboratory: injected faults, campaigns with many faults, replays, and simulations of long runs."""

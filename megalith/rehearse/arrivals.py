@@ -11,8 +11,8 @@ from megalith.spec.faults import FaultCause
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that may come. `time`: in seconds; `nodes` by number; `hours`: how long the broken part is unavailable; `hardware`:
-    the machine is at fault, not the program; `idle`: the fault also hits idle nodes."""
+    """A possible fault. `time`: in seconds; `nodes`: by number; `hours`: how long the broken part is unavailable; `hardware`: True if the
+    machine is at fault, not the program; `idle`: True if the fault also hits idle nodes."""
 
     shows: str
     name: str
@@ -24,9 +24,8 @@ class Fault:
 
 
 def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list[Fault]:
-    """Return all faults of a run on this many nodes, as if all nodes computed all the time: only the simulation knows whether a
-    node is idle when its fault occurs. The list is in the order in which they were drawn, which decides the order of faults at
-    the same time."""
+    """Return all faults of a run on this many nodes, as if all nodes computed all the time: only the simulation knows whether a node is
+    idle when its fault occurs. The faults are listed as they were drawn, which decides the order of faults at the same time."""
     own = plan.reliability
     weights = np.ones(nodes)
     lemons = random.random(nodes) < own.lemon_share
@@ -45,7 +44,7 @@ def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list
 
 
 def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, node: int, time: float) -> Fault:
-    """Return a fault of a single node. Maintenance takes idle nodes as well; their hardware fails at a share of the rate."""
+    """Return a fault of a single node. Maintenance also takes idle nodes; the hardware of idle nodes fails at a share of the rate."""
     own, mean = plan.reliability, plan.reliability.hours(cause.repair)
     maintenance = cause.repair == "maintenance"
     hours = mean if maintenance else random.exponential(mean)
@@ -57,7 +56,7 @@ def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, 
 def _outages(
     plan: Scenario, random: np.random.Generator, what: str, *, nodes: int, size: int, rate: float, hours: float
 ) -> Iterator[Fault]:
-    """Outages of groups of `size` neighbouring nodes, each group at `rate` a second, each outage lasting `hours` on average."""
+    """Return outages of groups of `size` neighbouring nodes: `rate` per second for each group, for `hours` on average."""
     groups = -(-nodes // size)
     for time in _poisson(plan, random, rate * groups):
         group = int(random.integers(groups))

@@ -1,7 +1,5 @@
-"""A campaign: a run with injected faults, and the same run without faults.
-
-The runs are the command that a user would type, as processes of their own. When a fault kills the supervisor itself, the same
-command is run again. `rehearse.judge` judges both.
+"""A campaign: a run with injected faults, and the same run without faults. Each run is a separate process with the command that a user
+would type. When a fault kills the supervisor itself, the same command is run again. `rehearse.judge` judges both runs.
 """
 
 import contextlib
@@ -40,10 +38,9 @@ WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 def possible(
     fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """The kinds of fault that a run with this fleet can survive, and the reasons why others are left out. `own_disk`: its
-    checkpoints go to a file system that nothing else needs (`small_disk`); `own_data`: its data is a copy (`data_of`);
-    `no_network`: why its nodes cannot have networks of their own (`networks.missing`); `agents`: each node has an agent
-    (`rehearse.supervised_agents`)."""
+    """Return the reasons why kinds of fault are left out, and the kinds that a run with this fleet can survive. `own_disk`: the run's
+    checkpoints have a file system of their own (`small_disk`); `own_data`: its data is a copy (`data_of`); `no_network`: why nodes cannot
+    have their own networks (`networks.missing`); `agents`: each node has an agent (`rehearse.supervised_agents`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -52,32 +49,32 @@ def possible(
         elif name in ("node", "interface") and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
         elif name == "agent" and not agents:
-            out[name] = "one process keeps all nodes; with --agent-kills each has its own"
+            out[name] = "one process runs all nodes; with --agent-kills each node has an agent"
         elif name in faults.OF_ONE_MEMORY and agents:
-            out[name] = "no process reaches the memory of all nodes: each has an agent of its own, which is killed instead"
+            out[name] = "no process reaches the memory of all nodes: each node has its own agent, which is killed instead"
         elif name == "interface" and agents:
-            out[name] = "agents on one machine share its network"
+            out[name] = "agents on one machine share the machine's network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
                 f'fleet.verify = "{fleet.verify}": it recomputes apart from the step, so it cannot detect a one-off error within the step'
             )
         elif name == "full" and not own_disk:
-            out[name] = "no checkpoints, or no right to mount a small disk for them"
+            out[name] = "the run makes no checkpoints, or the user may not mount a small disk for them"
         elif name == "shard" and not own_data:
             out[name] = f"the data is larger than the {MAX_COPIED >> 30} GiB that a campaign copies in order to damage the copy"
         elif name == "interface" and no_network:
-            out[name] = f"a network of the run's own {no_network}"
+            out[name] = f"the run cannot have its own network: {no_network}"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
 
 
 def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
-    """Kinds of fault that are only injected at multiples of this many steps."""
+    """Return the kinds of fault that are injected only at multiples of a number of steps, with this number."""
     return {"once": fleet.verify_every, "full": checkpoint_every}
 
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
-    """Kinds of fault, each with its earliest step: one of two checkpoints may be damaged, but damage to the only one would lose
-    the run."""
+    """Return the earliest step of some kinds of fault: one of two checkpoints may be damaged, but damage to the only one would lose the
+    run."""
     return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 
@@ -86,11 +83,11 @@ def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) ->
     every = fleet.verify_every
     found = {"full": f"when a checkpoint is due, every {ordinal(checkpoint_every)} step"}
     if every == 1:
-        found["once"] = "all steps are verified: it is found for certain, whenever it comes"
+        found["once"] = "all steps are verified, so the fault is found for certain at any step"
     elif every:
         found["once"] = (
-            f"at steps that are verified, every {ordinal(every)}, where it is found for certain; in another step it is never found, so a "
-            f"fault at a random step is found with probability 1/{every}"
+            f"only every {ordinal(every)} step is verified: a fault there is found for certain, in another step never, so a fault at a "
+            f"random step is found with probability 1/{every}"
         )
     return {kind: why for kind, why in found.items() if kind in kinds}
 
@@ -111,8 +108,8 @@ def may_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size: int) -> Iterator[None]:
-    """A file system of this many bytes at `folder`, whose files still exist afterwards. Raises OSError or CalledProcessError
-    where this process may not mount one."""
+    """Mount a file system of `size` bytes at `folder`; its files are kept afterwards. Raises OSError or CalledProcessError if this process
+    may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={size}", "megalith-campaign"]
     subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)
@@ -136,15 +133,14 @@ def may_copy(data: Path) -> bool:
 
 
 def data_of(spec: DataSpec, folder: Path) -> DataSpec:
-    """Data of the run with faults: a copy in `folder`, whose shards may be damaged, and as its fallback the data of the other
-    run."""
+    """Return the data of the run with faults: a copy in `folder`, whose shards may be damaged, with the original data as its fallback."""
     shutil.copytree(spec.path, folder)
     (folder / injection.OWN_DATA).touch()
     return spec.model_copy(update={"path": str(folder), "copies": (str(Path(spec.path).resolve()), *spec.copies)})
 
 
 def clear(folder: Path) -> None:
-    """Empty a campaign's folder, and unmount the small disk of a killed campaign."""
+    """Empty a campaign's folder, and unmount the small disk that a killed campaign left."""
     disk = folder / FAULTED / CHECKPOINTS
     if disk.is_mount():
         _unmount(disk)
@@ -153,13 +149,14 @@ def clear(folder: Path) -> None:
 
 
 def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContextManager[None]:
-    """Choose the disk of a run's checkpoints: the usual one, or a `small` disk that has room for three times those of the run `like`."""
+    """Choose the disk of a run's checkpoints: the usual one, or a `small` disk with room for three times the checkpoints of the run
+    `like`."""
     held = sum(path.stat().st_size for path in (like / CHECKPOINTS).rglob("*") if path.is_file())
     return small_disk(run / CHECKPOINTS, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
 
 
 def mender(injections: Path, network: Network | None) -> Callable[[], None]:
-    """Return a function that brings interfaces up again, some time after they were taken down."""
+    """Return a function that brings network interfaces up again, some time after a fault took them down."""
     left = {one.number for one in injection.load(injections) if one.kind == "interface"}
 
     def mend() -> None:
@@ -172,13 +169,12 @@ def mender(injections: Path, network: Network | None) -> Callable[[], None]:
 
 
 def end_state(folder: Path) -> dict[str, Any] | None:
-    """Return the end state of a run, in a form that can be compared: digests of the files with weights and moments, position, data, and
-    random numbers.
+    """Return the end state of a run in a comparable form: digests of the files with weights and moments, the position, data and random
+    numbers.
 
-    No random state passes from one step to the next: the order of data and the first weights are functions of the
-    seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
-    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: it differs if a step was seeded, or drew, in
-    another way.
+    Steps share no random state: the order of data and the first weights are functions of the seed, and each step seeds torch's generator
+    from the seed and its own number before it draws (`train.step.seed_step`). `rng` is the digest of the generator's bytes on rank 0 when
+    the checkpoint was made: it differs if a step was seeded differently, or drew different numbers.
     """
     try:
         manifest = read_manifest(find(folder))
@@ -207,8 +203,8 @@ def run(
     agents: SupervisedAgents | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> CampaignRun:
-    """Run a command to its end, starting it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) come
-    back, and so do interfaces of their `network`. `agents`: the command starts one of them, and the run is that of all."""
+    """Run a command to its end, and start it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) and
+    interfaces of their `network` are restored. `agents`: the command starts one of these agents, which run the nodes together."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None
@@ -263,7 +259,7 @@ def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Calla
 
 
 def _first_step(folder: Path, process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> float:
-    """Wait for the next step in a run's log; seconds since the epoch."""
+    """Wait for the next step in a run's log; return its time, in seconds since the epoch."""
     before = len(of_kind(events.read(folder), Step))
     while process.poll() is None:
         steps = of_kind(events.read(folder), Step)

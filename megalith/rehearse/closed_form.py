@@ -1,7 +1,7 @@
-"""Closed forms for checkpoints and faults: exponential faults, one tier, no waiting. The simulator must agree where this holds.
+"""Closed forms for checkpoints and faults: exponential faults, one tier, no waiting. The simulator must agree under these conditions.
 
-Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save
-stops the work; `restart`: from a fault to working again.
+Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save stops
+the work; `restart`: from a fault until the run works again.
 """
 
 from math import exp, sqrt
@@ -13,8 +13,7 @@ def young(mtbf: float, stall: float) -> float:
 
 
 def daly(mtbf: float, stall: float) -> float:
-    """The best interval to higher order (Daly 2006, equation 37); beyond stall = 2 mtbf, saving no longer pays, and the result is
-    mtbf."""
+    """The best interval to higher order (Daly 2006, equation 37); if stall exceeds 2 mtbf, saving does not pay, and the result is mtbf."""
     if stall >= 2 * mtbf:
         return mtbf
     share = stall / (2 * mtbf)
@@ -22,11 +21,11 @@ def daly(mtbf: float, stall: float) -> float:
 
 
 def goodput(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
-    """Share of the time that is useful work, faults during saves and restarts included (Daly 2006, equation 20, turned over)."""
+    """Share of the time that is useful work, with faults also during saves and restarts (the reciprocal of Daly 2006, equation 20)."""
     whole = mtbf * exp(restart / mtbf) * (exp((interval + stall) / mtbf) - 1)
     return interval / whole
 
 
 def goodput_to_first_order(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
-    """1 - (restart + half an interval) per fault - one stall per interval; right while losses are a few percent."""
+    """1 - (restart + half an interval) per fault - one stall per interval; accurate while losses are a few percent."""
     return 1 - (restart + interval / 2) / mtbf - stall / interval

@@ -1,9 +1,8 @@
-"""Fate of each fault of a campaign, matched with the incidents in the run's event log, and incidents that no fault explains.
+"""Matches each fault of a campaign with an incident in the run's event log, and finds incidents that no fault explains.
 
-These are listed separately, and not counted as the best case: - a fault whose incident is another's (`Fate.hidden`): the run
-resumed, but this fault was not detected separately. Nobody is
-credited for blame
-- the right node named together with others (`Fate.among`)
+The following are listed separately, and not counted as successes: - a fault whose incident belongs to another fault (`Fate.hidden`): the
+run resumed, but this fault was not detected separately, and its blame does not count
+- a fault whose node was named together with other nodes (`Fate.among`)
 - incidents that no fault explains (`FalseAlarm`), one by one, with what each cost
 """
 
@@ -56,11 +55,12 @@ _OfRank = (
 
 @dataclass(frozen=True)
 class Fate:
-    """Fate of one fault. Seconds; None: not known. `blamed` None: no node is at fault.
+    """Fate of one fault. Times are in seconds; None: not known. `blamed` is None if no node is at fault.
 
-    `interrupted`: the supervisor was killed before the run went on, so the time until the next supervisor's start counts instead.
-    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: its cause is not the observation of this
-    kind, or it covers several faults and names another. The run resumed after both, but nothing else is known about this fault.
+    `interrupted`: the supervisor was killed before the run resumed, so the time until the next supervisor's start counts instead. `among`:
+    the fault's node was named together with others. `hidden`: the incident belongs to another fault, because its cause is not this kind's
+    observation, or because it covers several faults and names another. The run resumed after both faults, but nothing else is known about
+    this one.
     """
 
     injection: Injection
@@ -81,19 +81,18 @@ class Fate:
 
     @property
     def handled(self) -> bool:
-        """The fault was injected and detected, and the run resumed."""
+        """True if the fault was injected and detected, and the run resumed."""
         return self.came is not None and self.recovery is not None
 
     @property
     def judged(self) -> bool | None:
-        """True if the right rank was blamed; None if no rank is at fault, or if the blame was for another fault of the same
-        incident."""
+        """True if the right rank was blamed; None if no rank is at fault, or if another fault of the same incident was blamed."""
         return None if self.hidden and self.blamed else self.blamed
 
 
 @dataclass(frozen=True)
 class FalseAlarm:
-    """An incident that no fault explains. `seconds` until the run resumed, None if it did not; `lost_steps` were repeated."""
+    """An incident that no fault explains. `seconds`: until the run resumed, None if it did not; `lost_steps`: the repeated steps."""
 
     incident: int
     cause: str
@@ -112,9 +111,8 @@ def fates_of(
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
-    """Match each fault with the first incident after it that it can have caused; otherwise with the first incident after it,
-    which hid it, unless no other fault was near. `restarts`: seconds that each start of a killed supervisor took, in their
-    order."""
+    """Match each fault with the first incident after it that it can have caused; otherwise with the first incident after it, which hid the
+    fault, unless no other fault was near. `restarts`: the seconds that each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
@@ -157,19 +155,19 @@ def fates_of(
 
 
 def _went_on(events: Sequence[Event], *, after: float) -> float | None:
-    """Return when the first step of the next start was done."""
+    """Return the time at which the first step of the next start was done."""
     later = iter([event for event in events if event.time > after])
     started = any(isinstance(event, RunStarted) for event in later)  # and leaves the rest
     return next((event.time for event in later if isinstance(event, Step)), None) if started else None
 
 
 def _nearest(like: Sequence[Incident], after: Sequence[Incident]) -> Incident | None:
-    """Return the first incident of its kind after a fault, unless others came long before it."""
+    """Return the first incident of a fault's kind after it, unless other incidents came long before that."""
     return like[0] if like and after.index(like[0]) <= 2 else None
 
 
 def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """True if an incident names one of the ranks that its faults befell, or the node of one."""
+    """True if an incident names a rank that its faults hit, or the node of such a rank."""
     rank = _rank(incident)
     if rank is not None:
         return rank in {rank for one in together for rank in one.ranks}
@@ -177,7 +175,7 @@ def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[i
 
 
 def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """True if an incident belongs to another fault: it has another cause, or names another one where several share it."""
+    """True if an incident belongs to another fault: it has another cause, or it is shared by several faults and names another."""
     if incident.cause not in EXPECTED[one.kind]:
         return True
     others = [other for other in together if other is not one and incident.cause in EXPECTED[other.kind]]
@@ -185,7 +183,7 @@ def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection]
 
 
 def _rank(incident: Incident) -> int | None:
-    """The rank that an incident names; None: a node at most."""
+    """The rank that an incident names; None if it names no rank."""
     if incident.rank is not None:
         return incident.rank
     observation = observations.load(incident.evidence)
@@ -193,7 +191,7 @@ def _rank(incident: Incident) -> int | None:
 
 
 def _named(incident: Incident) -> set[str]:
-    """The nodes that an incident names, where it names no rank."""
+    """The nodes that an incident without a rank names."""
     if _rank(incident) is not None:
         return set()
     observation, blamed = observations.load(incident.evidence), {incident.node}
@@ -229,8 +227,8 @@ def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[Fal
 
 
 def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
-    """True if an incident is the expected observation of a fault, or follows from one: a damaged copy is found later, a slow rank reported
-    twice."""
+    """True if an incident is the expected observation of a fault, or follows from a fault: a damaged copy is found later, or a slow rank is
+    reported twice."""
     if any(fate.incident == incident.incident for fate in fates):
         return True
     kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}

@@ -1,7 +1,7 @@
-"""The kinds of faults that a campaign can inject, and the draw of a list of them, which a seed reproduces.
+"""The kinds of faults that a campaign can inject, and lists of faults drawn from a seed.
 
-The mix is that of a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the
-faults of a list into themselves (`fleet.hooks`).
+The mix comes from a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the faults of a list into
+themselves (`fleet.hooks`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,10 @@ from megalith.spec.faults import FaultTable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `moment` is when it is injected, `needs` the settings of the run's fleet that are needed to survive or
-    detect it.
+    """A kind of fault. `moment`: when it is injected; `needs`: the fleet settings that are needed to survive or detect it.
 
-    `blames`: True if a rank, or its node, must be named. `lasts`: steps; `room`: steps within which it must be noticed; no other
-    fault comes in them.
+    `blames`: True if the run must name the faulty rank or its node. `lasts`: its length in steps; `room`: the steps within which it must be
+    noticed, and in which no other fault comes.
     """
 
     title: str
@@ -83,7 +82,7 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("CPU", "slow", 1.0),
     ("system memory", "copy", 1.0),
 )
-"""Cause in the table -> kind of fault here, and which share of the cause's count."""
+"""A cause in the table, a kind of fault here, and its share of the cause's count."""
 
 INSTEAD = {
     "once": "gradient",
@@ -95,13 +94,13 @@ INSTEAD = {
     "checkpoint": "kill",
     "altered": "kill",
 }
-"""Kind -> the kind that takes its place in a run that it cannot happen to."""
+"""Kind of fault -> the kind that replaces it in a run in which it cannot happen."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that destroy the copies in one machine's memory. Where each node has an agent, other machines keep copies too."""
+"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, other machines keep copies too."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
-"""When a process may die: at the start of a step, in its backward pass, after its update."""
+"""The moments at which a process may die: at the start of a step, in its backward pass, after its update."""
 
 AFTERMATH = 4
 """Steps of a campaign after its last fault."""
@@ -111,7 +110,7 @@ RECOVERING: tuple[Moment, ...] = ("joining", "building", "restoring")
 
 
 def counts(total: int, table: FaultTable, kinds: Sequence[str]) -> dict[str, int]:
-    """How many of each kind: in proportion to the table, by largest remainders; at least one of each, if `total` is large
+    """Return the number of faults of each kind: in proportion to the table, by largest remainders; at least one, if `total` is large
     enough."""
     causes = {cause.name: cause.count for cause in table.causes}
     weights: dict[str, float] = {}
@@ -143,11 +142,11 @@ def draw(
     only_at: Mapping[str, int] = MappingProxyType({}),
     not_before: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Injection]:
-    """A list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
+    """Draw a list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
-    About one in eight crashes comes while the ranks start again after the fault before; about one in eight faults comes in the same
-    step as the one before, on another rank. `only_at`: kinds that come only at multiples of a number of steps; `not_before`: kinds that
-    come at a given step at the earliest.
+    About one in eight crashes comes while the ranks restart after the previous fault; about one in eight faults comes in the same step as
+    the previous one, on another rank. `only_at`: kinds that come only at multiples of a number of steps; `not_before`: the earliest step of
+    some kinds.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]
@@ -184,7 +183,7 @@ _RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two",
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
-    """True if two faults in one step can be told apart: a crash, then a crash or a hang, of different ranks."""
+    """True if two faults in one step can be told apart: a crash followed by a crash or a hang of another rank."""
     return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, *_HANGS)
 
 

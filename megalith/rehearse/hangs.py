@@ -1,17 +1,16 @@
-"""How long a campaign's hangs were silent before they were called hangs, compared with the time that the watch may wait.
+"""How long ranks of a campaign were silent before the watch reported a hang, compared with the longest time that it may wait.
 
-The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two
-turns, which ALLOWED_SECONDS covers. It can be longer for two reasons, which the log does not distinguish. Ranks that wait for a
-processor get more time in proportion (half of the time waiting adds half a limit), up to MAX_LIMITS limits. And a watch that itself gets
-no processor checks late.
-Both are due to the machine, so late hangs are counted and reported. A delay above MAX_LIMITS limits and two turns (each
-counted as a second at most) is impossible on any machine, so it counts against the run.
+The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two turns, for
+which ALLOWED_SECONDS is enough. It can last longer for two reasons, which the log does not distinguish. Ranks that wait for a processor get
+more time in proportion (waiting half of the time adds half a limit), up to MAX_LIMITS limits. And a watch that gets no processor itself
+checks late. Both reasons lie in the machine, so late hangs are only counted and reported. A delay above MAX_LIMITS limits and two turns
+(each counted as a second at most) has no such reason, so it counts against the run.
 
-The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The
-log has those of rank 0, so a limit is compared with what the slowest of as many of its steps would give: with so few of each rank in
-the window, the percentile is the slowest or next to it. A limit below the floor, or above that value by more than BETWEEN_RANKS,
-counts against the run. First steps of a start, saves and starts have limits of their own, for which the log has too few
-durations: they are only counted.
+The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The log
+has only the steps of rank 0, so a limit is compared with the value that the slowest of the same number of rank 0's steps would give: with
+few steps of each rank in the window, the percentile is the slowest step or next to it. A limit below the floor, or above that value by more
+than BETWEEN_RANKS, counts against the run. First steps of a start, saves and starts have other limits, for which the log has too few
+durations. Hangs in them are only counted.
 """
 
 from collections.abc import Sequence
@@ -30,8 +29,7 @@ BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 
 
 @dataclass(frozen=True)
 class Hang:
-    """One hang. `pace`: the most that the limit of a step should be by rank 0's steps; None: another phase, or no pace known
-    yet."""
+    """One hang. `pace`: the largest limit that rank 0's steps justify; None: it was not in a step, or no pace was known yet."""
 
     incident: int
     silence: float
@@ -40,15 +38,14 @@ class Hang:
 
     @property
     def late(self) -> bool:
-        """True if it took longer than the observation interval."""
+        """True if the silence was longer than the limit and two turns of the watch."""
         return self.silence > self.limit + ALLOWED_SECONDS
 
 
 @dataclass(frozen=True)
 class Hangs:
-    """All hangs of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: least and greatest of
-    running steps, and
-    `of_pace` the greatest as a multiple of what rank 0's steps give."""
+    """All hangs of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: the smallest and largest limit in
+    running steps; `of_pace`: the largest limit as a multiple of the value from rank 0's steps."""
 
     found: int = 0
     most: float | None = None
@@ -62,8 +59,8 @@ class Hangs:
 def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
     """Return the hangs in a log.
 
-    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: seconds by which the watcher may see one heartbeat later
-    than another. The watcher's longest step is longer by as much.
+    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: seconds by which the watch may see one heartbeat later
+    than another. The longest step that the watch measures is longer by this.
     """
     found: list[Hang] = []
     took: list[float] = []
@@ -90,7 +87,7 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
 
 
 def summary(hangs: Sequence[Hang]) -> Hangs:
-    """Return the number of hangs, and how late each was found."""
+    """Return the number of hangs, and their delays."""
     running = [(hang.limit, hang.pace) for hang in hangs if hang.pace is not None]
     others = [hang.limit for hang in hangs if hang.pace is None]
     limits = [limit for limit, _ in running]
@@ -106,7 +103,7 @@ def summary(hangs: Sequence[Hang]) -> Hangs:
 
 
 def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
-    """Return the problems that cannot be due to the machine."""
+    """Return the problems that the machine cannot have caused."""
     found = []
     for hang in hangs:
         name = f"hang (incident {hang.incident})"
@@ -115,7 +112,5 @@ def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
         if hang.limit < fleet.hang_floor:
             found.append(f"{name}: its limit of {hang.limit:.2f} s is below fleet.hang_floor = {fleet.hang_floor:g} s")
         if hang.pace is not None and hang.limit > BETWEEN_RANKS * hang.pace:
-            found.append(
-                f"{name}: its limit of {hang.limit:.2f} s is not what the pace gives, {hang.pace:.2f} s by rank 0's steps"
-            )
+            found.append(f"{name}: its limit of {hang.limit:.2f} s is larger than rank 0's steps justify, {hang.pace:.2f} s")
     return found

@@ -1,7 +1,6 @@
-"""The judgement of a campaign, read from the two runs' event logs, from the marks that the faults left, and from their last checkpoints.
+"""The judgement of a campaign, read from the two runs' event logs, from the records of the injected faults, and from the last checkpoints.
 
-Hangs found late (`rehearse.hangs`) and starts of the supervisor itself, which the run does not recover from on its own, are
-listed separately.
+Two things are listed separately: hangs found late (`rehearse.hangs`), and restarts of a killed supervisor, which the run cannot do itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,8 @@ BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 
 @dataclass(frozen=True)
 class Aims:
-    """Limits on a campaign's speed; None: no limit, because speed also depends on the machine. Seconds of recovery, in the median
-    and at the 99th percentile; minutes that both runs take together; silence of a hang as a multiple of its limit."""
+    """Limits on a campaign's speed; None: no limit, because speed also depends on the machine. They limit the seconds of recovery, in the
+    median and at the 99th percentile; the minutes of both runs together; and the silence of a hang, as a multiple of its limit."""
 
     median: float | None = None
     most: float | None = None
@@ -70,11 +69,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything a campaign shows. `problems` is empty when it was passed.
+    """All results of a campaign. `problems` is empty if the campaign was passed.
 
-    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`:
-    faults (except `hidden` ones) whose node was blamed, `among` of them together with other nodes. `recovery_*` are the run's
-    own, without `supervisor_restarts`.
+    `same_end`: weights, moments, position, random numbers and every step's loss equal those of the run without faults. `blamed`: how many
+    faults, without `hidden` ones, had their node blamed; `among`: how many of these together with other nodes. `recovery_*` are recoveries
+    by the run itself, without `supervisor_restarts`.
     """
 
     rows: tuple[Row, ...]
@@ -120,8 +119,7 @@ def judge(
     timeout: float,
     aims: Aims = Aims(),
 ) -> Judgement:
-    """Compare the run with faults with the run without. `states`: the comparable end states of both; `timeout`:
-    `launch.timeout`."""
+    """Compare the run with faults to the run without. `states`: the end states of both; `timeout`: `launch.timeout`."""
     happened = list(events.read(faulted.folder))
     fates = fates_of(injection.load(injections), injection.fired(injections), happened, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
@@ -159,7 +157,7 @@ def judge(
 
 
 def _asked(aims: Aims, found: Judgement) -> tuple[AimResult, ...]:
-    """Return the aims that were given, with the results beside them."""
+    """Return the aims that were given, each with its result."""
     table = (
         ("recovery in the median", " s", found.recovery_median, aims.median),
         ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),
@@ -194,14 +192,14 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
 
 
 def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequence[Event]) -> list[str]:
-    """Return the differences of a run from the run without faults."""
+    """Return the differences between the ends of the two runs."""
     other = states[0] is None or states[0] != states[1]
     found = ["the end state differs from that of the run without faults"] if other else []
     return [*found, *_other_steps(_steps(whole), _steps(faulted))]
 
 
 def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
-    """Return why a campaign is not passed, apart from its end state and its hangs."""
+    """Return the reasons why a campaign is not passed, except its end state and its hangs."""
     found = []
     if ran.by_hand:
         found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")
@@ -210,10 +208,12 @@ def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
         if fate.came is None:
             found.append(f"fault {one.number} ({one.kind} at step {one.step}) never came")
         elif not fate.handled:
-            found.append(f"fault {one.number} ({one.kind} at step {one.step}) was not seen, or not recovered from")
+            found.append(
+                f"fault {one.number} ({one.kind} at step {one.step}) was not detected, or the run did not recover from it"
+            )
     kills = sum(fate.injection.kind == "supervisor" and fate.came is not None for fate in fates)
     if kills != len(ran.supervisor_restarts):
-        found.append(f"the supervisor was killed {len(ran.supervisor_restarts)} times, {kills} of them by a fault")
+        found.append(f"the supervisor was restarted {len(ran.supervisor_restarts)} times, but faults killed it {kills} times")
     judged = [fate.judged for fate in fates if fate.judged is not None]
     if judged and sum(judged) < BLAMED * len(judged):
         found.append(
@@ -223,7 +223,7 @@ def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
 
 
 def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
-    """Return loss, gradient norm and tokens seen of each step that counts. A start goes back to where it resumed."""
+    """Return loss, gradient norm and tokens seen of each step. A repeated step replaces its first run."""
     counted: dict[int, tuple[float, float, int]] = {}
     for event in events:
         if isinstance(event, RunStarted):
@@ -234,7 +234,7 @@ def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
 
 
 def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, tuple[float, float, int]]) -> list[str]:
-    """Steps that saw other samples: their loss, to the last bit, is a function of samples and weights."""
+    """Describe the steps that differ. With the same samples and weights, a step's loss has the same bits."""
     missing = sorted(set(whole) - set(faulted))
     other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
     found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []

@@ -1,4 +1,4 @@
-"""Durations of the parts of a recovery: assumed profiles, derived from a cluster's figures, or measured in a run with faults."""
+"""Durations of the parts of a recovery: they are assumed, derived from a cluster's figures, or measured in a run with faults."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ from megalith.spec.cluster import ClusterSpec
 class Latencies:
     """All figures are in seconds except `verify`: the share of the run's time that recomputation takes.
 
-    `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision to ranks that can restore; `restore`,
-    by tier: the time after that. `replace`: added when a spare joins. `stall` by tier: how long a copy stops the work; `write`:
-    until a
-    checkpoint in the store is whole; `save`: a save for which training waits. `start`: the first start. `check`: a health check.
+    `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: from the decision until ranks can restore;
+    `restore`, by tier: the restore that follows. `replace`: the additional time if a spare joins. `stall`, by tier: how long a copy stops
+    the work; `write`: until a checkpoint in the store is complete; `save`: a save for which training waits; `start`: the first start;
+    `check`: a health check.
     """
 
     restart: float
@@ -37,7 +37,7 @@ class Latencies:
     source: str = field(default="", compare=False)
 
     def restored(self, source: Source) -> float:
-        """Seconds to restore from a source: its slowest tier."""
+        """Return the seconds to restore from a source, which are those of its slowest tier."""
         if source.tier is None:
             return 0.0
         return max(self.restore[tier.value] for tier in {source.tier, *(tier for _, tier in source.elsewhere)})
@@ -54,24 +54,23 @@ PROFILES: dict[str, Latencies] = {
     ),
     "warm": Latencies(
         restart=180.0, restore=_tiers(5, 30, 60, buddy=10), stall=_tiers(0.2, 1, 2), hang=60.0, replace=30.0, start=600.0, write=60.0,
-        source="assumed: warm spares, asynchronous saves, hangs seen within a minute",
+        source="assumed: warm spares, asynchronous saves, hangs detected within a minute",
     ),
     "memory": Latencies(
         restart=60.0, restore=_tiers(5, 20, 60, buddy=10), stall=_tiers(0.05, 1, 2), hang=30.0, replace=15.0, start=600.0, write=60.0,
         source="assumed: processes kept ready, state in memory every step",
     ),
 }  # fmt: skip
-"""Named assumptions to begin with; none is a measurement. `calibrated` replaces the durations that a run's log contains."""
+"""Named initial assumptions, none of them measured. `calibrated` replaces the durations for which a run's log has values."""
 
 
 def of_cluster(
     cluster: ClusterSpec, profile: str = "warm", *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """Return a profile with durations from the hardware's rates. `state_bytes`: of the whole state; `storage`: bytes/s of the
+    """Return a profile with durations from the hardware's rates. `state_bytes`: the size of the whole state; `storage`: bytes/s of the
     shared store.
 
-    A blocking save takes state / storage, an asynchronous one takes as long until it is complete. Raises ValueError for an
-    unknown profile.
+    A blocking save takes state / storage; an asynchronous save is complete after the same time. Raises ValueError for an unknown profile.
     """
     if profile not in PROFILES:
         raise ValueError(f"{profile!r} is not a profile of latencies. Use one of {', '.join(PROFILES)}")
@@ -81,7 +80,7 @@ def of_cluster(
 def at_rates(
     chosen: Latencies, cluster: ClusterSpec, *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """Return the same for any latencies: durations that grow with the state are its bytes over the hardware's rates."""
+    """Do the same for any latencies: durations that grow with the state become its bytes over the hardware's rates."""
     if not state_bytes:
         return chosen
     restore, notes = dict(chosen.restore), [chosen.source, f"a state of {state_bytes / 1e12:.3g} TB"]
@@ -103,11 +102,11 @@ _SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_l
 
 
 def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
-    """`base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`). `typical`:
-    the median, or the mean if the totals must be correct.
+    """Return `base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the
+    median, or the mean if totals must be correct.
 
-    The log knows recovery as a whole, so restart and restore cannot be separated: restart gets the time of the fastest tier, and
-    a slower tier the excess over that; a tier without a restore keeps the value of `base`.
+    The log has only the total of restart and restore. So restart gets the total of the fastest tier, and the restore of a slower tier gets
+    the excess over it; a tier without a restore keeps the value of `base`.
     """
     whole = list(events)
     begun = {incident.incident: incident for incident in of_kind(whole, Incident)}
@@ -132,8 +131,8 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
 
 
 def _recoveries(events: Sequence[Event], begun: Mapping[int, Incident]) -> dict[str, list[float]]:
-    """Seconds from a decision to the next step, by the slowest tier that was read. Only the last of several failed starts counts, and
-    the time spent waiting for a save is not known separately."""
+    """Return seconds from decisions to the next step, by the slowest tier that was read. After failed starts only the last one counts. Time
+    spent waiting for a save is included."""
     decided = sorted(incident.time for incident in begun.values())
     found: dict[str, list[float]] = {}
     for recovery in of_kind(events, Recovery):

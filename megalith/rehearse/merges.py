@@ -1,5 +1,5 @@
-"""Sites of a simulated run: each lives through its own faults, and what it did counts once a merge has taken it, as the trainer's council
-decides (`train.sites.council`): grace, quorum, sites that leave and return, and a start of all anew where no site stands at a merge."""
+"""Sites of a simulated run. Each has its own faults, and its work counts once a merge includes it. The rules are those of the trainer's
+council (`train.sites.council`): grace, quorum, sites that leave and return, and a new start of all sites if none waits at a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,8 @@ from megalith.rehearse.site import Site
 
 
 def alone(plan: Scenario) -> Scenario:
-    """Return the scenario of one of several sites between merges. Its only copies are checkpoints. A fault takes it back to the last merge:
-    within `return_seconds` it gets the others' weights, or loads a checkpoint that all sites hold."""
+    """Return the scenario of one of several sites between merges. The site's only copies are checkpoints. A fault takes the site back to
+    the last merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
     if plan.sites == 1:
         return plan
     times, each = plan.latencies, plan.merge_every / plan.store_every
@@ -28,8 +28,8 @@ def alone(plan: Scenario) -> Scenario:
 
 @dataclass(frozen=True)
 class _Period:
-    """The period of a site's life whose work goes to one merge: its seconds, and after how many of them its ranks were last started
-    again; None if they were not."""
+    """The part of a site's life whose work goes to one merge. `seconds`: its length; `started`: when in the period the ranks last
+    restarted, None if they did not."""
 
     seconds: float
     started: float | None
@@ -37,9 +37,9 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site. `since`: when it began the period `number`. `follows`: it does not train yet, but can from `since` on.
-    `merged`: the number of periods whose work a merge took. `lost`: the number of the others. `lived`: seconds of its life that
-    have passed. `missed`: merges without the work of its period, because it was late."""
+    """One site. `since`: when it began the period `number`. `follows`: the site does not train yet, but can from `since` on. `merged`: the
+    number of periods whose work was merged; `lost`: the number of other periods. `lived`: seconds of its life that have passed. `missed`:
+    merges that did not include its period, because it was late."""
 
     periods: list[_Period]
     number: int = 0
@@ -52,25 +52,25 @@ class _Member:
 
     @property
     def period(self) -> _Period:
-        """Return its current period; a period that never ends if the run is over first."""
+        """Return the site's current period; if the run is over, a period that never ends."""
         return self.periods[self.number] if self.number < len(self.periods) else _Period(inf, None)
 
     @property
     def restarted(self) -> bool:
-        """True if its ranks were started in this period: the others merge without it, as if it were away."""
+        """True if the site's ranks restarted in this period: the other sites merge without it, as if it were away."""
         return not self.follows and self.period.started is not None
 
     @property
     def ready(self) -> float:
-        """Time at which it has done the work of its period, or is present again to follow the merges of others."""
+        """The time at which the site has done the work of its period, or is back and follows the other sites' merges."""
         return self.since + (0.0 if self.follows else self.period.seconds if self.period.started is None else self.period.started)
 
     def may_miss(self, now: float, staleness: int) -> bool:
-        """True if a merge may be made without its work, and a later one has it: it computes longer than others, and was not restarted."""
+        """True if a later merge may include this site's work instead: the site is slower than others, and was not restarted."""
         return not self.follows and not self.restarted and self.ready > now and self.missed < staleness
 
     def catch_up(self, now: float) -> int:
-        """End the periods that are done among those whose merges it has missed, and return their number. It did not wait after them."""
+        """End the site's finished periods whose merges it has missed, and return their number. The site did not wait after them."""
         done = 0
         while self.missed and not self.restarted and self.ready <= now:
             missed, done = self.missed - 1, done + 1
@@ -79,7 +79,7 @@ class _Member:
         return done
 
     def end(self, now: float, *, taken: bool) -> None:
-        """End its period: its work was taken by a merge, or is lost. The site trains on, if it is present."""
+        """End the site's period: a merge included its work, or the work is lost. The site continues to train, if it is present."""
         self.missed = 0
         if self.follows:
             self.since, self.follows = max(now, self.since), self.since > now
@@ -93,8 +93,8 @@ class _Member:
 
 @dataclass
 class MergeOutcome:
-    """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since none that trained was
-    there, or no quorum; `seconds`: by use, on average over the sites."""
+    """The merges of a simulated run. `left`: how often a site left; `anew`: new starts of all sites, because no training site or no quorum
+    was present; `seconds`: by use, on average over the sites."""
 
     merges: int = 0
     left: int = 0
@@ -103,9 +103,8 @@ class MergeOutcome:
 
 
 def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
-    """Merge the lives of all sites, one merge after the other, until the run is over.
-
-    Faults have no memory, so the time that a site waits for others does not change when its next fault comes.
+    """Simulate the merges of all sites, one after the other, until the run is over. Faults are memoryless, so waiting for other sites does
+    not change when a site's next fault comes.
     """
     horizon, work = plan.days * DAY, plan.merge_every
     members = [_Member(_periods(site, work)) for site in sites]
@@ -153,8 +152,8 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return the time of the decider's merge. It waits, for a grace at most, until every site that trains and may miss no merge has done
-    its work or was started again. Then it waits for a quorum of such sites. inf if that takes longer than its patience."""
+    """Return the time of the decider's merge. The decider waits, at most for a grace, until every training site that may not miss the merge
+    has done its work or was restarted. Then it waits for a quorum of such sites. The time is inf if that exceeds its patience."""
     enough = max(own.ready, _quorum(plan, members))
     awaited = [member.ready for member in members if not member.follows and member.missed >= plan.staleness]
     now = max(enough, min(max(awaited, default=enough), own.ready + plan.grace))
@@ -162,27 +161,28 @@ def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
 
 
 def _noticed(plan: Scenario, standing: Sequence[_Member], decider: _Member) -> float:
-    """Return when the sites that wait at a merge notice that the decider was started again, or was silent for a grace."""
+    """Return the time at which the sites that wait at a merge notice that the decider was restarted, or was silent for a grace."""
     waiting = min(member.ready for member in standing)
     return max(waiting, min(decider.ready, waiting + plan.grace))
 
 
 def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member, *, patience: float) -> float:
-    """Return when all sites train again from the newest checkpoint, because no site waits at the merge, or too few came within the
-    patience."""
+    """Return the time at which all sites train again from the newest checkpoint, because none waits at the merge, or too few came within
+    the patience."""
     return max(own.ready + patience + plan.latencies.restart + plan.return_seconds, _quorum(plan, members))
 
 
 def _quorum(plan: Scenario, members: Sequence[_Member]) -> float:
-    """Return when more than half of the sites are there, or the one that the run names. A late site takes longer by the merges that it
-    has missed."""
+    """Return the time at which more than half of the sites have arrived, or the site that the run names. A late site first makes up the
+    merges that it has missed."""
     if plan.decides is not None:
         return members[plan.decides].ready
     return sorted(member.ready + member.missed * plan.merge_every for member in members)[len(members) // 2]
 
 
 def _periods(site: Site, work: float) -> list[_Period]:
-    """Cut a site's life at the marks of its merges. The first period begins with its first start, which is no restart."""
+    """Cut a site's life into the periods between merges. The first period begins with the site's first start, which does not count as a
+    restart."""
     progress, at = site.first_reached()
     ends = np.interp(np.arange(1, int(site.progress // work) + 1) * work, progress, at)
     begins = np.concatenate([[0.0], ends[:-1]])

@@ -1,4 +1,4 @@
-"""Input of a simulation, from the command line, a run file and a campaign's log: every mistake in them is found at once."""
+"""Input of a simulation, from the command line, a run file and a campaign's log. All mistakes in them are reported together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,17 +27,18 @@ from megalith.spec.simulation import SimulationSpec
 from megalith.spec.validate import validate
 
 STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
-"""Assumed if not given."""
+"""Assumed values."""
 
 MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
-"""Limits of one simulated run: its faults, outages or planned stops, and its nodes. More would take too long, or too much memory."""
+"""Limits of one simulated run: of its events (faults, outages or planned stops) and of its nodes. A larger run would take too long, or too
+much memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
-    "nodes": "Use --cluster, which sets how many train.",
+    "nodes": "Use --cluster, which sets how many nodes train.",
     "disk": "Use latencies.restore.disk and latencies.stall.disk.",
-    "digest": "The tables have no fault that alters the state between two steps.",
-    "verify": "Use latencies.verify for its cost.",
+    "digest": "The tables of faults have no fault that alters the state between two steps.",
+    "verify": "Use latencies.verify for the cost of verification.",
     "hang_factor": "Use latencies.hang.",
     "hang_floor": "Use latencies.hang.",
     "node_timeout": "Use latencies.node_lost.",
@@ -46,12 +47,12 @@ WITHOUT_EFFECT: dict[str, str] = {
     "burn_in": "Use latencies.check.",
     "ledger": "Use reliability.lemon_share and lemon_factor.",
 }
-"""Keys of [fleet] that the simulation ignores, each with the reason or a replacement. A run file may have them."""
+"""Keys of [fleet] that the simulation ignores, each with the reason or a replacement. A run file may set them."""
 
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """The options of the command line; None where nothing was given. `options`: keys of `SimulationSpec`, as dotted names."""
+    """The options of the command line; None if an option was not given. `options`: keys of `SimulationSpec`, as dotted names."""
 
     cluster: str | None = None
     run: Path | None = None
@@ -74,8 +75,8 @@ def prepare(
     state_bytes: Callable[[RunSpec], float | None] = lambda run: None,
     step_seconds: Callable[[Path, Sequence[str], str], float | None] = lambda run, overrides, cluster: None,
 ) -> PreparedSimulation:
-    """Turn the options into a scenario. `state_bytes` and `step_seconds` return what is known of a run: the bytes of its whole
-    state, and the seconds of a step on a cluster.
+    """Turn the options into a scenario. `state_bytes` and `step_seconds` return, if known, the bytes of a run's whole state and the seconds
+    of its step on a cluster.
 
     Raises SpecErrors with everything that is wrong.
     """
@@ -103,7 +104,7 @@ def prepare(
 
 
 def _sorted(wanted: SimulationRequest, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
-    """Split the settings into those of the simulation and those of the run file; [fleet] is the run file's if there is one."""
+    """Split the settings between the simulation and the run file; [fleet] belongs to the run file if there is one."""
     own: list[Layer] = []
     others: list[str] = []
     for key, value in (wanted.options or {}).items():
@@ -143,7 +144,7 @@ def _ineffective(fleet: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
-    """Return the valid settings of the simulation, so that the rest can be checked as well."""
+    """Return the valid settings of the simulation, so that other checks can continue."""
     tree: dict[str, Any] = {}
     for layer in layers:
         files.lay(tree, layer.values, source=layer.source, sources={})
@@ -160,7 +161,7 @@ def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Pro
 
 
 def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
-    """The cluster's name and itself: the run file's, if none is named."""
+    """Return the cluster's name and the cluster; if none is named, the run file's."""
     name = wanted.cluster
     if name is None and run is not None and run.spec.cluster != "local":
         name = run.spec.cluster if clusters.counted(run.spec.cluster) else f"{run.spec.cluster}:{run.spec.plan.ranks}"
@@ -189,32 +190,32 @@ def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Pr
         problems.append(_problem("--latencies", str(wanted.log), f"cannot be read: {error}", "Give another campaign's folder."))
         return None
     if not events.of_kind(records, Incident):
-        reason = f"has no log with an incident in it (looked at {epochs.newest(folder, events.FILE)})"
-        way_out = "Give the folder that `megalith campaign` named, or that of a run that had faults."
+        reason = f"has no incident in its log ({epochs.newest(folder, events.FILE)})"
+        way_out = "Give the folder that `megalith campaign` named, or the folder of a run that had faults."
         problems.append(_problem("--latencies", str(wanted.log), reason, way_out))
         return None
     found = latencies.calibrated(records, base, typical=fmean)  # totals are to come right
-    return replace(found, source=f"{found.source} in {folder}; where it has none, {base.source}")
+    return replace(found, source=f"{found.source} in {folder}; durations without a measurement: {base.source}")
 
 
 def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
     """Yield the contradictions between values."""
     sites = site_count(spec, run.spec if run else None)
     if cluster is not None and sites > cluster.nodes:
-        reason = f"the cluster has {cluster.nodes} nodes to share out"
+        reason = f"the cluster has only {cluster.nodes} nodes to divide among sites"
         yield _problem("sites", sites, reason, f"Use 1 to {cluster.nodes}.")
     if sites > 1 and run is not None and run.spec.sites is not None and run.spec.sites.exchanges_gradients:
-        reason = "lets each fault stop all sites, and only sites that merge with a quorum are simulated"
+        reason = "makes each fault stop all sites, but the simulator knows only sites that merge with a quorum"
         yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:
-            reason = "applies between sites, but there is only one"
+            reason = "applies between sites, but there is only one site"
             yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
     if spec.decides is not None and spec.decides >= sites > 1:
-        yield _problem("decides", spec.decides, f"is none of the sites 0 to {sites - 1}", "Name one of these.")
+        yield _problem("decides", spec.decides, f"is not one of the sites 0 to {sites - 1}", "Name one of these sites.")
     if spec.storage is not None and spec.state_bytes is None and run is None:
         way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters of 16 bytes, or give a RUN.toml."
-        yield _problem("storage", spec.storage, "a rate alone gives no time: the bytes of the state are not known", way_out)
+        yield _problem("storage", spec.storage, "is a rate, but without the bytes of the state it gives no time", way_out)
     known = spec.reliability if "faults" in spec.reliability.model_fields_set else cluster.reliability if cluster else None
     if known is not None and known.faults not in tables():
         nearest = near(known.faults, tables())
@@ -225,7 +226,7 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
 
 
 def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
-    """Yield the values that would make more nodes, or more events, than can be simulated."""
+    """Yield the settings that lead to more nodes or events than can be simulated."""
     if cluster.nodes > MAX_NODES:
         way_out = f"Use at most {MAX_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
@@ -246,7 +247,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
         if rate * times > MAX_EVENTS:
             seconds = spec.days * DAY / (rate * times)
             reason = (
-                f"that is {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
+                f"gives {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
             )
             way_out = f"Use at most {MAX_EVENTS / times:.2g}, or fewer days."
             said = key != "interruptions" or spec.interruptions is not None
@@ -257,7 +258,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
 
 
 def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
-    """Return the cluster with the given settings of its reliability."""
+    """Return the cluster with the reliability settings of `spec`."""
     said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
     rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
@@ -277,7 +278,7 @@ def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpe
         notes.append("fleet.verify_every: assumed to cost nothing; --set latencies.verify=SHARE of the time changes it")
     sites = site_count(spec, run.spec if run else None)
     if left := cluster.nodes % sites:
-        notes.append(f"{left} of {cluster.nodes} nodes are in no site: {sites} sites are of the same size")
+        notes.append(f"{left} of {cluster.nodes} nodes are in no site, because the {sites} sites have the same size")
     between = between_sites(spec, run.spec if run else None, step) if sites > 1 else {}
     rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)
     plan = scenario(
@@ -288,7 +289,7 @@ def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpe
 
 
 def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
-    """The policy's numbers; by default a spare for every 128 nodes of a site."""
+    """Return the policy's settings; the default is a spare for every 128 nodes of a site."""
     fleet = run.spec.fleet if run else spec.fleet
     said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
     update: dict[str, Any] = (
@@ -298,7 +299,7 @@ def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) 
     if fleet.no_spare == "shrink" and fleet.fallback is None:
         update["fallback"] = Plan()  # which one does not matter here: work goes on in proportion to the nodes that are left
         notes.append(
-            "fleet.no_spare = shrink: on any number of nodes, in proportion; a run needs a fleet.fallback that fits them"
+            "fleet.no_spare = shrink: assumed to train on any number of nodes, in proportion; a real run needs a fleet.fallback"
         )
     return fleet.model_copy(update=update), notes
 

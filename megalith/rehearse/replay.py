@@ -1,7 +1,6 @@
-"""A campaign replayed in the simulator: the same faults at the same steps, decided by the same policy, with the latencies of its
-log.
+"""Replays a campaign in the simulator: the same faults at the same steps, the same policy, and the latencies of the campaign's log.
 
-So the simulator is compared with a run that had real faults: its goodput and each cause of lost time against the record.
+This compares the simulator with a run that had real faults: its goodput, and each cause of lost time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,19 +38,19 @@ SHOWS: dict[str, str] = {
 """Kind of a campaign's fault -> its symptom in the simulator; `_Hurt.own` handles the other kinds."""
 
 LOST = ("node", "interface", "agent")
-"""Kinds after which a node is away until it is repaired."""
+"""Kinds of fault after which a node is away until it is repaired."""
 
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
 
 _UNSEEN = replace(PROFILES["memory"], restore=dict.fromkeys(PROFILES["memory"].restore, 0.0))
-"""Latencies that are not in the log: a campaign's state is small, so any tier is as fast as those that were used."""
+"""Latencies that are not in the log: a campaign's state is small, so unused tiers are taken to be as fast as the used ones."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Latencies of a campaign's log, in seconds. `step`: one that is not the first of a start; `overhead` is the additional share between
-    steps. `first`: extra time of the first step after a recovery. `partial`: between the last finished step and a fault. `failed`: of a
-    start that ended in another fault. `slow`: cost of a straggler until the decision about it."""
+    """Latencies of a campaign's log, in seconds. `step`: a step that is not the first of a start; `overhead`: the additional share between
+    steps; `first`: the extra time of the first step after a recovery; `partial`: the time between the last finished step and a fault;
+    `failed`: the length of a start that ended in another fault; `slow`: the cost of a straggler until the decision about it."""
 
     step: float
     overhead: float
@@ -64,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class ReplayedCampaign:
-    """A campaign's record, and the simulation of its list of faults. `seconds` by use."""
+    """A campaign's record, and the simulation of its list of faults. `seconds`: by use of time."""
 
     recorded: Goodput
     figures: Figures
@@ -73,12 +72,12 @@ class ReplayedCampaign:
 
     @property
     def wall(self) -> float:
-        """Predicted seconds of the run, without the time that it waited for a person."""
+        """Predicted seconds of the run, without the time in which it waited for a person."""
         return sum(self.seconds.values()) - self.seconds[TimeUse.PERSON]
 
     @property
     def goodput(self) -> float:
-        """Useful time over all, as predicted: the same steps count as in the record."""
+        """Predicted share of useful time; the same steps are useful as in the record."""
         return self.recorded.seconds[Cause.USEFUL] / self.wall
 
     @property
@@ -112,9 +111,9 @@ class ReplayedCampaign:
 
 
 def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
-    """Play a campaign (its folder) through. `like`: the campaign whose log gives the latencies; default: its own.
+    """Replay the campaign in a folder. `like`: the campaign whose log gives the latencies; by default the same one.
 
-    Raises FileNotFoundError where there is none, ValueError for one without a step.
+    Raises FileNotFoundError if there is no campaign, ValueError if it has no step.
     """
     run = folder / FAULTED
     if not (run / "spec.json").is_file():
@@ -124,14 +123,14 @@ def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
     spec = RunSpec.model_validate_json((run / "spec.json").read_text(encoding="utf-8"))
     recorded = ledger.goodput(list(events.read(run)))
     if not recorded.steps:
-        raise ValueError(f"{run} has no step in its log: the campaign ended before there was one")
+        raise ValueError(f"{run} has no step in its log: the campaign ended before the first step. Run it again")
     figures = measured(list(events.read(like / FAULTED if like else run)))
     site = _Hurt(spec, figures, injection.load(folder / "faults.json")).live()
     return ReplayedCampaign(recorded, figures, site.seconds, site.tally.restarts.total())
 
 
 def measured(records: Sequence[Event]) -> Figures:
-    """The figures in a log: means, so that totals are correct."""
+    """Return the figures in a log: means, so that totals are correct."""
     incidents = of_kind(records, Incident)
     over = {one.incident: one.time for one in of_kind(records, Recovery)}
     failed = [b.time - a.time for a, b in pairwise(incidents) if _restarts(a) and b.time < over.get(a.incident, 0.0)]
@@ -152,7 +151,7 @@ def measured(records: Sequence[Event]) -> Figures:
 
 
 def _first_steps(records: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """Yield for each start after a fault the time of its recovery, and that of its first step."""
+    """Yield, for each start after a fault, the time of its recovery and the time of its first step."""
     for i, record in enumerate(records):
         if isinstance(record, RunStarted):
             here = list(takewhile(lambda one: not isinstance(one, RunStarted), records[i + 1 :]))
@@ -175,7 +174,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class _Hurt(Site):
-    """A run with a list of faults, at their steps instead of at random times, until its last step."""
+    """A simulated run until its last step, with a list of faults at given steps instead of random times."""
 
     def __init__(self, spec: RunSpec, figures: Figures, injections: Sequence[Injection]) -> None:
         fleet, step = spec.fleet, figures.step
@@ -209,12 +208,14 @@ class _Hurt(Site):
             time, _, happen = heappop(self.queue)
             self._advance(time)
             happen()
-        raise RuntimeError(f"{self.plan.name}: more than {LIMIT:,} events, and its last step is not done")
+        raise RuntimeError(
+            f"{self.plan.name}: more than {LIMIT:,} events before its last step: its faults repeat without progress"
+        )
 
     # When faults come
 
     def _ready(self) -> None:
-        """Begin to work, after the extra time of a first step."""
+        """Begin to work, after the extra time of the first step."""
         first, self.first = self.first, 0.0
         if first:
             self._spend(TimeUse.CHECKPOINT)
@@ -233,13 +234,13 @@ class _Hurt(Site):
         self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
 
     def _moment(self, one: Injection) -> float:
-        """Return the progress at which a fault comes: within a step, or after its update while the state rests."""
+        """Return the progress at which a fault comes: within a step, or between its update and the next step."""
         step = self.plan.step_seconds
         return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
 
     def _come(self) -> None:
-        """Inject the faults of this moment; the first that ends the ranks hides the others. Failures at earlier steps are
-        over."""
+        """Inject the faults that are due. The first fault that ends the ranks hides the others. The policy forgets failures at earlier
+        steps."""
         self.state = policy.decide(self.state, observations.Progressed(**self._when()), fleet=self.plan.fleet).state
         while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
             one = self.left.pop(0)
@@ -249,8 +250,8 @@ class _Hurt(Site):
             self._await_next()
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """Return the copies of a usual run, except for checkpoints: those that could be written, and those saved when a node was taken
-        away."""
+        """Return the copies as in any simulated run, but with the campaign's checkpoints: those due and written, and those saved when a
+        node was taken away."""
         step, others = self._step(), [copy for copy in super()._copies() if copy.tier is not Tier.STORE]
         self.saved = {at for at in self.saved if at <= step} | ({step} if saved else set())
         written = int((self.progress - self.plan.latencies.write) / self.plan.step_seconds)
@@ -295,8 +296,8 @@ class _Hurt(Site):
         return self.state.placement[self._slot(one)]
 
     def _left_of(self, copies: tuple[Copy, ...], one: Injection) -> tuple[Copy, ...]:
-        """Return the copies that are left after a fault. At its moment there is no copy of the current update yet, and the
-        buddy's copy of the last step is in flight."""
+        """Return the copies that are left after a fault. When the fault comes, the current update has no copy yet, and the buddy's copy of
+        the last step is in flight."""
         nodes, distance = self.plan.nodes, self.plan.fleet.buddy_distance(self.plan.nodes)
         slots = {slot_of(rank, world=self.ranks, slots=nodes) for rank in one.ranks}
         copies = tuple(copy for copy in copies if copy.step < one.step + (copy.tier is not Tier.BUDDY))
@@ -319,7 +320,7 @@ class _Hurt(Site):
         self._at(wait, lambda: self._decide(observation), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
-        """Slow down until the cost reaches that of a replacement; then the policy decides."""
+        """Slow down until this has cost as much as a replacement; then the policy decides."""
         self._stand_still()
         self._spend(TimeUse.STRAGGLING)
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)
@@ -339,6 +340,6 @@ class _Hurt(Site):
         self._decide(observations.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
 
     def _kill_supervisor(self, one: Injection) -> None:
-        """The same command resumes from memory; the time without a supervisor does not count for the run."""
+        """Kill the supervisor: the same command then resumes from memory. The time without a supervisor is not counted."""
         self._stand_still()
         self._decide(observations.Started(**self._when()), spending=TimeUse.PERSON)

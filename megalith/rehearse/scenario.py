@@ -1,4 +1,4 @@
-"""A scenario: what a simulated run trains on, which faults it has, and how long each part of a recovery takes."""
+"""A scenario: the machines of a simulated run, its faults, and the duration of each part of a recovery."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +13,7 @@ DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
 
 
 class TimeUse(StrEnum):
-    """Use of a moment of a simulated run; the uses add up to the wall time."""
+    """A use of a simulated run's time; the uses add up to the wall time."""
 
     USEFUL = "useful"
     CHECKPOINT = "checkpoint"
@@ -30,7 +30,7 @@ class TimeUse(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """Outage of `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` on average."""
+    """Outages of `nodes` neighbouring nodes at once: `rate` per second for each such group, for `hours` on average."""
 
     name: str
     nodes: int
@@ -40,13 +40,13 @@ class Outage:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Subject of a simulation. `nodes` in the mesh of each site; `fleet.spares` are added to these. Rates are per node-hour,
-    times in seconds.
+    """The simulated run and machines. `nodes`: those in the mesh of each site, without `fleet.spares`. Rates are per node-hour, times in
+    seconds.
 
-    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
-    own between merges, every `merge_every` seconds of work, each of which holds it up for `merge_seconds`. A merge waits for a site for
-    `grace` seconds, and sites `patience` seconds for a quorum (`decides`: this site is enough for one). A site may miss `staleness`
-    merges before one waits for it. A site that was away has the weights of the others `return_seconds` after it has started.
+    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: their number; they
+    merge after every `merge_every` seconds of work, and each merge stops a site for `merge_seconds`. A merge waits `grace` seconds for a
+    site, and sites wait `patience` seconds for a quorum (`decides`: this site alone is a quorum). A site may miss `staleness` merges before
+    a merge waits for it. A site that was away gets the other sites' weights `return_seconds` after its start.
     """
 
     name: str
@@ -98,8 +98,8 @@ def scenario(
     sites: int = 1,
     **rest: Any,
 ) -> Scenario:
-    """Turn a cluster's specification of faults into a scenario; its devices are divided among the sites. `planned`: include the
-    planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
+    """Turn a cluster and its fault rates into a scenario; its devices are divided among the sites. `planned`: include the planned stops of
+    the cluster's fault table. Raises ValueError with everything that is wrong.
     """
     known = tables()
     problems = []
@@ -107,9 +107,11 @@ def scenario(
         problems.append(f"reliability.faults = {cluster.reliability.faults!r} is unknown. Use one of {', '.join(known)}")
     for name, value in {"days": days, "store_every": store_every, "step_seconds": step_seconds}.items():
         if not value > 0:
-            problems.append(f"{name} = {value} is not a time. Use a number above 0")
+            problems.append(f"{name} = {value} is not a positive time. Use a number above 0")
     if not 1 <= sites <= cluster.nodes:
-        problems.append(f"sites = {sites}: the cluster has {cluster.nodes} nodes to share out. Use 1 to {cluster.nodes}")
+        problems.append(
+            f"sites = {sites}, but the cluster has {cluster.nodes} nodes to divide among sites. Use 1 to {cluster.nodes}"
+        )
     if problems:
         raise ValueError("\n".join(problems))
     table = known[cluster.reliability.faults]

@@ -1,4 +1,4 @@
-"""A long run on a large cluster, simulated in seconds: sampled faults, the policy of the real runs, and where the time went."""
+"""Simulates a long run on a large cluster within seconds: sampled faults, the policy of real runs, and the use of time."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +15,12 @@ from megalith.rehearse.site import Site
 
 @dataclass(frozen=True)
 class Life:
-    """One seed's run.
+    """The simulated run of one seed.
 
     `seconds` are by use of time, `faults` by cause, `fates` by effect of a fault, `restarts` by reason. `stops`: how often the run waited
-    for a person. `ended`: how often it ended because nodes were missing, and was started again. With several sites, `merges`, `left` and
-    `anew` count merges, sites that left, and starts of all sites. `curve`: (seconds, share of that time that was useful so far).
+    for a person. `ended`: how often the command ended because nodes were missing, and was started again. With several sites, `merges`,
+    `left` and `anew` count merges, sites that left, and new starts of all sites. `curve`: (seconds, share of that time that was useful so
+    far).
     """
 
     seed: int
@@ -42,12 +43,12 @@ SETTING = (
     "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "merge_every",
     "merge_seconds", "grace", "patience", "return_seconds", "decides", "staleness",
 )  # fmt: skip
-"""Plain values of a scenario, for programs."""
+"""The plain values of a scenario that the JSON output contains."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """All seeds together. `band`: 5th and 95th percentile of the seeds; `error`: standard error of the mean."""
+    """Result over all seeds. `band`: 5th and 95th percentile over the seeds; `error`: standard error of the mean."""
 
     scenario: Scenario
     lives: tuple[Life, ...]
@@ -58,11 +59,11 @@ class SimulationResult:
 
     @property
     def per_device(self) -> float:
-        """Goodput of every device that is paid for, spares included."""
+        """Goodput per paid device, spares included."""
         return self.goodput * self.scenario.nodes / (self.scenario.nodes + self.scenario.fleet.spares)
 
     def mean(self, count: Callable[[Life], float]) -> float:
-        """Mean of something over the seeds."""
+        """Mean of a number over the seeds."""
         return float(np.mean([count(life) for life in self.lives]))
 
     def means(self, counts: Callable[[Life], Mapping[str, int]]) -> dict[str, float]:
@@ -99,8 +100,8 @@ class SimulationResult:
 
 
 def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> SimulationResult:
-    """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults under every policy,
-    so settings can be compared without noise."""
+    """Simulate the run once for each seed, and call `tick` after each. The same seed gives the same faults under every policy, so settings
+    can be compared without sampling noise."""
     if seeds < 1:
         raise ValueError(f"seeds = {seeds}: at least one run must be simulated. Use 1 or more")
     lives: list[Life] = []
@@ -121,7 +122,7 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One value of a setting, and the result."""
+    """One value of a setting, and its result."""
 
     value: float
     goodput: float
@@ -132,14 +133,15 @@ class SweepPoint:
 def try_intervals(
     plan: Scenario, intervals: Sequence[float], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
 ) -> list[SweepPoint]:
-    """Goodput by seconds of work between checkpoints in the store; the best is `max(tried, key=lambda t: t.goodput)`."""
+    """Return the goodput for each number of seconds of work between checkpoints in the store; the best is `max(tried, key=lambda t:
+    t.goodput)`."""
     return [_tried(value, simulate(replace(plan, store_every=value), seeds=seeds, tick=tick)) for value in intervals]
 
 
 def try_spares(
     plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
 ) -> list[SweepPoint]:
-    """Goodput by spare nodes. The best value of `per_device` includes the cost of the spares."""
+    """Return the goodput for each number of spare nodes. `per_device` includes the cost of the spares."""
     fleets = [(count, plan.fleet.model_copy(update={"spares": count})) for count in counts]
     return [_tried(count, simulate(replace(plan, fleet=fleet), seeds=seeds, tick=tick)) for count, fleet in fleets]
 

@@ -1,7 +1,7 @@
 """The event loop of the simulator: one site's run from its first start to the horizon.
 
-Events are faults, not steps: between two faults, work proceeds at a known rate. `control.policy` decides the response to each:
-the same function as in a real run.
+Events are faults, not steps: between two faults, work proceeds at a known rate. `control.policy` decides the response to each fault, with
+the same code as in a real run.
 """
 
 import heapq
@@ -27,7 +27,7 @@ LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywh
 
 
 class Site:
-    """One site's run as it unfolds: a clock, a queue of future events, and the policy's state."""
+    """State of one site's simulated run: a clock, a queue of future events, and the policy's state."""
 
     def __init__(self, plan: Scenario, random: np.random.Generator) -> None:
         self.plan, self.random, self.horizon = plan, random, plan.days * DAY
@@ -69,7 +69,7 @@ class Site:
             happen()
         else:
             raise RuntimeError(
-                f"{self.plan.name}: more than {LIMIT:,} events; the run gets nowhere with this policy and these rates"
+                f"{self.plan.name}: more than {LIMIT:,} events: with this policy and these rates of faults the run makes no progress"
             )
         self._advance(self.horizon)
         for _, _, fault in self.wrong:
@@ -79,8 +79,7 @@ class Site:
         return self
 
     def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
-        """Progress, and the time when it was first reached: two rising series, for interpolation. Repeated work adds no
-        progress."""
+        """Two rising series, for interpolation: progress, and the time at which it was first reached. Repeated work adds no progress."""
         times, progress = np.array(self.reached).T
         best = np.maximum.accumulate(progress)[:-1]
         begins, ends = progress[:-1], progress[1:]
@@ -93,7 +92,7 @@ class Site:
     # Time
 
     def _at(self, delay: float, happen: Callable[[], object], *, of_group: bool = False) -> None:
-        """Let something happen later; `of_group`: unless the group is restarted or stopped before."""
+        """Schedule an event after a delay; with `of_group`, a restart or stop of the group cancels it."""
         self.order += 1
         turn = self.turn
         chosen = (lambda: happen() if turn == self.turn else None) if of_group else happen
@@ -137,7 +136,7 @@ class Site:
         return lambda: self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        """Apply a fault. On nodes that are already away it has no effect; on idle ones only hardware fails, and less often."""
+        """Apply a fault. A fault has no effect on nodes that are already away; on idle nodes only hardware fails, and less often."""
         names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
         slots = [slot for slot in map(self.state.slot, names) if slot is not None]
         idle = not slots or (not self.running and (self.state.stopped or self.state.waiting))
@@ -181,7 +180,7 @@ class Site:
         self._at(seconds, lambda: self._see(observation(), fault))
 
     def _see(self, observation: Observation, fault: Fault) -> None:
-        """Decide about a fault, unless another one has ended the run meanwhile."""
+        """Let the policy decide about a fault, unless another fault has ended the run meanwhile."""
         self._decide(observation, fault=fault)
         self.tally.settle(fault, Effect.TOGETHER, if_open=True)
 
@@ -194,7 +193,7 @@ class Site:
         return observations.NodesLost(nodes=tuple(names), **self._when())
 
     def _return_later(self, name: str) -> None:
-        """A lost node announces itself when it is repaired, and is checked then."""
+        """Schedule a lost node's return: once repaired, it reports and is checked."""
         if name in self.broken:
             self._at(max(0.0, self.broken[name] - self.now), lambda: self._announce(name))
 
@@ -204,7 +203,7 @@ class Site:
             self._decide(observations.NodeJoined(node=name, **self._when()))
 
     def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
-        """Slow a node down. It is reported once it has cost as much as its replacement; until then it is tolerated."""
+        """Slow a node down. The node is tolerated until it has cost as much as its replacement; then it is reported."""
         latency, plan = self.plan.latencies, self.plan
         self.slow[node] = self.now
         replacing = latency.restart + latency.replace
@@ -236,7 +235,7 @@ class Site:
             del self.broken[node]  # it is tolerated: it stays in the mesh although it is slow
 
     def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
-        """Wrong gradients are seen at the next verification, if there is one; until then every step is lost."""
+        """Compute wrong gradients: the next verification, if there is one, detects them; until then every step is lost."""
         every = self.plan.fleet.verify_every * self.plan.step_seconds
         if not every:
             self.tally.settle(fault, Effect.UNSEEN)
@@ -268,7 +267,7 @@ class Site:
         self._decide(observations.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
 
     def _stop_as_planned(self) -> None:
-        """A planned stop saves first, and costs a restart."""
+        """Stop as planned: save first, and then pay a restart."""
         if self.running:
             self._stand_still()
             self._spend(TimeUse.PLANNED)
@@ -283,7 +282,7 @@ class Site:
         return int(self.progress / self.plan.step_seconds + 1e-9)
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """Return the copies in the tiers while the ranks run: a function of their progress. `saved`: all of it, in the store as well."""
+        """Return the copies in the tiers while the ranks run, from their progress. `saved`: the store has the current state too."""
         plan, fleet, step = self.plan, self.plan.fleet, self._step()
         base = self.state.restored.step
         found = []
@@ -305,7 +304,7 @@ class Site:
         return (*found, *(Copy(Tier.STORE, at) for at in steps))
 
     def _stand_still(self) -> None:
-        """Stop all work from now on. The run can continue only from the copies that are in the tiers now."""
+        """Stop all work from now on. The run can then continue only from the copies that are in the tiers now."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         self.running = False
@@ -322,7 +321,7 @@ class Site:
         copies: tuple[Copy, ...] | None = None,
         spending: TimeUse = TimeUse.RECOVERY,
     ) -> Decision:
-        """Ask the policy for a decision on an observation, which a fault may have caused, and carry it out."""
+        """Ask the policy for a decision on an observation and carry it out. `fault`: the fault that caused the observation, if any."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         if copies is not None:
@@ -369,13 +368,13 @@ class Site:
                 self._call_a_person()
 
     def _until_ranks(self, source: Source) -> float:
-        """Return the seconds until ranks that start now resume from `source`. A command that has ended starts from scratch."""
+        """Return the seconds until ranks that start now resume from `source`. If the command has ended, they include its whole start."""
         latency, anew = self.plan.latencies, self.ended
         self.ended = False
         return (latency.start if anew else latency.restart) + latency.restored(source)
 
     def _begin(self, seconds: float, spending: TimeUse) -> None:
-        """Begin a new generation, or a repeated step, that will be at work in `seconds`."""
+        """Begin a new generation, or a repeated step, which works after `seconds`."""
         self.turn += 1
         self._spend(spending)
         self._at(seconds, self._ready, of_group=True)
@@ -408,7 +407,7 @@ class Site:
         self._decide(observations.Saved(**self._when()), fault=self.tally.left(), copies=self._copies(saved=True))
 
     def _check(self, node: str) -> None:
-        """A node that is broken passes its check after repair; one that was only suspected, at once."""
+        """Check a node: a broken one passes after its repair, a wrongly suspected one at once."""
         if node in self.state.placement:
             return
         repaired = self.broken.get(node, self.now)
@@ -423,7 +422,7 @@ class Site:
         return None
 
     def _end_until_nodes_come(self) -> None:
-        """End the command with a status that means "again"; an engine or a loop starts it again once there are nodes."""
+        """End the command with a status that means "again"; an engine or a loop starts the command again once there are nodes."""
         self._stand_still()
         self.tally.ended += 1
         self.ended = True

@@ -1,7 +1,7 @@
 """A campaign across sites: the commands of all sites of a run on this machine, with faults of whole sites and of the links between them.
 
-Each site is a command that a user would type, with a run folder of its own. Each two sites are joined by a relay
-(`machine.wire`), which the campaign cuts, tears or makes lossy. `rehearse.site_judge` judges the run.
+Each site is a command that a user would type, with its own run folder. Each two sites are joined by a relay (`machine.wire`), which the
+campaign cuts, resets or makes lossy. `rehearse.site_judge` judges the run.
 """
 
 import contextlib
@@ -31,17 +31,19 @@ from megalith.spec.sites import folder_of
 
 LOOK_SECONDS = 0.5  # between looks at the logs
 SLOWED = 20
-"""While a site does not train, the others run in one of so many turns: else the run would end before the site is back."""
+"""While a site does not train, the other sites' ranks run only one turn out of this many; otherwise the run would end before the site is
+back."""
 PORTS = range(20_000, 32_000)
-"""Ports for sites. Systems give none of these to outgoing connections: one of a relay could take the port of a site that is away."""
+"""Ports for sites. Systems do not use these ports for outgoing connections, so a relay's connection cannot take the port of a site that is
+away."""
 LINK = Conditions(megabits=1000, milliseconds=1)
-"""The links between sites, if the run file has none."""
+"""The conditions of links between sites, if the run file gives none."""
 
 
 @dataclass
 class SiteFate:
-    """Outcome of a fault. Seconds since the epoch; None: not yet. `over`: it no longer lasts; `again`: all sites train again. `left`:
-    sites that the others have gone on without meanwhile."""
+    """Outcome of a fault. Times are in seconds since the epoch; None: not yet. `over`: the fault ended; `again`: all sites train again.
+    `left`: sites without which the others continued meanwhile."""
 
     fault: SiteFault
     came: float | None = None
@@ -67,8 +69,8 @@ class SitesRun:
 
 @dataclass(frozen=True)
 class Membership:
-    """Sites in a run's newest merges. `merges`: made so far. `times`: for each site, when its own newest difference was merged, by its own
-    log; `left`: for each site, when the others last went on without it."""
+    """Sites in a run's newest merges. `merges`: how many were made so far. `times`: for each site, when its newest difference was merged,
+    by its own log; `left`: for each site, when the others last continued without it."""
 
     merges: int
     members: frozenset[int]
@@ -77,8 +79,8 @@ class Membership:
 
 
 def membership(run_dir: Path, count: int) -> Membership:
-    """Read the membership of a run of `count` sites from the logs of all: a site's log lacks what the others merged while it was away.
-    Of merges that were made again, only the last counts."""
+    """Read the membership of a run of `count` sites from the logs of all: a site's log lacks the merges that were made while it was away.
+    If a merge was repeated, only the last one counts."""
     logs = [_merges(folder_of(run_dir, site)) for site in range(count)]
     everything = sorted((one for log in logs for one in log), key=lambda one: one.time)
     by_number = {one.number: one for one in everything}
@@ -92,7 +94,7 @@ def membership(run_dir: Path, count: int) -> Membership:
 
 
 def _merges(folder: Path) -> list[Merge]:
-    """Return the merges in a site's log. Other lines are not parsed: the log is read again and again."""
+    """Return the merges in a site's log. Other lines are not parsed, because the log is read often."""
     if not folder.is_dir():
         return []
     lines = (line for line in disk.lines(epochs.newest(folder, events.FILE)) if '"type":"merge"' in line)
@@ -101,7 +103,7 @@ def _merges(folder: Path) -> list[Merge]:
 
 @dataclass
 class SiteProcess:
-    """The command of one site. `away`: when a killed one is started again, in monotonic seconds."""
+    """The command of one site. `away`: when the command is started again after a kill, in monotonic seconds."""
 
     begin: Callable[[], "subprocess.Popen[bytes]"]
     process: "subprocess.Popen[bytes]"
@@ -124,7 +126,7 @@ class SiteProcess:
         self.process.wait()
 
     def find_ranks(self) -> None:
-        """Find the processes of the site's ranks."""
+        """Find the processes of this site's ranks."""
         import psutil  # which only campaigns need
 
         self._ranks = []
@@ -133,7 +135,7 @@ class SiteProcess:
             self._ranks = [rank.pid for server in servers for rank in server.children()]
 
     def run(self, go: bool) -> None:
-        """Let the site's ranks run, or stop them for a moment."""
+        """Resume the site's ranks, or suspend them."""
         if go != self.stopped:
             return
         for rank in self._ranks:
@@ -146,7 +148,7 @@ class SiteCampaign:
     """The sites of a run with faults, while they train."""
 
     def __init__(self, sites: Sequence[SiteProcess], wires: Sequence[tuple[tuple[int, int], Wire]], run_dir: Path) -> None:
-        """`wires`: with the sites at their ends."""
+        """`wires`: the relays, each with the sites at its ends."""
         self.sites, self._wires, self._run_dir = list(sites), wires, run_dir
         self.by_hand = 0
         self.seen = Membership(0, frozenset(range(len(sites))), (0.0,) * len(sites), (0.0,) * len(sites))
@@ -155,7 +157,7 @@ class SiteCampaign:
         self._merges = 0  # from which on the next fault may come, or at which one is over
 
     def live(self, fates: Sequence[SiteFate]) -> None:
-        """Let the sites train to their end, and inject the faults one after the other."""
+        """Run the sites to their end, and inject the faults one after the other."""
         left = list(fates)
         self._merges = left[0].fault.after if left else 0
         try:
@@ -172,7 +174,7 @@ class SiteCampaign:
                     site.kill()
 
     def _ended(self) -> bool:
-        """Look after the processes and the logs; return True once every site has ended as it should."""
+        """Check the processes and the logs; return True once every site has ended as expected."""
         self._turn += 1
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -194,13 +196,13 @@ class SiteCampaign:
         return all(ended)
 
     def _turns(self, number: int) -> int:
-        """Return in one of how many turns a site's ranks run."""
+        """Return how many turns pass for each turn in which a site's ranks run."""
         if len(self.seen.members) < len(self.sites) and number in self.seen.members:
             return SLOWED
         return 2 if number in self._slow else 1
 
     def _goes_on(self, fate: SiteFate) -> bool:
-        """Begin a fault, end it, or wait until all sites train again; True once they do."""
+        """Begin a fault, end it, or wait until all sites train again; return True once they do."""
         one, now = fate.fault, time.time()
         if fate.came is None:
             if self.seen.merges >= self._merges and len(self.seen.members) == len(self.sites):
@@ -246,7 +248,7 @@ class SiteCampaign:
             link.lose(0.0)
 
     def _links(self, site: int) -> Iterator[Wire]:
-        """Yield the links of a site."""
+        """Yield the relays of a site."""
         return (link for ends, link in self._wires if site in ends)
 
 
@@ -269,8 +271,8 @@ def run(
     count: int,
     link: Conditions = LINK,
 ) -> SitesRun:
-    """Run the commands of `count` sites to their end, with faults. `command_of` returns the command of a site, to which the addresses are
-    given at which it reaches the others."""
+    """Run the commands of `count` sites to their end, with faults. `command_of` returns a site's command; its arguments include the
+    addresses of the other sites."""
     run_dir.mkdir(parents=True, exist_ok=True)
     fates, begun = [SiteFate(one) for one in faults], time.monotonic()
     ports = free_ports(count)

@@ -1,6 +1,6 @@
-"""The kinds of faults that a campaign can inject into a run across sites, and the draw of a list of them, which a seed reproduces.
+"""The kinds of faults that a campaign can inject into a run across sites, and lists of faults drawn from a seed.
 
-They befall whole sites and the links between them. The campaign itself injects them, at a moment that no rank chooses.
+The faults hit whole sites and the links between them. The campaign itself injects them; no rank chooses the moment.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from random import Random
 
 @dataclass(frozen=True)
 class SiteKind:
-    """A kind of fault. `merges`: how many the run makes while it lasts; 0: it lasts for seconds, or happens at once. `room`: merges that
-    the run makes from the fault before until all sites train again, for the length of a campaign."""
+    """A kind of fault. `merges`: how many merges the run makes while the fault lasts; 0: it lasts for seconds, or has no duration. `room`:
+    how many merges to plan from the previous fault until all sites train again, for the length of a campaign."""
 
     title: str
     merges: int = 0
@@ -32,13 +32,13 @@ LOSS = 0.02
 AFTERMATH = 6
 """Merges of a campaign after its last fault."""
 GRACE = 5.0
-"""Seconds of a grace period that the run file leaves to the run's pace: its least."""
+"""The grace period in seconds if the run file gives none: the minimum that a run's pace gives."""
 
 
 @dataclass(frozen=True)
 class SiteFault:
-    """One fault of a site. It comes once all sites train and `after` more merges were made. `seconds`: until a killed site is started
-    again, or the time for which a site is cut off."""
+    """One fault of a site. It begins once all sites train and `after` more merges were made. `seconds`: the time until a killed site is
+    started again, or for which a site is cut off."""
 
     number: int
     kind: str
@@ -48,10 +48,10 @@ class SiteFault:
 
 
 def draw(count: int, *, seed: int, sites: int, grace: float, kinds: Sequence[str] = tuple(KINDS)) -> list[SiteFault]:
-    """Return a list of `count` faults, as many of each kind as possible. The same arguments give the same list.
+    """Return a list of `count` faults, with each kind equally often, as far as possible. The same arguments give the same list.
 
-    A site may be cut off for less than the `grace` period, so that it stays, or for longer, so that the others go on without it. The first
-    of two such faults is long.
+    A site may be cut off for less than the `grace` period, so that it stays a member, or for longer, so that the others continue without
+    it. The first of two such faults is long.
     """
     random = Random(seed)
     dealt = [kinds[number % len(kinds)] for number in range(count)]

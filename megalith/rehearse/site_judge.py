@@ -1,7 +1,7 @@
 """The judgement of a campaign across sites, from the merges that both runs have recorded.
 
 A run's bits are a function of its run file and of its recorded merges. If the faults changed no merge, the run must end with the bits of
-the undisturbed one; if they did, with the bits of a replay of its own merges. Either way each sample must be in one merge.
+the run without faults; otherwise, with the bits of a replay of its own merges. In both cases each sample must be in exactly one merge.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ ComparedWith = Literal["undisturbed", "replay"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Records of the two runs. `law`: the run that the end of the run with faults was compared with; `same_end`: its bits are the same,
-    None if `error` prevented the comparison. `samples`: those in its merges, of `total` in the run."""
+    """Records of the two runs. `law`: the run with which the end of the run with faults was compared; `same_end`: True if the bits are
+    equal, None if `error` prevented the comparison. `samples`: the samples in its merges; `total`: how many the run has."""
 
     law: ComparedWith
     same_end: bool | None
@@ -31,8 +31,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class SiteRow:
-    """All faults of a kind. `without`: faults during which the others went on without a site; `again`: seconds from the end of a fault
-    until all sites trained again, in the median."""
+    """All faults of a kind. `without`: faults during which the other sites continued without a site; `again`: seconds from the end of a
+    fault until all sites trained again, in the median."""
 
     kind: str
     title: str
@@ -44,8 +44,8 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class SitesJudgement:
-    """Everything a campaign across sites shows. `problems` is empty when it was passed. `lost`: samples that are in no merge; `doubled`:
-    those in more than one, or beyond the run's."""
+    """All results of a campaign across sites. `problems` is empty if the campaign was passed. `lost`: samples that are in no merge;
+    `doubled`: samples in several merges, or beyond the run's last sample."""
 
     rows: tuple[SiteRow, ...]
     problems: tuple[str, ...]
@@ -100,7 +100,7 @@ def _row(kind: str, fates: Sequence[SiteFate]) -> SiteRow:
 
 
 def _problems(ran: SitesRun) -> list[str]:
-    """Return the faults that did not come or were not recovered from, and ends that no fault explains."""
+    """Return faults that did not come, faults from which the run did not recover, and ends that no fault explains."""
     found = []
     if ran.by_hand:
         found.append(f"commands of sites ended {ran.by_hand} times in a way that no fault explains")
@@ -114,17 +114,17 @@ def _problems(ran: SitesRun) -> list[str]:
 
 
 def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
-    """Return the differences of the run with faults from what it must be equal to."""
+    """Return the differences between the run with faults and the run that it must equal."""
     against = "the run without faults" if evidence.law == "undisturbed" else "a replay of its own merges"
     found = [evidence.error] if evidence.error else []
     if evidence.same_end is False:
         found.append(f"the end state differs from that of {against}")
     if lost or doubled:
-        found.append(f"samples: {lost} are in no merge, {doubled} in more than one or beyond the run's {evidence.total}")
+        found.append(f"samples: {lost} are in no merge, {doubled} in more than one merge or beyond the run's {evidence.total}")
     return found
 
 
 def _late(seconds: float, minutes: float | None) -> list[str]:
-    """Return the sentence about runs that took too long."""
+    """Return the problem of runs that took too long."""
     late = minutes is not None and seconds > 60 * minutes
     return [f"both runs took {seconds / 60:.2f} min, {minutes:g} min was the limit"] if late else []

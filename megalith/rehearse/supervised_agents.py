@@ -1,7 +1,6 @@
-"""The machines of a run as agents on this machine, supervised as an engine would: killed agents are started again.
+"""Runs the agents of a run's machines on this machine, and supervises them as an engine would: killed agents are started again.
 
-It is for a campaign that kills some of them. The first agent directs the run; the process that starts it calls `tend` for the
-others.
+It serves campaigns that kill agents. The first agent controls the run; the process that starts it calls `tend` for the others.
 """
 
 import signal
@@ -40,13 +39,13 @@ class SupervisedAgents:
     _gone: dict[str, float] = field(default_factory=dict)  # monotonic seconds
 
     def place(self, name: str) -> tuple[list[str], dict[str, str]]:
-        """Further arguments of a machine's agent, and the variables by which an engine would place it."""
+        """Return additional arguments of a machine's agent, and the environment variables that an engine would set."""
         rank, world = self.names.index(name), len(self.names)
         variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": HOST, "MASTER_PORT": str(self.port)}
         return ["--machine", name], variables
 
     def tend(self, begin: Begin) -> None:
-        """Start the missing agents: all at first; later those that ended, once their machines are repaired."""
+        """Start the missing agents: at first all, later each agent that has ended, once its machine is repaired."""
         for name in self.names[1:]:
             if name not in self._running:
                 self._running[name] = begin(*self.place(name))
@@ -55,7 +54,7 @@ class SupervisedAgents:
                 self._running[name] = begin(arguments, variables | {MEETING: f"tcp://{HOST}:{self.port}"})
 
     def _is_repaired(self, name: str, code: int) -> bool:
-        """True if a machine has been gone for long enough."""
+        """True if a machine's agent has been gone long enough to count as repaired."""
         if name not in self._gone:
             self._gone[name] = time.monotonic()
             self.unexplained += code != -signal.SIGKILL
@@ -68,7 +67,7 @@ class SupervisedAgents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the agents to end, as they do when their run is over, then kill those that are left."""
+        """Wait for the agents to end, as they do when the run is over; then kill the remaining ones."""
         end = time.monotonic() + LEAVE_SECONDS
         for process in self._running.values():
             try:

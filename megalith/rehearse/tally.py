@@ -1,4 +1,4 @@
-"""Counts of a simulated run that add up: the outcome of each fault, and the reason of each restart."""
+"""Counts of a simulated run: the outcome of each fault, and the reason of each restart."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megalith.rehearse.arrivals import Fault
 
 
 class Effect(StrEnum):
-    """Effect of a fault. Each fault has one, so the counts add up to the number of faults."""
+    """Effect of a fault. Each fault has one effect, so the counts add up to the number of faults."""
 
     RESTARTED = "restarted the ranks"
     SHORT = "left the run short of nodes"
@@ -25,7 +25,7 @@ class Effect(StrEnum):
 
 
 class Why(StrEnum):
-    """Why the ranks were started again. Each restart has one reason, so the counts add up to the number of restarts."""
+    """Why the ranks were started again. Each restart has exactly one reason, so the counts add up to the number of restarts."""
 
     FAULT = "for a fault"
     PLANNED = "planned"
@@ -42,14 +42,14 @@ _WHY: dict[type[Observation], Why] = {
     observations.Started: Why.STARTED,
     observations.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
-"""Observation that no fault caused -> the reason of the restart after it; after any other observation the restart was planned."""
+"""Observation without a fault -> the reason of the restart that follows it. After any other such observation, the restart was planned."""
 
 
 class Tally:
     """The counts of one site.
 
-    `stops`: how often the run waited for a person. `ended`: how often it ended because nodes were missing (exit status 71); an engine, or
-    a loop, starts the same command again when there are nodes.
+    `stops`: how often the run waited for a person. `ended`: how often it ended because nodes were missing (exit status 71); an engine or a
+    loop starts the same command again once there are nodes.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Tally:
             self.fates[fault] = fate
 
     def leaves(self, fault: Fault) -> None:
-        """Record that a node must leave: it leaves once the state is saved, or with an earlier restart."""
+        """Record that a node must leave, which it does once the state is saved, or with an earlier restart."""
         self._leaving.append(fault)
 
     def left(self) -> Fault | None:
-        """Return the fault that caused the save which has just finished; the first if there are several."""
+        """Return the fault that caused the save that has just finished; with several, the first."""
         return self._leaving[0] if self._leaving else None
 
     def decided(self, observation: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
@@ -111,7 +111,7 @@ class Tally:
                     pass
 
     def _over(self, fault: Fault | None, fate: Effect) -> None:
-        """Settle a fault, and with it those whose nodes left at the same time."""
+        """Settle a fault, and the faults whose nodes left at the same time."""
         for other in self._leaving:
             self.settle(other, Effect.TOGETHER)
         self._leaving.clear()

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: pure functions make them; one `Program` is checked, executed, timed and drawn. No torch."""
+"""Pipeline schedules as data. Pure functions make a schedule; the same `Program` is checked, executed, timed and drawn. No torch."""
 
 from megalith.schedule.action import Action, Overlap, Row, RowEntry, Schedule
 from megalith.schedule.file import dump

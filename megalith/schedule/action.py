@@ -1,4 +1,4 @@
-"""Actions of a rank, in order: actions, rows of them, and the schedule they make. Data only, with a text form.
+"""Actions of a rank, rows of actions, and the schedule that the rows make: data only, with a text form.
 
 Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. As text an action is stage, kind, microbatch:
 `0F3`, `7W0`, `1RECV_F0`, `0FETCH1`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share an entry are
@@ -13,10 +13,11 @@ from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 Computation: TypeAlias = Literal["F", "B", "I", "W"]
-"""F forward; B full backward; I and W its two halves: the gradient of the stage's input, and of its weights."""
+"""F is a forward, B a full backward. I and W are the halves of a backward: the gradient of the stage's input, and of its weights."""
 
 Communication: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE"]
-"""Activations (F) and gradients (B) between stages; gathering a stage's weights and reducing its gradients among data ranks."""
+"""Messages between stages with activations (F) or gradients (B); gathers of a stage's weights and reductions of its gradients among data
+ranks."""
 
 Transfer: TypeAlias = Literal["OFFLOAD", "FETCH"]
 """Movement of the tensors that a forward keeps for its backward: away from the device, and back."""
@@ -32,10 +33,10 @@ _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE|OFF
 
 
 class Action(NamedTuple):  # a tuple, since large programs make and look up a million of them
-    """One action of a rank. `microbatch` is None for GATHER and REDUCE only: they move the weights or gradients of a stage.
+    """One action of a rank. `microbatch` is None for GATHER and REDUCE only, which move the weights or gradients of a stage.
 
-    SEND_F and RECV_B are at the upstream end of a border between stages, RECV_F and SEND_B at its downstream end: the message
-    `0SEND_F3` is received as `1RECV_F3`, and `1SEND_B3` as `0RECV_B3`.
+    SEND_F and RECV_B are actions of the earlier of two neighbouring stages, RECV_F and SEND_B of the later one: the message `0SEND_F3` is
+    received as `1RECV_F3`, and `1SEND_B3` as `0RECV_B3`.
     """
 
     kind: Kind
@@ -48,7 +49,7 @@ class Action(NamedTuple):  # a tuple, since large programs make and look up a mi
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An entry in which two computations run together, so that one computes while the other communicates."""
+    """An entry with two concurrent computations, so that one computes while the other communicates."""
 
     first: Action
     second: Action
@@ -68,15 +69,15 @@ def parse(text: str) -> RowEntry:
         match halves:
             case [Action() as first, Action() as second] if {first.kind, second.kind} <= COMPUTATIONS:
                 return Overlap(first, second)
-        raise ValueError(f"{text!r} is not an overlap: write two computations, such as (0F7;7B3)")
+        raise ValueError(f"{text!r} is not an overlap: write it as two computations, such as (0F7;7B3)")
     found = _TEXT.fullmatch(text)
     if found is None or (found[2] in COLLECTIVES) != (found[3] == ""):
-        raise ValueError(f"{text!r} is not an action: write stage, kind and microbatch, such as 0F3, 1RECV_F0 or 2GATHER")
+        raise ValueError(f"{text!r} is not an action: write it as stage, kind and microbatch, such as 0F3, 1RECV_F0 or 2GATHER")
     return Action(cast(Kind, found[2]), int(found[1]), int(found[3]) if found[3] else None)
 
 
 def format_row(row: Row) -> str:
-    """A row as one line of text."""
+    """Return a row as one line of text."""
     return " ".join(map(str, row))
 
 
@@ -86,12 +87,12 @@ def parse_row(text: str) -> Row:
 
 
 def parts(entry: RowEntry) -> tuple[Action, ...]:
-    """The actions in an entry: one, or the two that overlap."""
+    """Return the actions of an entry: one, or two that overlap."""
     return (entry.first, entry.second) if isinstance(entry, Overlap) else (entry,)
 
 
 def number(action: Action) -> int:
-    """The microbatch of a computation, message or transfer; those have one."""
+    """Return the microbatch of a computation, message or transfer, which always have one."""
     assert action.microbatch is not None, action
     return action.microbatch
 
@@ -103,11 +104,11 @@ def computations(row: Row) -> Iterator[Action]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Computation and its order on each pipeline rank, and which rank holds which stage. Communication is added by `lower`.
+    """The computations of each pipeline rank in order, and the rank of each stage. `lower` adds communication.
 
-    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map: loops, V shapes). In a
-    bidirectional schedule the microbatches from number `mirrored` on run the other way through the ranks: for them, stage s lives
-    on rank `ranks - 1 - placement[s]`, so that every stage has two copies.
+    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map, such as a loop or a V). In a
+    bidirectional schedule the microbatches from number `mirrored` on run through the ranks in the other direction. For these, stage s is on
+    rank `ranks - 1 - placement[s]`, so that every stage has two copies.
     """
 
     name: str
@@ -122,7 +123,9 @@ class Schedule:
         holders = {rank for stage in range(self.stages) for rank in self.holders(stage)}
         assert holders == set(range(self.ranks)), (self.placement, self.ranks)
         kinds = {action.kind for row in self.rows for entry in row for action in parts(entry)}
-        assert kinds <= COMPUTATIONS, f"a schedule holds computation only, not {kinds - COMPUTATIONS}"
+        assert kinds <= COMPUTATIONS, (
+            f"a schedule holds computations only, but this one has {kinds - COMPUTATIONS}; `lower` adds communication"
+        )
 
     @property
     def ranks(self) -> int:
@@ -150,9 +153,9 @@ class Schedule:
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """True if every stage adds up its gradients in the order of the microbatches: such schedules give the same bits. I
-        computes the gradients of some weights, and W those of the others. So both halves must be in order, and so must full
-        backwards between them. Two copies of a stage have separate sums that are added at the end, which is another order.
+        """True if every stage adds up its gradients in the order of the microbatches: such schedules all give the same bits. I computes the
+        gradients of some weights, and W the gradients of the others, so both halves must be in order, and full backwards between them too.
+        Two copies of a stage have separate sums that are added at the end, which changes the order.
         """
         if self.mirrored is not None and self.mirrored < self.microbatches:
             return False
@@ -177,13 +180,13 @@ def v_shape(ranks: int) -> tuple[int, ...]:
 
 
 def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Row:
-    """One kind of computation for each stage in turn, over all `microbatches` of it."""
+    """Return one kind of computation for each stage in turn, over all microbatches of the stage."""
     return tuple(chain.from_iterable((Action(kind, stage, i) for i in microbatches) for stage in stages))
 
 
 def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
-    """Rename every action of a row, or remove it where `name` returns None; the other half of an overlap then stays by itself. A
-    schedule without some whole microbatches is still possible, because no microbatch waits for the result of another one.
+    """Rename every action of a row, or remove it where `name` returns None; the other half of an overlap then remains alone. A schedule
+    stays valid when all actions of a microbatch are removed, because no microbatch waits for another one.
     """
     found: list[RowEntry] = []
     for entry in row:

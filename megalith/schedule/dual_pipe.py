@@ -1,12 +1,11 @@
-"""DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) and DualPipeV, its half: forwards and backwards that overlap.
+"""DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) and its half, DualPipeV: schedules in which forwards and backwards overlap.
 
-In an entry `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other
-exchanges its experts' tokens. Written from the published order of steps (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's
-"cut in half"). For p stages in the pipeline, and p microbatches each way at least (DualPipe) or p in all (DualPipeV), both idle
-(p/2 - 1) * (F&B + B - 3 W) at most until the last rank has ended, where F&B is the time of an overlapped entry, and hold p + 1 stages'
-worth of activations at most. That is exact if F = I >= W and B <= F&B <= F + B; inside a rank's own span it is
-(p/2 - 2) * (F + B - F&B) less (nothing less if p = 2). Fewer microbatches also run: in the order of a full pipeline, without the
-missing ones.
+In an entry `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other exchanges its
+experts' tokens. The order of steps is the published one (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's "cut in half"). Take p
+stages in the pipeline, and at least p microbatches in each direction (DualPipe) or in all (DualPipeV). Before the last rank ends, a rank
+idles at most (p/2 - 1) * (F&B + B - 3 W), where F&B is the time of an overlapped entry, and it holds the activations of at most p + 1
+stages. The idle time is exact if F = I >= W and B <= F&B <= F + B. Inside a rank's own span it is shorter by (p/2 - 2) * (F + B - F&B), or
+by nothing if p = 2. Fewer microbatches run in the order of a full pipeline, without the missing ones.
 """
 
 from collections import Counter, deque
@@ -15,8 +14,8 @@ from megalith.schedule.action import Action, Computation, Overlap, Row, RowEntry
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. The p in its bubble and memory is the number
-    of stages, 2 * ranks: it is DualPipe on half the ranks, and no weights are held twice.
+    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. In its bubble and memory, p is the number of stages,
+    2 * ranks. It equals DualPipe on half the ranks, but holds no weights twice.
     """
     full = max(microbatches, 2 * ranks)
 
@@ -29,9 +28,8 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two pipelines through the same ranks in opposite directions; every stage has a copy on the rank that mirrors its own.
 
-    The p in its bubble and memory is the number of ranks, which is even. The first half of the microbatches (the larger, if odd)
-    runs one
-    way. Rank r and its mirror have the actions of rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks.
+    In its bubble and memory, p is the number of ranks, which is even. The first half of the microbatches (the larger half, if their number
+    is odd) runs in one direction. Rank r and its mirror have the actions of rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks.
     """
     assert ranks % 2 == 0, ranks
     mirrored = (microbatches + 1) // 2
@@ -50,7 +48,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Rank `rank` of DualPipeV, for at least 2 * ranks microbatches; `down` and `up` are its two stages."""
+    """Return the row of rank `rank` of DualPipeV, for at least 2 * ranks microbatches; `down` and `up` are the rank's two stages."""
     down, up = rank, 2 * ranks - 1 - rank
     after, before = ranks - 1 - rank, rank + 1
     row = _Row()
@@ -92,11 +90,11 @@ class _Row:
         self._done: Counter[tuple[bool, int]] = Counter()
 
     def add(self, kind: Computation, stage: int) -> None:
-        """Add the next microbatch of F, B or I. After an I, its W must follow."""
+        """Add the next microbatch of F, B or I. After an I, the W of its microbatch must follow."""
         self.entries.append(self._next(kind, stage))
 
     def overlap(self, forward: int, backward: int) -> None:
-        """The next forward of one stage together with the next backward of the other."""
+        """Add an overlap: the next forward of one stage with the next backward of the other."""
         self.entries.append(Overlap(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:

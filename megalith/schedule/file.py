@@ -1,4 +1,4 @@
-"""A schedule as a file: made by hand or by another program, checked, and then used like any other.
+"""A schedule from a file that a person or another program wrote: it is checked, and then used like any other schedule.
 
     # lines that begin like this are comments
     name = two of each
@@ -8,8 +8,8 @@
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
 
-`placement` names the rank of each stage; `mirrored = 4`, say, is there in bidirectional schedules only (see `Schedule`). The
-actions are those of `action.parse`: F, B, I, W and overlaps such as `(0F1;0B0)`; messages and collectives are added by `lower`.
+`placement` names the rank of each stage; a line such as `mirrored = 4` makes the schedule bidirectional (see `Schedule`). Actions are
+written as in `action.parse`: F, B, I, W and overlaps such as `(0F1;0B0)`; messages and collectives are added by `lower`.
 """
 
 import re
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from megalith.schedule.action import COMPUTATIONS, Row, RowEntry, Schedule, format_row, parse, parts
 
 NUMBERS = ("stages", "microbatches", "mirrored")
-"""Keys of the header with one number; `placement` has one a stage."""
+"""Keys of the header whose value is one number; `placement` has a number for each stage."""
 
 _ROW = re.compile(r"rank\s+(\d+)\s*:(.*)")
 
 
 def dump(schedule: Schedule) -> str:
-    """The file of a schedule; `read` gives the schedule back."""
+    """Return the text of a schedule's file; `read` turns it back into the schedule."""
     lines = [f"name = {schedule.name}", f"stages = {schedule.stages}", f"microbatches = {schedule.microbatches}"]
     lines.append(f"placement = {' '.join(map(str, schedule.placement))}")
     if schedule.mirrored is not None:
@@ -35,8 +35,8 @@ def dump(schedule: Schedule) -> str:
 
 
 def read(text: str) -> Schedule:
-    """Return the schedule of a file's text. Raises ValueError with every reason why it is not a schedule, with line numbers where
-    they exist. `verify.problems` checks whether the schedule can run.
+    """Return the schedule of a file's text. Raises ValueError with every reason why the text is not a schedule, with line numbers if they
+    apply. `verify.problems` checks whether the schedule can run.
     """
     draft = _Draft()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -85,7 +85,7 @@ class _Draft:
 
     def _row(self, number: int, rank: int, text: str) -> None:
         if rank in self.rows:
-            self.faults.append(f"line {number}: rank {rank} has a row already. Write one line a rank.")
+            self.faults.append(f"line {number}: rank {rank} has a row already. Write one line for each rank.")
         row: list[RowEntry] = []
         for word in text.split():
             try:
@@ -95,12 +95,12 @@ class _Draft:
                 continue
             row.append(entry)
             if {action.kind for action in parts(entry)} - COMPUTATIONS:
-                self.faults.append(f"line {number}: {word} is communication, which is added later. Write F, B, I and W only.")
+                self.faults.append(f"line {number}: {word} is communication, which `lower` adds. Write only F, B, I and W.")
         self.rows[rank] = tuple(row)
 
 
 def _misfits(draft: _Draft) -> Iterator[str]:
-    """Yield the contradictions between the parts of a file whose lines are right."""
+    """Yield the contradictions between lines that are valid by themselves."""
     ranks = len(draft.rows)
     numbers: Mapping[str, int] = draft.numbers
     missing = [key for key in ("stages", "microbatches") if key not in numbers]
@@ -112,14 +112,14 @@ def _misfits(draft: _Draft) -> Iterator[str]:
     if sorted(draft.rows) != list(range(ranks)):
         yield f"rows for ranks {sorted(draft.rows)}: ranks are numbered from 0 without a gap. Use 0 to {ranks - 1}."
     if len(draft.placement) != stages:
-        yield f"placement has {len(draft.placement)} ranks for stages = {stages}. Name one rank a stage."
+        yield f"placement has {len(draft.placement)} ranks for stages = {stages}. Name one rank for each stage."
     copies = {ranks - 1 - rank for rank in draft.placement} if draft.mirrored is not None else set()
     if (holders := set(draft.placement) | copies) != set(range(ranks)):
-        yield f"placement puts stages on ranks {sorted(holders)}, and there are rows for {ranks} ranks. Every rank needs a stage."
+        yield f"placement puts stages on ranks {sorted(holders)}, but there are rows for {ranks} ranks. Every rank needs a stage."
     if draft.mirrored is not None and draft.mirrored > microbatches:
-        yield f"mirrored = {draft.mirrored}: there are {microbatches} microbatches. Use mirrored <= {microbatches}."
+        yield f"mirrored = {draft.mirrored}, but there are only {microbatches} microbatches. Use mirrored <= {microbatches}."
     for rank, row in sorted(draft.rows.items()):
         outside = [a for entry in row for a in parts(entry) if a.stage >= stages or (a.microbatch or 0) >= microbatches]
         if outside:
             listed = format_row(tuple(outside[:5])) + (" ..." if len(outside) > 5 else "")
-            yield f"rank {rank}: {listed} outside {stages} stages and {microbatches} microbatches, both numbered from 0."
+            yield f"rank {rank}: {listed}: there are only {stages} stages and {microbatches} microbatches, both numbered from 0."

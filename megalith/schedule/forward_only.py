@@ -1,4 +1,4 @@
-"""Forwards alone: validation, and the prefill of long prompts."""
+"""A schedule of forwards only, for validation and the prefill of long prompts."""
 
 from dataclasses import replace
 
@@ -6,10 +6,9 @@ from megalith.schedule.action import Row, Schedule, computations, number, steps
 
 
 def forward_only(like: Schedule, microbatches: int) -> Schedule:
-    """Return the schedule of all microbatches through one stage of a rank, then through its next one, with the placement of
-    `like`.
+    """Return a schedule with the placement of `like`. Each rank runs all microbatches through its first stage, then through its next one.
 
-    Both directions of a bidirectional schedule are used: the first half of the microbatches runs one way, the rest the other.
+    Both directions of a bidirectional schedule are used: the first half of the microbatches runs in one direction, the rest in the other.
     """
     mirrored = None if like.mirrored is None else (microbatches + 1) // 2
     placed = replace(like, name="forward_only", rows=((),) * like.ranks, microbatches=microbatches, mirrored=mirrored)

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, a bubble divided by their number (Narayanan et al. 2021, arXiv:2104.04473)."""
+"""Interleaved 1F1B: several stages per rank, which divide the bubble by their number (Narayanan et al. 2021, arXiv:2104.04473)."""
 
 from itertools import chain
 
@@ -6,11 +6,10 @@ from megalith.schedule.action import Action, Computation, Row, Schedule, loop
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through them in rounds.
-
-    A round takes its microbatches through one chunk, then the next. Rounds are as equal as possible and never smaller than
-    `ranks` (unless there are fewer microbatches), so that the pipeline stays full between chunks. Any number of microbatches
-    works, and a multiple of `ranks` gives the order of the paper.
+    """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through the stages in rounds. A round takes its
+    microbatches through one chunk, then the next. Rounds are as equal as possible and never smaller than `ranks` (unless there are fewer
+    microbatches), so that the pipeline stays full between chunks. Any number of microbatches is possible; with a multiple of `ranks` the
+    order is the paper's.
     """
     sizes = rounds(ranks, microbatches)
 
@@ -27,14 +26,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def rounds(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the rounds: as many as fit with at least `ranks` microbatches each, the larger ones first."""
+    """Sizes of the rounds: as many rounds as possible with at least `ranks` microbatches each, larger rounds first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     return [size + (i < larger) for i in range(count)]
 
 
 def _order(kind: Computation, sizes: list[int], stages: list[int]) -> Row:
-    """Round by round, stage by stage, microbatch by microbatch."""
+    """Return the computations of one kind in order: by round, then by stage, then by microbatch."""
     row: list[Action] = []
     first = 0
     for size in sizes:

@@ -9,18 +9,18 @@ from typing import Literal, NamedTuple
 from megalith.schedule.action import Action, Kind, Row, RowEntry, Schedule, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
-"""Computations that take and return a gradient; W only uses tensors that I kept."""
+"""Computations that take and return a gradient; W is not one: it uses only tensors that I kept."""
 
 WEIGHT_GRADIENTS: frozenset[str] = frozenset({"B", "W"})
 """Computations after which a stage's weight gradients of one microbatch are complete."""
 
 WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
-"""Computations that read the weights; W multiplies activations with gradients only."""
+"""Computations that read the weights; W is not one: it multiplies activations by gradients."""
 
 
 class Channel(NamedTuple):
-    """One ordered lane of messages. Every lane has its own order, by a tag (gloo) or a communicator (NCCL). In one common order,
-    the two directions of a pair of ranks, or activations and gradients, would wait for each other."""
+    """One ordered sequence of messages between two ranks, kept apart from others by a tag (gloo) or a communicator (NCCL). With one common
+    order, the two directions of a pair of ranks, or activations and gradients, would wait for each other."""
 
     source: int
     destination: int
@@ -34,13 +34,13 @@ class Program:
     `rows[r]` holds the entries of pipeline rank r in order.
 
     Sends and receives start at their place in the row and do not block: the computation that uses a receive waits for it (F for
-    activations, B or I for gradients), and the end of the step waits for sends. Within a rank, stages pass tensors on without
-    messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step (ZeRO 1, 2). A
-    REDUCE belongs to the backward (B, or W of a split one) just before it and covers all gradients not yet reduced.
-    In the stages `retained`, tensors that a forward keeps for its backward leave the device. An OFFLOAD follows the forward and ends the
-    movement of one microbatch. A FETCH begins the movement back, before the computation that precedes the backward (B or I).
-    In a bidirectional schedule both copies of a stage take part in its collectives. The two ranks run their two stages in
-    opposite orders, so every rank gathers its stages at the beginning and reduces them at the end, in ascending order.
+    activations, B or I for gradients), and the end of the step waits for sends. Stages on the same rank pass tensors without messages. A
+    GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step (ZeRO 1, 2). A REDUCE belongs to the
+    backward just before it (B, or W if the backward is split) and covers all gradients that are not yet reduced. In the stages `retained`,
+    tensors that a forward keeps for its backward leave the device. An OFFLOAD follows the forward and ends the transfer of one microbatch.
+    A FETCH begins the transfer back, before the computation that precedes the backward (B or I). In a bidirectional schedule both copies of
+    a stage take part in its collectives. The two ranks run their two stages in opposite orders, so every rank gathers its stages at the
+    beginning and reduces them at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -65,11 +65,11 @@ class Program:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Stage -> pipeline rank, of microbatches that are not mirrored."""
+        """Stage -> pipeline rank, for microbatches that are not mirrored."""
         return self.schedule.placement
 
     def channel(self, message: Action) -> Channel:
-        """Return the lane of a send or receive of this program."""
+        """Return the channel of a send or receive of this program."""
         return channel_of(message, self.schedule)
 
     def peer(self, message: Action) -> int:
@@ -81,7 +81,7 @@ class Program:
 PARTNERS: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
     {"SEND_F": ("RECV_F", +1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", +1)}
 )
-"""Partner of each message, and its distance in stages."""
+"""The kind of each message's partner, and the distance to it in stages."""
 
 
 def partner(message: Action) -> Action:
@@ -91,7 +91,7 @@ def partner(message: Action) -> Action:
 
 
 def channel_of(message: Action, schedule: Schedule) -> Channel:
-    """Return the lane of a send or receive."""
+    """Return the channel of a send or receive."""
     kind, stage, microbatch = message
     assert microbatch is not None, message
     here, there = schedule.rank_of(stage, microbatch), schedule.rank_of(stage + PARTNERS[kind][1], microbatch)
@@ -110,7 +110,7 @@ def needs(action: Action, schedule: Schedule) -> Action | None:
 
 
 def gives(action: Action, schedule: Schedule) -> Action | None:
-    """The send that carries a computation's result to another rank, if one needs it."""
+    """Return the send that carries a computation's result to another rank, if another rank needs it."""
     kind, stage, microbatch = action
     if kind == "F" and schedule.crossings[stage]:
         return Action("SEND_F", stage, microbatch)
@@ -120,13 +120,11 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 
 
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
-    """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so
-    that the transfer overlaps them. An early start is safe: a receive does not block, and each channel's receives are in the
-    order of its sends. ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE
-    after
-    each backward. 3: also a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose
-    backwards are preceded by a FETCH, which starts like a receive. Raises ValueError for another `zero`, and for 2 and 3 with a
-    bidirectional schedule.
+    """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so that the
+    transfer overlaps them. Starting early is safe: a receive does not block, and each channel's receives are in the order of its sends.
+    ZeRO 0: one REDUCE per stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after each backward. 3:
+    also a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose backwards are preceded
+    by a FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
@@ -153,7 +151,8 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection
 
 
 def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
-    """Return the gathers that a rank of a bidirectional schedule begins with, and the reductions it ends with (if it makes gradients)."""
+    """Return the gathers at the beginning of a rank's row in a bidirectional schedule, and the reductions at its end (if it has
+    backwards)."""
     stages = schedule.stages_of(rank)
     trains = any(action.kind in WEIGHT_GRADIENTS for row in schedule.rows for action in computations(row))
     gathers = tuple(Action("GATHER", stage) for stage in stages if zero > 0)
@@ -161,7 +160,7 @@ def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
 
 
 def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
-    """The receives of every channel, in the order their sends are made."""
+    """Return the receives of every channel, in the order in which their sends are made."""
     found: defaultdict[Channel, list[Action]] = defaultdict(list)
     for row in schedule.rows:
         for action in computations(row):
@@ -173,8 +172,8 @@ def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
 def _receives(
     row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
-    """Return the receives to start before each entry of a row: the one that is needed `ahead` entries later, and all that its
-    channel carries before it."""
+    """Return the receives to start before each entry of a row: the receive that is needed `ahead` entries later, and all earlier receives
+    of its channel."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, entry in enumerate(row):
@@ -194,7 +193,7 @@ def _offloads(entry: RowEntry, retained: Collection[int]) -> Iterator[Action]:
 
 
 def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, list[Action]]:
-    """Return the fetches to start before each entry of a row: `ahead` entries before the backward, but after its own forward."""
+    """Return the fetches to start before each entry of a row: each comes `ahead` entries before its backward, but after its forward."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     made: dict[tuple[int, int | None], int] = {}
     for i, entry in enumerate(row):
@@ -207,12 +206,12 @@ def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, li
 
 
 def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """(entry, stage) of every computation of these kinds."""
+    """Yield (entry, stage) for every computation of these kinds."""
     return ((i, action.stage) for i, entry in enumerate(row) for action in parts(entry) if action.kind in kinds)
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Return collectives by entry: at most one of a kind for each stage in an entry."""
+    """Return collectives of a kind by entry; an entry has at most one for each stage."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))
@@ -220,7 +219,7 @@ def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[
 
 
 def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """The gathers before each entry of a row."""
+    """Return the gathers before each entry of a row."""
     if zero == 0:
         return _placed("GATHER", ())
     uses = list(_users(row, WEIGHT_USERS))
@@ -231,7 +230,7 @@ def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
 
 
 def _reduces(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """The reductions after each entry of a row."""
+    """Return the reductions after each entry of a row."""
     made = list(_users(row, WEIGHT_GRADIENTS))
     if zero >= 2:
         return _placed("REDUCE", made)

@@ -8,7 +8,8 @@ from megalith.schedule.action import Row, Schedule, loop, steps
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Warm up with forwards, alternate one forward and one backward, then drain.
 
-    The bubble is GPipe's, but a rank never holds more than `ranks - rank` microbatches. One rank: plain gradient accumulation.
+    The bubble is as long as GPipe's, but a rank never holds more than `ranks - rank` microbatches. With one rank this is plain gradient
+    accumulation.
     """
     each = range(microbatches)
 

@@ -1,7 +1,6 @@
-"""A row that may run twice: up to its first backward, and again from the beginning if the weights of the forwards were wrong.
-Every rank learns this in the same step, but each at its own place: at the end of its row's `head`. Some messages of the program
-have then begun whose other end is behind that rank's head. Before a second try they are completed, with tensors that nobody
-reads.
+"""Restart of a row: it runs up to its first backward, and again from the beginning if the forwards used wrong weights. All ranks learn of
+this in the same step, each at the end of its row's `head`. Some messages have then begun, but the rank at their other end would start its
+side only after its own head. Before the restart these messages are completed with tensors that nobody reads.
 """
 
 from collections import Counter
@@ -12,7 +11,7 @@ from megalith.schedule.lower import Channel, Program
 
 
 def head(row: Row) -> Row:
-    """The entries before the first one with a backward: their actions do not change weights or gradients."""
+    """Return the entries before the first backward; their actions do not change weights or gradients."""
     for number, entry in enumerate(row):
         if any(action.kind in COMPUTATIONS and action.kind != "F" for action in parts(entry)):
             return row[:number]
@@ -20,8 +19,8 @@ def head(row: Row) -> Row:
 
 
 def unmet(program: Program, rank: int) -> tuple[Action, ...]:
-    """Return the messages behind the head of `rank`'s row whose other end is within a head, in the order of the row. This is also
-    the order of each channel in the program, so they cannot block each other.
+    """Return the messages after the head of `rank`'s row whose other end is within the head of another row, in the order of the row. Each
+    channel of the program has the same order, so these messages cannot block each other.
     """
     begun: Counter[Channel] = Counter()  # of a channel's two ends, the one further on
     for row in program.rows:

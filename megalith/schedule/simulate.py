@@ -1,4 +1,4 @@
-"""Simulate a program, given the cost of each action: the predicted timeline, its bubble, and memory in flight."""
+"""Simulate a program, given the cost of each action: predict the timeline, the bubble, and the memory of microbatches in flight."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of the actions of each of `ranks` ranks. `transfers` are messages in flight, listed under the sender's rank."""
+    """Times of the actions of each of `ranks` ranks. `transfers` are the messages, listed under the sender's rank."""
 
     ranks: int
     spans: tuple[Span, ...]
@@ -48,7 +48,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds each rank computes."""
+        """Seconds that each rank computes."""
         seconds = [0.0] * self.ranks
         for span in self.spans:
             if _computes(span.action):
@@ -57,18 +57,18 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds each rank does not compute before the step ends."""
+        """Seconds that each rank idles before the step ends."""
         return tuple(self.end - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Idle time over useful time, all ranks together: (ranks - 1) / microbatches for GPipe and 1F1B with even stages."""
+        """Idle time divided by useful time, over all ranks: (ranks - 1) / microbatches for GPipe and 1F1B with even stages."""
         useful = sum(self.busy)
         return sum(self.idle) / useful if useful else 0.0
 
     @cached_property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds each rank does not compute between the start of its first computation and the end of its last."""
+        """Seconds that each rank idles between the start of its first computation and the end of its last one."""
         first, last = [self.end] * self.ranks, [0.0] * self.ranks
         for span in self.spans:
             if _computes(span.action):
@@ -78,8 +78,8 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """The bubble as papers count it: the longest idle time of a rank inside its own span. It is the cost of a step beyond its
-        work if ranks start their next step at the end of this one; `idle` counts to the end of the last rank."""
+        """The bubble as papers count it: the longest idle time of a rank inside its own span. If each rank starts its next step when its
+        own part of this one ends, a step takes this much longer than its work. `idle` also counts the time until the last rank ends."""
         return max(self.gaps, default=0.0)
 
     @cached_property
@@ -109,11 +109,11 @@ class Wait(NamedTuple):
 
 
 def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Action], float] = 0.0) -> Timeline:
-    """Return the timeline of a program. `seconds`: the cost of an action by kind (defaults: 0 for collectives and transfers, the sum
-    of the two for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both its ends are ready;
-    messages of one channel are sequential. A GATHER delays its stage's next computation, so give only the part of it that is not
-    hidden; a REDUCE runs beside later computations. OFFLOADs of a rank are sequential, and so are FETCHes: both run beside
-    computations, and a backward waits for its FETCH. Raises ValueError if the program cannot run to its end.
+    """Return the timeline of a program. `seconds`: the time of an action by kind (defaults: 0 for collectives and transfers, the sum of the
+    two computations for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both ends are ready;
+    messages of one channel are sequential. A GATHER delays its stage's next computation, so give only its exposed time; a REDUCE overlaps
+    later computations. OFFLOADs of a rank are sequential, and so are FETCHes. Both overlap computations, but a backward waits for its
+    FETCH. Raises ValueError if the program cannot run to its end.
     """
     machine = _Machine(program, _cost(seconds), transfer if callable(transfer) else lambda _: transfer)
     if waits := machine.run():
@@ -132,22 +132,22 @@ def explain(wait: Wait) -> str:
 
 
 def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
-    """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the
-    memory of one microbatch there. F keeps it and B frees it. With a split backward, W still needs `waiting[stage]` of it after I
-    (inputs of the matrix products and gradients of their outputs). The default is all of it, as in the memory tables of the
-    zero-bubble papers.
+    """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the memory of
+    one microbatch on a stage, which F allocates and B frees. With a split backward, I frees all but `waiting[stage]` (inputs of the matrix
+    products and gradients of their outputs), which W frees. By default, W frees everything, as in the memory tables of the zero-bubble
+    papers.
     """
     kept = saved if waiting is None else waiting
     return [max(accumulate(_held(row, saved, kept)), default=0) for row in schedule.rows]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Peak number of microbatches each rank holds between forward and backward; several chunks of a rank count each."""
+    """Peak number of microbatches each rank holds between forward and backward; a microbatch counts once for each of the rank's chunks."""
     return [int(peak) for peak in activations(schedule, [1] * schedule.stages)]
 
 
 def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """Return the memory that each computation of a row adds; in an overlap both are present before either is freed."""
+    """Return the memory that each computation of a row adds; in an overlap, allocations come before frees."""
 
     def change(action: Action) -> float:
         stage = action.stage
@@ -170,7 +170,7 @@ def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
             return table["OVERLAP"] if "OVERLAP" in table else cost(entry.first) + cost(entry.second)
         if entry.kind in COMPUTATIONS and entry.kind not in table:
             raise ValueError(
-                f"the time of {entry.kind} ({entry}) is missing: there are only {', '.join(table)}. Add an entry for {entry.kind}."
+                f"the time of {entry.kind} ({entry}) is missing: the table has only {', '.join(table)}. Add an entry for {entry.kind}."
             )
         return table.get(entry.kind, 0.0)
 
@@ -179,7 +179,7 @@ def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
 
 @dataclass
 class _Lane:
-    """A channel while it runs: the k-th send meets the k-th receive."""
+    """State of a channel during a simulation: its k-th send matches its k-th receive."""
 
     sent: list[tuple[Action, float]] = field(default_factory=list)
     posted: list[tuple[Action, float]] = field(default_factory=list)
@@ -189,7 +189,7 @@ class _Lane:
 
 @dataclass
 class _Machine:
-    """All ranks of a program while it runs: each continues until an input is missing."""
+    """State of all ranks during a simulation: each rank continues until an input is missing."""
 
     program: Program
     cost: Callable[[RowEntry], float]
@@ -257,7 +257,7 @@ class _Machine:
         return None
 
     def _inputs(self, action: Action) -> list[Action]:
-        """Return the inputs of a computation: a receive from another rank or computations of its own."""
+        """Return the inputs of a computation: a receive from another rank, or computations of the same rank."""
         kind, stage, i = action
         if kind == "W":
             return [Action("I", stage, i)]
@@ -299,7 +299,7 @@ class _Machine:
             self.spans.append(Span(rank, action, begin, end))
 
     def _transfer(self, rank: int, action: Action) -> None:
-        """Move what a microbatch keeps. What comes back must have left."""
+        """Transfer the saved tensors of a microbatch. Tensors that are fetched must have been offloaded."""
         begin = max(self.clock[rank], self.links[rank, action.kind], self.moved.get(action._replace(kind="OFFLOAD"), 0.0))
         end = self.links[rank, action.kind] = self.moved[action] = begin + self.cost(action)
         if end > begin:

@@ -1,4 +1,4 @@
-"""The table of schedules that a plan can name, with the traits of each, and the reasons why a schedule cannot be built."""
+"""The table of schedules that a plan can name, with their traits, and checks of whether a schedule can be built."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ FILE = "file:"
 
 
 def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
-    """A schedule whose kind fixes the number of chunks."""
+    """Return a builder for a schedule with a fixed number of chunks."""
     return lambda ranks, microbatches, _: schedule(ranks, microbatches)
 
 
@@ -46,18 +46,17 @@ def _one_a_rank(ranks: int, microbatches: int) -> int:
 
 
 def _two_rounds(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds. After these, each new one replaces an old one."""
+    """Return the microbatches of two rounds. After these, each microbatch that starts replaces one that has ended."""
     return min(microbatches, 2 * ranks)
 
 
 def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds, plus one if their number is odd: one direction then has more."""
+    """Return the microbatches of two rounds, plus one if their number is odd, because one direction then has one more."""
     return min(microbatches, 2 * ranks + microbatches % 2)
 
 
 def _uneven_rounds(ranks: int, microbatches: int) -> int:
-    """Return the smallest number of microbatches with the same sizes of the first two rounds, which decide how many are in
-    flight."""
+    """Return the smallest number of microbatches for which the first two rounds have the same sizes; they decide how many are in flight."""
     if microbatches % ranks == 0:
         return _two_rounds(ranks, microbatches)
     first = rounds(ranks, microbatches)[:2]
@@ -65,16 +64,16 @@ def _uneven_rounds(ranks: int, microbatches: int) -> int:
 
 
 class Chunks(NamedTuple):
-    """The stages that a rank holds of a schedule."""
+    """The number of stages that a rank holds under a schedule."""
 
     least: int
     usual: int
-    """The number in pictures, in drawn combinations and in plans that the planner tries."""
+    """The number that pictures, drawn combinations and the planner use."""
     most: int | None
     """None: any number."""
 
     def nearest(self, wanted: int) -> int:
-        """Return the possible number that is nearest to the wanted one."""
+        """Return the allowed number of stages that is nearest to `wanted`."""
         return max(self.least, wanted if self.most is None else min(wanted, self.most))
 
 
@@ -83,39 +82,39 @@ ONE, TWO = Chunks(1, 1, 1), Chunks(2, 2, 2)
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: one schedule and its traits."""
+    """One schedule and its traits: a row of the table."""
 
     build: Builder
     title: str
     """The name for people."""
     chunks: Chunks = ONE
     splits_backward: bool = False
-    """Weight gradients are computed apart from input gradients, to fill the bubble."""
+    """Weight gradients are computed separately from input gradients, to fill the bubble."""
     bidirectional: bool = False
-    """The schedule runs both ways through an even number of ranks. Each stage has two copies, and ZeRO is 0 or 1."""
+    """Microbatches run through an even number of ranks in both directions. Each stage has two copies, and ZeRO must be 0 or 1."""
     hides_exchange: bool = False
-    """Ranks compute on one microbatch while another one's tokens are dispatched to their experts."""
+    """Ranks compute on one microbatch while the tokens of another are dispatched to their experts."""
     searched: bool = False
-    """The planner tries it beside 1F1B and interleaved 1F1B; one that `hides_exchange`, for models with experts only."""
+    """The planner tries this schedule besides 1F1B and interleaved 1F1B; if it `hides_exchange`, only for models with experts."""
     instead: str | None = None
-    """The schedule to prefer if this one's gain does not justify its memory."""
+    """The schedule to use instead if the gain of this one does not justify its memory."""
     needs_post_validation: bool = False
-    """The bubble is filled only if the next step may begin before the global norm is known."""
+    """The schedule fills the bubble only if the next step may begin before the global norm is known."""
     in_flight: Count = _every
-    """The most microbatches that a rank keeps for backward, about."""
+    """Approximately the largest number of microbatches that a rank keeps for backward."""
     representative: Count = _every
-    """The fewest microbatches that show how many are in flight at most and how long ranks idle."""
+    """The smallest number of microbatches with the same peak in flight and the same idle time as the full number."""
     idle: Idle | None = None
-    """A closed form of how long a rank idles, in units of its forward of one microbatch. `backward` is in the same units, and its
-    two halves are equal; all stages take as long. It gives None where it does not hold; such programs are simulated."""
+    """A closed form of a rank's idle time, in units of one microbatch's forward. `backward` is in the same unit; its two halves, and all
+    stages, are assumed to be equal. The function returns None where it does not hold; such programs are simulated."""
     fills_and_drains: bool = False
-    """A rank idles while one microbatch passes through a chunk of every other rank, for any number of microbatches and any times
-    (Narayanan et al. 2021): the time of a step needs no simulation."""
+    """A rank idles while one microbatch passes through a chunk of every other rank, for any number of microbatches and any times (Narayanan
+    et al. 2021), so the time of a step needs no simulation."""
 
 
 def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks each way; more if there are too few microbatches to keep a
-    rank busy between its chunks."""
+    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks for the forwards and again for the backwards; more if there are too few
+    microbatches to keep a rank busy between its chunks."""
     waiting = chunks * max(0, ranks - microbatches) + min(ranks, microbatches) - 1
     return waiting * (1 + backward) / chunks
 
@@ -136,7 +135,7 @@ def _dualpipev_idle(ranks: int, microbatches: int, chunks: int, backward: float)
 
 
 def _dualpipe_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; with an odd number of microbatches, one direction computes one more."""
+    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; with an odd number of microbatches, one direction has one more."""
     return ranks - 2.0 + 3 * (microbatches % 2) if microbatches >= 2 * ranks and backward == 2 else None
 
 
@@ -170,16 +169,16 @@ SCHEDULES: dict[str, Kind] = {
         instead="dualpipev", in_flight=_one_a_rank, representative=_two_rounds_both_ways, idle=_dualpipe_idle,
     ),
 }  # fmt: skip
-"""Name in a plan -> the schedule. A rank of DualPipe has one of the plan's stages and a copy of another one."""
+"""Name in a plan -> the schedule. Under DualPipe a rank holds one of the plan's stages and a copy of another."""
 
 
 def kind(name: str) -> Kind:
-    """Return the row of a schedule. One from a file has the traits of an unknown one: none, and as many microbatches in flight as ranks."""
+    """Return the row of a schedule. A schedule from a file has no traits, and is taken to have as many microbatches in flight as ranks."""
     return SCHEDULES.get(name) or Kind(lambda *_: load(name), name, Chunks(1, 1, None), in_flight=_one_a_rank)
 
 
 def interleaving(chunks: int) -> str:
-    """Return the name of 1F1B with this number of stages a rank: the plain schedule that others are compared with."""
+    """Return the name of 1F1B with this number of stages a rank: the baseline for other schedules."""
     return "1f1b" if chunks == 1 else "interleaved"
 
 
@@ -199,7 +198,7 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
     """Return why this schedule cannot be built for these pipeline ranks, microbatches and chunks, or cannot run under this ZeRO
     stage; empty if it can. Reads the file of a schedule from a file."""
     found = [
-        ScheduleProblem(field, value, "is too few: a schedule needs at least one", f"Use {field} >= 1.")
+        ScheduleProblem(field, value, "is too few: a schedule needs at least 1", f"Use {field} >= 1.")
         for field, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
         if value < 1
     ]
@@ -209,13 +208,15 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
         near = get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         return [
-            ScheduleProblem("schedule", name, "is not a schedule", f"{hint}Use one of: {', '.join(SCHEDULES)}, {FILE}PATH."),
+            ScheduleProblem(
+                "schedule", name, "is not a known schedule", f"{hint}Use one of: {', '.join(SCHEDULES)}, {FILE}PATH."
+            ),
             *found,
         ]
     if chunks >= 1 and not _holds(name, chunks):
         least = SCHEDULES[name].chunks.least
         others = ", ".join(repr(other) for other in SCHEDULES if _holds(other, chunks))
-        reason = f"with schedule = {name!r}, which has {'one stage' if least == 1 else f'{least} stages'} a rank"
+        reason = f"with schedule = {name!r}, which needs {'one stage' if least == 1 else f'{least} stages'} a rank"
         found.append(ScheduleProblem("chunks", chunks, reason, f"Use chunks = {least}, or another schedule: {others}."))
     if SCHEDULES[name].bidirectional:
         found += _both_ways(name, ranks=ranks, microbatches=microbatches, zero=zero)
@@ -223,7 +224,7 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
 
 
 def _holds(name: str, chunks: int) -> bool:
-    """Return True if a schedule can have this many stages a rank."""
+    """Return True if a schedule supports this number of stages per rank."""
     return SCHEDULES[name].chunks.nearest(chunks) == chunks
 
 
@@ -237,23 +238,23 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
     other = SCHEDULES[name].instead
     alternative = f"or schedule = {other!r}" if other else ""
     if ranks >= 1 and ranks % 2:
-        reason = f"is odd, and schedule = {name!r} mirrors each rank in another one"
+        reason = f"is odd, but schedule = {name!r} pairs each rank with a mirror rank"
         way_out = f"Use an even number, such as {ranks + 1}"
         yield ScheduleProblem("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
     if microbatches == 1:
         yield ScheduleProblem(
-            "microbatches", 1, f"is too few: schedule = {name!r} runs some in each direction", "Use microbatches >= 2."
+            "microbatches", 1, f"is too few: schedule = {name!r} needs one in each direction", "Use microbatches >= 2."
         )
     if zero >= 2:
         reason = (
-            f"with schedule = {name!r}, whose two copies of a stage would exchange something for each microbatch, "
-            f"but run in different orders"
+            f"does not fit schedule = {name!r}: it reduces the gradients of each microbatch, but the two copies of a stage run "
+            f"their microbatches in different orders"
         )
         yield ScheduleProblem("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
 
 
 def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[ScheduleProblem]:
-    """Return why a file holds no schedule that can run under this plan; empty if it does."""
+    """Return why the schedule in a file cannot run under this plan; empty if it can."""
     try:
         schedule = load(name)
     except (OSError, UnicodeDecodeError) as fault:
@@ -263,7 +264,8 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[S
     except ValueError as refused:
         faults = str(refused).splitlines()
         return [
-            ScheduleProblem("schedule", name, f"is no schedule: {fault.rstrip('.')}", "Correct the file.") for fault in faults
+            ScheduleProblem("schedule", name, f"is not a valid schedule: {fault.rstrip('.')}", "Correct the file.")
+            for fault in faults
         ]
     found: list[ScheduleProblem] = []
     stages = ranks * chunks
@@ -277,25 +279,25 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[S
             found.append(ScheduleProblem(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
     if schedule.mirrored is not None:  # what ranks share is laid out before a schedule is built
         both_ways = [f"schedule = {known!r}" for known, row in SCHEDULES.items() if row.bidirectional]
-        reason = "is bidirectional, and only a schedule's name tells which ranks share the state of a stage"
+        reason = "is bidirectional, but which ranks share a stage's state is known only for schedules with a name"
         found.append(ScheduleProblem("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
     faults = problems(lower(schedule, 0))
     return found + [ScheduleProblem("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]
 
 
 def load(name: str) -> Schedule:
-    """Return the schedule of a name `file:PATH`. Raises OSError if the file cannot be read, ValueError with all reasons if it
-    holds no schedule."""
+    """Return the schedule of a name `file:PATH`. Raises OSError if the file cannot be read, and ValueError with all reasons if it is not a
+    valid schedule."""
     return file.read(Path(name.removeprefix(FILE)).read_text(encoding="utf-8"))
 
 
 def schedule_problem_texts(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[str]:
-    """Return the `schedule_problems` in words, each with the value, the reason and a value that works."""
+    """Return the `schedule_problems` as sentences, each with the value, the reason and a value that works."""
     return [str(problem) for problem in schedule_problems(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero)]
 
 
 def build(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why it cannot be
+    """Build the schedule `name`: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why the schedule cannot be
     built."""
     if found := schedule_problem_texts(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
         raise ValueError("\n".join(found))

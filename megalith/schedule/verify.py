@@ -1,4 +1,4 @@
-"""Problems of a program, found before anything runs: a missing send is a line of text here, and a hang at run time."""
+"""Finds problems of a program before anything runs. A missing send, which would be a hang at run time, is a line of text here."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -33,11 +33,10 @@ from megalith.schedule.simulate import Wait, blocked, explain
 
 
 def problems(program: Program) -> list[str]:
-    """Return every problem; empty if the program computes the whole step and ends. A correct program fulfils five conditions.
-    Each forward and each backward (B, or I and W) of every stage and microbatch is there once, on the rank of its stage and in a
-    possible order. Every message has both ends, on the right ranks, and each channel's sends and receives are in one order.
-    Weights are gathered before use, and gradients reduced as the ZeRO stage requires. What leaves the device comes back before its
-    backward. No rank waits for ever.
+    """Return every problem; empty if the program computes the whole step and ends. A correct program meets five conditions. Each forward
+    and each backward (B, or I and W) of every stage and microbatch occurs once, on the rank of its stage and in a possible order. Every
+    message has both ends, on the right ranks, and each channel's sends and receives are in the same order. Weights are gathered before use,
+    and gradients reduced as the ZeRO stage requires. Tensors that leave the device come back before their backward. No rank waits for ever.
     """
     if outside := list(_outside(program)):
         return outside
@@ -55,7 +54,7 @@ def problems(program: Program) -> list[str]:
 
 
 def _outside(program: Program) -> Iterator[str]:
-    """Yield computations of stages and microbatches that do not exist; they are checked no further."""
+    """Yield computations of stages and microbatches that do not exist; other checks ignore them."""
     for rank, row in enumerate(program.rows):
         for action in computations(row):
             if not 0 <= action.stage < program.stages or action.microbatch not in range(program.microbatches):
@@ -63,7 +62,7 @@ def _outside(program: Program) -> Iterator[str]:
 
 
 def _computed(program: Program) -> Iterator[str]:
-    """Each computation exactly once, on the rank of its stage."""
+    """Check that each computation occurs exactly once, on the rank of its stage."""
     count: Counter[Action] = Counter()
     for rank, row in enumerate(program.rows):
         for action in computations(row):
@@ -78,11 +77,12 @@ def _computed(program: Program) -> Iterator[str]:
                 yield f"{stage}F{i}: forward happens {f} times, not once"
             if (b, half, rest) not in ((1, 0, 0), (0, 1, 1)):
                 times = f"B {b}, I {half}, W {rest} times"
-                yield f"backward of stage {stage}, microbatch {i}: {times}; either B once, or I and W once"
+                yield f"backward of stage {stage}, microbatch {i}: {times}; use either B once, or I and W once each"
 
 
 def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
-    """Forward before backward, I before W, a receive before its use, a send after its making; all within one rank."""
+    """Check the order within one rank: forward before backward, I before W, a receive before the computation that uses it, a send after the
+    one that makes it."""
     place: dict[Action, int] = {}
     for i, entry in enumerate(row):
         for action in parts(entry):
@@ -103,7 +103,8 @@ def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
 
 
 def _transfers(rank: int, row: Row, retained: frozenset[int]) -> Iterator[str]:
-    """In retained stages, the tensors of each microbatch leave once after its forward, and come back once before its backward."""
+    """Check that, in retained stages, the tensors of each microbatch leave once after its forward and come back once before its
+    backward."""
     there = [action for entry in row for action in parts(entry)]
     steps: dict[tuple[int, int | None], list[Kind]] = {
         (stage, i): [] for kind, stage, i in there if kind == "F" and stage in retained
@@ -112,7 +113,7 @@ def _transfers(rank: int, row: Row, retained: frozenset[int]) -> Iterator[str]:
         if (stage, i) in steps and kind in ("F", *BACKWARDS, *TRANSFERS):
             steps[stage, i].append(kind)
         elif kind in TRANSFERS:
-            yield f"rank {rank}: {Action(kind, stage, i)} moves what stage {stage} keeps, and nothing of it leaves the device"
+            yield f"rank {rank}: {Action(kind, stage, i)} moves tensors of stage {stage}, but none of its tensors leave the device"
     for (stage, i), kinds in steps.items():
         if kinds[:3] != ["F", "OFFLOAD", "FETCH"] or len(kinds) != 4:
             found = " ".join(str(Action(kind, stage, i)) for kind in kinds)
@@ -120,7 +121,7 @@ def _transfers(rank: int, row: Row, retained: frozenset[int]) -> Iterator[str]:
 
 
 def _messages(program: Program) -> Iterator[str]:
-    """Every message has both ends, once, where the computations are; channels keep one order at both ends."""
+    """Check that every message has both ends once, on the ranks of its computations, and each channel the same order at both ends."""
     wanted: dict[Action, int] = {}
     for rank, row in enumerate(program.rows):
         for action in computations(row):
@@ -138,7 +139,7 @@ def _messages(program: Program) -> Iterator[str]:
     for action, ranks in there.items():
         for rank in ranks:
             if wanted.get(action) != rank:
-                yield f"rank {rank}: {action} has no counterpart: no computation there makes or uses its tensor"
+                yield f"rank {rank}: {action} has no counterpart: no computation of the other rank makes or uses its tensor"
         if len(ranks) > 1:
             yield f"{action} occurs {len(ranks)} times (ranks {ranks}), not once"
     if all(wanted.get(action) == ranks[0] and len(ranks) == 1 for action, ranks in there.items() if ranks):
@@ -166,7 +167,7 @@ def _crossed(program: Program) -> Iterator[str]:
 
 
 def _gathers(rank: int, row: Row, zero: int) -> Iterator[str]:
-    """Weights are whole when they are used: gathered once (ZeRO 1, 2) or again for each use (ZeRO 3)."""
+    """Check that weights are whole when they are used: gathered once (ZeRO 1, 2) or for each use (ZeRO 3)."""
     whole: set[int] = set()
     for entry in row:
         users = [action for action in parts(entry) if action.kind in WEIGHT_USERS]
@@ -177,12 +178,12 @@ def _gathers(rank: int, row: Row, zero: int) -> Iterator[str]:
             whole -= {action.stage for action in users}
         if isinstance(entry, Action) and entry.kind == "GATHER":
             if zero == 0 or entry.stage in whole:
-                yield f"rank {rank}: {entry} gathers weights that are whole already (ZeRO {zero})"
+                yield f"rank {rank}: {entry} gathers weights that are already whole (ZeRO {zero})"
             whole.add(entry.stage)
 
 
 def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
-    """Gradients are reduced directly after their backward: each one (ZeRO 2, 3) or the stage's last (ZeRO 0, 1)."""
+    """Check that gradients are reduced directly after each backward (ZeRO 2, 3) or after the stage's last backward (ZeRO 0, 1)."""
     left = Counter(action.stage for action in computations(row) if action.kind in WEIGHT_GRADIENTS)
     due: list[Action] = []
     for entry in (*row, None):
@@ -197,7 +198,7 @@ def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
 
 
 def _due(entry: RowEntry, left: Counter[int], zero: int) -> Iterator[Action]:
-    """Yield the reductions that must follow an entry; subtract its backwards from `left`."""
+    """Yield the reductions that must follow an entry; subtract the entry's backwards from `left`."""
     stages = [action.stage for action in parts(entry) if action.kind in WEIGHT_GRADIENTS]
     for stage in stages:
         left[stage] -= 1
@@ -207,18 +208,19 @@ def _due(entry: RowEntry, left: Counter[int], zero: int) -> Iterator[Action]:
 
 
 def _at_the_ends(rank: int, row: Row, program: Program) -> Iterator[str]:
-    """Both copies of a stage take part in its collectives: every rank gathers first and reduces last, in ascending order."""
+    """Check the collectives of a bidirectional schedule, in which both copies of a stage take part: every rank gathers first and reduces
+    last, in ascending order."""
     zero = program.zero
     first, last = ends(program.schedule, rank, zero)
     there = tuple(entry for entry in row if isinstance(entry, Action) and entry.kind in COLLECTIVES)
     if there != first + last or row[: len(first)] != first or row[len(row) - len(last) :] != last:
         begin, end, found = (format_row(actions) or "no collectives" for actions in (first, last, there))
         yield (
-            f"rank {rank}: a bidirectional schedule begins with {begin} and ends with {end} (ZeRO {zero}); here the collectives are "
-            f"{found}, or are in other places"
+            f"rank {rank}: a bidirectional schedule begins with {begin} and ends with {end} (ZeRO {zero}); the collectives "
+            f"here are {found}, or are not at the ends of the row"
         )
     if zero >= 2:
-        yield f"rank {rank}: ZeRO {zero} exchanges something for each microbatch, and the two copies of a stage run in different orders"
+        yield f"rank {rank}: ZeRO {zero} reduces the gradients of each microbatch, but the two copies of a stage run in different orders"
 
 
 def _deadlocks(waits: list[Wait]) -> list[str]:

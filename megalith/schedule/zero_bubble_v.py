@@ -1,4 +1,5 @@
-"""ZB-V: zero bubble with two stages a rank in a V (Qi et al. 2024, arXiv:2401.10241, section 6; arXiv:2405.15362 calls it V-ZB)."""
+"""ZB-V: a zero-bubble schedule with two stages per rank, placed in a V (Qi et al. 2024, arXiv:2401.10241, section 6; arXiv:2405.15362 calls
+it V-ZB)."""
 
 from collections import Counter
 
@@ -6,12 +7,12 @@ from megalith.schedule.action import Action, Computation, Row, Schedule, number,
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """No bubble if F, I and W take the same time, with 1F1B's memory on every rank.
+    """A schedule without bubble if F, I and W take the same time; every rank has the peak memory of 1F1B.
 
-    Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage: a microbatch's backward starts where its
-    forward began. The order is optimal for F = I = W (of one stage) and at least 2 * ranks - 1 microbatches: then no rank idles
-    inside its own span, and each holds the activations of at most 2 * ranks stages, which are `ranks` microbatches of two stages
-    each. Other times and fewer microbatches also run, with some bubble. As with ZB-H2, ranks end one after the other.
+    Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage: a microbatch's backward starts where its forward
+    began. The order is optimal for F = I = W (of one stage) and at least 2 * ranks - 1 microbatches: then no rank idles inside its own
+    span, and each holds the activations of at most 2 * ranks stages, which equal `ranks` microbatches of two stages each. With other times
+    or fewer microbatches the schedule has some bubble. As with ZB-H2, ranks end one after the other.
     """
     full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches that do not exist are dropped
 

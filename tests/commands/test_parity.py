@@ -37,7 +37,7 @@ def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
 
 @sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "loss"), [("fp32", "loss, |difference|"), ("bf16", "loss, how much farther from fp32")])
+@pytest.mark.parametrize(("precision", "loss"), [("fp32", "loss, |difference|"), ("bf16", "loss, excess distance from fp32")])
 def test_a_run_is_compared_in_its_precision(run: Path, precision: str, loss: str):
     """The command starts four ranks for the plan."""
     settings = [f"train.precision={precision}", "launch.start_timeout=600"]

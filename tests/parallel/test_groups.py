@@ -37,7 +37,7 @@ def test_a_rank_between_the_ends_of_a_pipeline_shares_no_tied_table():
 
 
 def _too_few(rank: int) -> None:
-    with pytest.raises(ValueError, match="the plan needs 4 ranks, 2 were started"):
+    with pytest.raises(ValueError, match="the plan needs 4 ranks, but 2 were started"):
         Groups.build(Mesh(tensor=4), device="cpu")
 
 

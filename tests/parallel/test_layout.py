@@ -39,7 +39,7 @@ def _refuse(rank: int) -> None:
     part = stage(llama()).get_submodule("blocks.0")
     part.add_module("extra", Unheard())
     part.add_module("more", nn.LayerNorm(4))
-    with pytest.raises(TypeError, match=r"covers the parameters of LayerNorm, Unheard; add one, or use plan\.tensor = 1"):
+    with pytest.raises(TypeError, match=r"covers the parameters of LayerNorm, Unheard; add a row, or use plan\.tensor = 1"):
         split_part(part, _split(1))
     fine = stage(llama()).get_submodule("blocks.0")
     fine.add_module("extra", Silent())

@@ -23,9 +23,9 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
         "gradient": "fleet.verify_every is off",
         "once": "fleet.verify_every is off",
         "node": "fleet.nodes = 1",
-        "full": "no checkpoints, or no right to mount a small disk for them",
+        "full": "the run makes no checkpoints, or the user may not mount a small disk for them",
         "interface": "fleet.nodes = 1",
-        "agent": "one process keeps all nodes; with --agent-kills each has its own",
+        "agent": "one process runs all nodes; with --agent-kills each node has an agent",
         "shard": "the data is larger than the 1 GiB that a campaign copies in order to damage the copy",
     }
     assert "kill" in kinds
@@ -48,7 +48,7 @@ def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means()
     told = aimed(FleetSpec(verify_every=4, verify="all"), checkpoint_every=10, kinds=("once", "full", "kill"))
     assert told["full"] == "when a checkpoint is due, every 10th step"
     assert "with probability 1/4" in told["once"]
-    assert "for certain, whenever" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
+    assert "for certain at any step" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
     assert aimed(FleetSpec(), checkpoint_every=0, kinds=("kill",)) == {}
 
 

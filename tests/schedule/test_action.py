@@ -57,7 +57,7 @@ def test_a_text_that_is_no_action_is_refused_with_the_text(text):
 
 
 def test_a_schedule_refuses_communication():
-    with pytest.raises(AssertionError, match="computation only"):
+    with pytest.raises(AssertionError, match="computations only"):
         Schedule("mine", ((Action("SEND_F", 0, 0),),), 1, 1, (0,))
 
 

@@ -43,8 +43,12 @@ def test_a_file_is_a_schedule_that_a_plan_can_name(tmp_path):
         ("rank 1", "rank 2", ["rows for ranks [0, 2]: ranks are numbered from 0 without a gap"]),
         ("placement = 0 1", "placement = 0", ["placement has 1 ranks for stages = 2", "Every rank needs a stage"]),
         ("placement = 0 1", "", ["placement missing"]),
-        ("microbatches = 2", "microbatches = 1", ["rank 0: 0F1 0B1 outside", "rank 1: 1F1 1I1 1W1 outside"]),
-        ("name = by hand", "mirrored = 3", ["mirrored = 3: there are 2 microbatches"]),
+        (
+            "microbatches = 2",
+            "microbatches = 1",
+            ["rank 0: 0F1 0B1: there are only 2 stages", "rank 1: 1F1 1I1 1W1: there are only 2 stages"],
+        ),
+        ("name = by hand", "mirrored = 3", ["mirrored = 3, but there are only 2 microbatches"]),
         ("name = by hand", "name =", ["line 3: name = ''. Write a name."]),
     ],
 )

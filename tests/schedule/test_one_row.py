@@ -48,7 +48,7 @@ def test_check_knows_it_and_its_traits(toy: str):
     assert errors(*asked) == [] and advice(*asked) == []
     assert advice(*asked, "plan.compile=true") == ["plan.compile"]
     (chunks,) = errors(*asked, "plan.chunks=2")
-    assert (chunks.key, "has one stage a rank" in chunks.reason) == ("plan.chunks", True)
+    assert (chunks.key, "needs one stage a rank" in chunks.reason) == ("plan.chunks", True)
 
 
 @pytest.mark.parametrize(("traits", "key", "said"), [

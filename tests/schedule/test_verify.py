@@ -45,7 +45,7 @@ def test_a_good_program_has_no_problems():
         (2, 1, "1B0 1REDUCE 1SEND_B0", "1B0 1SEND_B0 1REDUCE", ["1REDUCE is missing", "1REDUCE does not directly follow"]),
         (1, 0, "0GATHER", "", ["rank 0: 0F0 needs a GATHER of stage 0 before it (ZeRO 1)"]),
         (3, 0, "0GATHER 0B1", "0B1", ["rank 0: 0B1 needs a GATHER of stage 0 before it (ZeRO 3)"]),
-        (0, 0, "0F0", "0GATHER 0F0", ["gathers weights that are whole already (ZeRO 0)"]),
+        (0, 0, "0F0", "0GATHER 0F0", ["gathers weights that are already whole (ZeRO 0)"]),
     ],
 )
 def test_a_mistake_is_found_and_named(zero, rank, old, new, said):
@@ -61,7 +61,7 @@ def test_a_mistake_is_found_and_named(zero, rank, old, new, said):
         ("0OFFLOAD1", "", "rank 0: 0F1 0FETCH1 0B1 is not"),
         ("0OFFLOAD0", "0OFFLOAD0 0OFFLOAD0", "rank 0: 0F0 0OFFLOAD0 0OFFLOAD0 0FETCH0 0B0 is not"),
         ("0B0", "0B0 0FETCH0", "rank 0: 0F0 0OFFLOAD0 0FETCH0 0B0 0FETCH0 is not"),
-        ("0B0", "1FETCH0 0B0", "rank 0: 1FETCH0 moves what stage 1 keeps, and nothing of it leaves the device"),
+        ("0B0", "1FETCH0 0B0", "rank 0: 1FETCH0 moves tensors of stage 1, but none of its tensors leave the device"),
     ],
 )
 def test_what_leaves_and_does_not_come_back_in_order_is_found(old, new, said):
