@@ -27,9 +27,9 @@ def test_a_small_run_lacks_nothing():
 @pytest.mark.parametrize(
     ("machine", "settings", "said"),
     [
-        (LAPTOP, ["train.device=cuda"], "1 rank would start on this machine, which has 0 GPUs"),
-        (SERVER, ["plan.data=16"], "16 ranks would start on this machine, which has 8 GPUs"),
-        (SERVER, ["plan.data=16", "train.device=cuda"], "16 ranks would start on this machine, which has 8 GPUs"),
+        (LAPTOP, ["train.device=cuda"], "1 rank would start on this machine, but it has 0 GPUs"),
+        (SERVER, ["plan.data=16"], "16 ranks would start on this machine, but it has 8 GPUs"),
+        (SERVER, ["plan.data=16", "train.device=cuda"], "16 ranks would start on this machine, but it has 8 GPUs"),
     ],
 )
 def test_fewer_gpus_than_ranks_are_named(machine: Machine, settings: list[str], said: str):

@@ -118,9 +118,9 @@ def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settin
     [
         (
             'train.batch_ramp=[{ begin = "8 steps", global_batch = 64 }]',
-            "0.125 times as large, and their scales follow 16 steps later",
+            "0.125 times as large, and their scales adapt 16 steps later",
         ),
-        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales follow one step later"),
+        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales adapt one step later"),
         ("data.phases=[{ begin = 64, seq_len = 2048, global_batch = 16 }]", ""),
     ],
     ids=str,
@@ -156,7 +156,7 @@ def test_a_choice_that_a_format_leaves_no_room_for_is_named(settings: tuple[str,
 
 def test_blocks_become_wide_by_comparisons_alone() -> None:
     asked = (*FP8, "precision.auto=0.1")
-    assert "Use watch_every = 100, say, or auto = 0." in reasons(*asked)["precision.auto"]
+    assert "Use watch_every = 100, for example, or auto = 0." in reasons(*asked)["precision.auto"]
     assert not errors(*asked, "precision.watch_every=100")
     assert (
         "each site would make different blocks wide"

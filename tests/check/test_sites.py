@@ -67,7 +67,7 @@ def test_a_launcher_starts_the_ranks_of_one_site() -> None:
         problem for problem in check(run, world=2, files=False) if problem.severity == "error" and "data" not in problem.key
     ]
     (found,) = [problem for problem in check(run, world=4, files=False) if "were started" in problem.reason]
-    assert found.reason == "data 2 x tensor 1 x pipeline 1 = 2 ranks are needed in each site, and 4 were started"
+    assert found.reason == "data 2 x tensor 1 x pipeline 1 = 2 ranks are needed in each site, but 4 were started"
     unnamed = tiny_run(sites={"count": 2}, plan={"data": 2})
     assert "sites.site" in [problem.key for problem in check(unnamed, world=2, files=False)]
     assert all_ranks(unnamed) == 4 and all_ranks(run) == 2

@@ -276,7 +276,7 @@ def test_a_rank_that_stopped_as_asked_says_so(run: Path, monkeypatch: pytest.Mon
 
 def test_a_world_of_another_size_is_refused(run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "find", lambda: place(0))
-    with pytest.raises(SpecErrors, match="8 ranks are needed, and 4 were started"):
+    with pytest.raises(SpecErrors, match="8 ranks are needed, but 4 were started"):
         train(run, "plan.data=4")
     assert joined == []
 

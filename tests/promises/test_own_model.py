@@ -239,7 +239,7 @@ def test_extremes_are_measured_where_an_own_attention_has_a_core(attention: str,
     ("name", "says"),
     [
         ("nowhere:PART", "cannot be imported"),
-        (f"{HERE}:POWER", "its kind is 'norm', where 'mlp' is needed"),
+        (f"{HERE}:POWER", "its kind is 'norm', but must be 'mlp'"),
         (f"{HERE}:Odd", "a part of a model is a megalith.spec.parts.ModelPart"),
         (f"{HERE}:BROKEN", "AttributeError"),
         (f"{HERE}:AWAY", "whose source the run keeps the digest of"),

@@ -21,7 +21,9 @@ class Bloom(OwnPartsSpec):
     head_dim: PositiveInt | None = None
     ffn: PositiveInt | None = None
     vocab: PositiveInt
-    context: Annotated[int, Field(gt=0, le=65_536, description="positions that every number format holds exactly")] = 2048
+    context: Annotated[
+        int, Field(gt=0, le=65_536, description="longest sequence, in tokens; bf16 ALiBi needs it to be small")
+    ] = 2048
     norm_eps: PositiveFloat = 1e-5
     tied: bool = True
     init_std: PositiveFloat = 0.02

@@ -24,8 +24,8 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 class Grok(ParametrizedSpec):
     """Sizes of a Grok-1 (xAI 2024, released model.py and run.py): norms before and after attention and experts, capped attention
-    scores, GeGLU experts weighted by their share of the softmax over all, and factors on embeddings and logits. How its loads were
-    balanced is not published; `balance_weight` is the user's."""
+    scores, GeGLU experts weighted by the softmax over all experts, and factors on embeddings and logits. The published files do
+    not show how loads were balanced; the user chooses `balance_weight`."""
 
     family: Literal["grok"] = "grok"
     name: str = "grok"

@@ -23,7 +23,9 @@ class Mistral(OwnPartsSpec):
     ffn: PositiveInt
     vocab: PositiveInt
     context: PositiveInt = 32768
-    window: PositiveInt | None = Field(default=None, description="tokens that a token sees, itself included; default: all")
+    window: PositiveInt | None = Field(
+        default=None, description="number of last tokens that a token attends to, itself included; default: all"
+    )
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: Scaling | None = None
     norm_eps: PositiveFloat = 1e-5

@@ -24,8 +24,8 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Mixtral(ParametrizedSpec):
-    """Sizes of a Mixtral: a Llama whose every MLP is a few of several experts, weighted by the softmax over the chosen ones' logits
-    (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
+    """Sizes of a Mixtral: a Llama in which experts replace every MLP; a token's experts are weighted by the softmax over their
+    logits (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
 
     family: Literal["mixtral"] = "mixtral"
     name: str = "mixtral"

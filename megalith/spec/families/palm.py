@@ -30,8 +30,8 @@ class Palm(OwnPartsSpec):
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts; `ffn` is 4 dim unless given. Embeddings start with unit variance, since nothing normalises
-        them, and the logits are scaled by 1 / sqrt(dim) for it (section 5)."""
+        """The model as a tuple of parts; `ffn` is 4 dim unless given. Embeddings start with unit variance, because nothing
+        normalises them; the logits are therefore scaled by 1 / sqrt(dim) (section 5)."""
         norm = NormSpec(kind="layer", eps=self.norm_eps)
         block = BlockSpec(
             attention=attention_of(self),
