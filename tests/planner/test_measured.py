@@ -97,13 +97,13 @@ def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
     with pytest.raises(SpecErrors) as caught:
         measured([local, bad, tmp_path / "none"], "megalith")
     assert [problem.value for problem in caught.value.problems] == [str(local), str(bad), str(tmp_path / "none")]
-    assert "names no cluster" in caught.value.problems[0].reason and "gives no sizes" in caught.value.problems[1].reason
+    assert "needs a named cluster" in caught.value.problems[0].reason and "gives no sizes" in caught.value.problems[1].reason
 
 
 def test_without_rows_nothing_is_moved():
     found = confidence_of(resolve(PlanRequest(**WORDS)))
     assert found.factor == 1.0
-    assert "was not measured: the interval is the one for unmeasured software" in found.words
+    assert "was not measured: the interval is that of unmeasured software" in found.words
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
     far = confidence_of(resolve(PlanRequest(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
@@ -143,9 +143,9 @@ def test_memory_is_less_certain_for_larger_models_than_measured_ones():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"cluster": "a100-80gb:4"}, "1 measured row of a dense model by Megalith on h100: not followed"),
-        ({"software": "megatron-te"}, "1 measured row of a dense model by Megalith on h100: not followed"),
-        ({"model": "deepseek-tiny"}, "1 measured row of a dense model by Megalith on h100: not followed"),
+        ({"cluster": "a100-80gb:4"}, "1 measured row of a dense model by Megalith on h100: without effect"),
+        ({"software": "megatron-te"}, "1 measured row of a dense model by Megalith on h100: without effect"),
+        ({"model": "deepseek-tiny"}, "1 measured row of a dense model by Megalith on h100: without effect"),
     ],
 )
 def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Path, asked: dict[str, Any], said: str):

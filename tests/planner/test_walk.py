@@ -86,7 +86,7 @@ def test_a_layout_that_fits_its_devices_but_not_their_hosts_says_so(found: Walk)
     assert found.first is not None
     here = found.first.estimate
     away = replace(here, fits=False, memory=replace(here.memory, host=200 * 2.0**30))
-    assert _host_too_small(away) == "it would fit the device, but needs 200 GiB of host memory for each device"
+    assert _host_too_small(away) == "the layout fits the devices, but needs 200 GiB of host memory for each device"
     assert _host_too_small(here) == _host_too_small(replace(away, limit=1)) == ""
 
 
