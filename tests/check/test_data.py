@@ -52,7 +52,7 @@ def test_of_many_missing_files_a_few_are_named_and_all_are_counted(tmp_path: Pat
         path.unlink()
     *named, counted = check(spec())
     assert ["is missing" in problem.reason for problem in named] == [True] * 5
-    assert "3 more of its files" in counted.reason
+    assert "3 more files of the folder" in counted.reason
 
 
 def test_a_copy_is_there_and_of_the_same_data(data: Path):

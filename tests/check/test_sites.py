@@ -237,4 +237,4 @@ def test_what_a_lost_site_hands_back_can_be_trained(schedule: str, share: int, b
     found = [problem for problem in errors if problem.key == "sites.each.0.plan.schedule"]
     assert bool(found) is refused
     if found:
-        assert "as little as 4 samples in a step, and microbatches = 1 is too few" in found[0].reason
+        assert "as few as 4 samples, and microbatches = 1 is too few" in found[0].reason

@@ -142,7 +142,7 @@ def test_where_only_checkpoints_are_left_another_learning_rate_is_said(run: Path
 
 def test_a_checkpoint_without_a_description_is_no_runs(run: Path, jobs: list[supervisor.Job]):
     checkpoints.write_manifest(saved(run), Manifest(20, 1, {"weights": "of somebody"}, {}))
-    with pytest.raises(SpecErrors, match="checkpoints/step-00000020: holds no description of a run"):
+    with pytest.raises(SpecErrors, match="checkpoints/step-00000020: has no description of its run"):
         train(run)
 
 

@@ -230,7 +230,7 @@ def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_
     assert resolve(PlanRequest(model="405b", cluster="64xh100")).cluster.count == 64
     size = resolve(PlanRequest(model="7b", cluster="h100:8"))
     assert size.run.model.name == "llama2-7b"
-    assert any(note.startswith("--model 7b: taken as llama2-7b; also llama1-7b") for note in size.notes)
+    assert any(note.startswith("--model 7b: means llama2-7b; other models of this size: llama1-7b") for note in size.notes)
     several = wrong(model="gemma2", cluster="h100:8")["--model"]
     assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one of them, such as --model ")
     assert "megalith models" in wrong(model="zebra", cluster="h100:8")["--model"].way_out
