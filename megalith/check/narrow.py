@@ -278,7 +278,7 @@ def rotations_fit(case: Case) -> Found:
     tile = tile_of(choices, precision)
     if choices.granularity != "tile":
         reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
-        yield error("precision.hadamard", True, reason, "Use one or the other.")
+        yield error("precision.hadamard", True, reason, "Use only one of the two.")
     elif tile & (tile - 1):
         reason = "is not a power of two, but precision.hadamard needs one"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
@@ -304,7 +304,7 @@ def something_is_narrow(case: Case) -> Found:
         yield advice("precision.wide_decay", True, reason, f"Leave it out, or use schedule = {' or '.join(map(repr, DECAYING))}.")
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
-        yield advice("precision.tile", choices.tile, reason, "Leave one of them out.")
+        yield advice("precision.tile", choices.tile, reason, "Leave one of the two out.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
         reason = f"and wide_last = {choices.wide_last} leave none of the {blocks} blocks in {precision}"
@@ -334,7 +334,7 @@ def narrow_is_emulated(case: Case) -> Found:
         yield advice("train.precision", precision, reason, "Use the format to see its effect on the model, and bf16 for speed.")
     if case.plan.compile and not asked:
         reason = f'does not work with train.precision = "{precision}": a compiler may leave its roundings out'
-        yield error("plan.compile", True, reason, "Use one or the other.")
+        yield error("plan.compile", True, reason, "Use only one of the two.")
 
 
 def codes_can_be_multiplied(case: Case) -> Found:
@@ -360,7 +360,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
             "bf16, which this setting skips"
         )
-        yield error("precision.kept", choices.kept, reason, "Use one or the other.")
+        yield error("precision.kept", choices.kept, reason, "Use only one of the two.")
     elif case.plan.compile and _follows_others(case):
         reason = (
             'does not work with precision.multiply = "codes" if scales follow numbers of other ranks or steps, which '

@@ -82,7 +82,7 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
         yield advice("plan.schedule", plan.schedule, reason, way_out)
     if plan.compile and row.splits_backward:
         reason = "compiles each block as a whole, so weight gradients cannot be deferred"
-        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use one or the other.")
+        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use only one of the two.")
 
 
 def second_copies_are_worth_it(case: Case) -> Found:

@@ -122,7 +122,7 @@ def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
     for found in crossings(saved.model.build(), asked.plan, was):
         reason = (
             f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, whose moments the checkpoint has in "
-            f"blocks of {was.moment_block}: a block would lie on two ranks, but only one would have its scale"
+            f"blocks of {was.moment_block}: a block would lie on two ranks, and neither could read its scale"
         )
         way_out = f"Change optimizer.moments first, and plan.{found.axis} after the next checkpoint."
         yield error(f"plan.{found.axis}", getattr(asked.plan, found.axis), reason, way_out)

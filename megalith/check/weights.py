@@ -128,7 +128,9 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         yield error(KEY, str(start), reason, "Start from another checkpoint.")
     if taken := [each for each in found if each not in unnamed]:
         listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
-        yield advice(KEY, str(start), f"was trained with other values: {listed}", "Set back the values that should not differ.")
+        yield advice(
+            KEY, str(start), f"was trained with other values: {listed}", "Set values that should not differ to the checkpoint's."
+        )
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:

@@ -97,7 +97,7 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
             for name in ("fp8", "mxfp8", "nvfp4", "mxfp4")
             if name == precision and PRECISIONS[name].factors.rate in cluster.accelerator.peak
         ]
-        other = f"; --software megatron-te predicts software that multiplies in {precision} there" if real else ""
+        other = f"; --software megatron-te predicts software that multiplies in {precision} on this device" if real else ""
         return (
             f"{precision} is emulated on {device}: the trainer computes the same numbers by bf16 products, "
             f"which takes longer than training in bf16{other}",

@@ -348,7 +348,7 @@ def _batch(
     """Return the sequences of a step, and notes on rounding."""
     text = plan_request.global_batch_tokens
     if text and plan_request.global_batch:
-        way_out = "Leave one of them out."
+        way_out = "Leave one of the two out."
         problems.append(
             problem("--global-batch-tokens", text, f"means the same as --global-batch {plan_request.global_batch}", way_out)
         )
@@ -377,9 +377,9 @@ def _batch(
 
 def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if plan_request.tokens is not None and plan_request.compute_optimal:
-        way_out = "Leave one of them out."
+        way_out = "Leave one of the two out."
         problems.append(
-            problem("--tokens", plan_request.tokens, "and --compute-optimal both set the length of training", way_out)
+            problem("--tokens", plan_request.tokens, "conflicts with --compute-optimal: both set the length of training", way_out)
         )
     if plan_request.tokens is None:
         if spec is None:

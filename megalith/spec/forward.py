@@ -41,7 +41,7 @@ class Fields(NamedTuple):
     training: str = ""
     """Fields that only training uses."""
     nothing: str = ""
-    """Fields that no number depends on."""
+    """Fields without an effect on any computed number."""
 
 
 FIELDS: Mapping[type[Spec], Fields] = {

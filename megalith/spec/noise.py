@@ -22,8 +22,8 @@ class Noise(NamedTuple):
 
 
 def estimate(*, small: float, large: float, part: float, batch: float) -> Noise:
-    """Return the estimates from the mean squared norm `small` of gradients over `part` sequences and the squared norm `large` of the one
-    over `batch` sequences."""
+    """Return the estimates from the mean squared norm `small` of gradients over `part` sequences and the squared norm `large`
+    of the gradient over `batch` sequences."""
     signal = (batch * large - part * small) / (batch - part)
     return Noise(signal, (small - large) / (1 / part - 1 / batch))
 

@@ -1,7 +1,5 @@
 """Number formats and precisions of a run, one row each, and a run's choices within a narrow precision. No torch.
 
-After them, the choices of a run within a narrow precision.
-
 A new format needs a row of NUMBERS, its dtype in `kernels/numbers.py`, and its kernels. A new precision is a row of PRECISIONS.
 """
 

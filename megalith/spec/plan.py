@@ -34,7 +34,9 @@ class StateSpec(Spec):
         "from the master weights there",
     )
     share: PositiveFloat = Field(
-        default=1.0, le=1.0, description="share of this state that is kept there; the rest stays on the device"
+        default=1.0,
+        le=1.0,
+        description="share of the optimizer's state and master weights that is kept there; the rest stays on the device",
     )
     folder: str = Field(default="", description="disk: folder of each rank's files; empty: the run folder")
     chunk: PositiveInt = Field(
@@ -107,7 +109,7 @@ class RetainSpec(Spec):
         "during the backward of the next block",
     )
     share: PositiveFloat = Field(
-        default=1.0, le=1.0, description="share of the blocks whose tensors are kept there, spread evenly over the model"
+        default=1.0, le=1.0, description="share of the blocks whose tensors leave the device, spread evenly over the model"
     )
     folder: str = Field(default="", description="disk: folder of each rank's file; empty: the run folder")
     parts: Annotated[dict[str, Action], AfterValidator(PartActions)] = Field(

@@ -210,7 +210,8 @@ def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> b
 
 
 def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
-    """Return the valid part of a table. Keys that a misspelt one may mean (`meant`, or keys of a table there) get no default."""
+    """Return the valid part of a table. Keys that a misspelt key may mean (those in `meant`, and keys of tables in it) are
+    left out instead of getting defaults."""
     kept: Tree = {}
     absent: list[str] = []
     for name, field in spec.model_fields.items():

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 _shared: dict[str, Any] = {}
-"""The arguments of every fit, which forked processes inherit: traces are looked up by identity."""
+"""Arguments of every fit. Forked processes inherit them, because traces are looked up by identity."""
 
 
 def _job(group: str) -> Calibration:

@@ -119,7 +119,7 @@ class DeepSeek(ParametrizedSpec):
         )
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         grouped, scaling = self.groups > 1, self.rope_scaling
         return shrunk(
             self,

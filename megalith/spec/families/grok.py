@@ -69,6 +69,6 @@ class Grok(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_scale=scale, output_scale=self.output_scale)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {"ffn": multiple(24, unit), "experts": multiple(4, unit), "active": min(self.active, 2)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

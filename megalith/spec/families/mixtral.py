@@ -63,7 +63,7 @@ class Mixtral(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {
             "window": self.window and 9,
             "ffn": multiple(24, unit),

@@ -89,7 +89,7 @@ class NemotronH(ParametrizedSpec):
         return model_of(self, (kinds[kind] for kind in islice(cycle(self.pattern), self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`, and each kind of layer comes early."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`, and each kind of layer comes early."""
         own = {
             "pattern": "".join(dict.fromkeys(self.pattern)), "mamba_heads": 2 * heads_unit, "mamba_head_dim": 8,
             "mamba_groups": heads_unit, "state": multiple(8, unit), "chunk": 8, "ffn": multiple(48, unit),

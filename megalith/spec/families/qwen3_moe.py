@@ -81,7 +81,7 @@ class Qwen3Moe(ParametrizedSpec):
         return model_of(self, (dense if number in self.dense_layers else block for number in range(self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         dense = (0,) if self.dense_layers and layers > 1 else ()
         own = {"ffn": multiple(48, unit) if self.ffn else None, "dense_layers": dense}
         own |= {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}

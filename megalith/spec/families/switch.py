@@ -11,7 +11,7 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, Mo
 
 class Switch(ParametrizedSpec):
     """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): every `every`-th block has experts,
-    and a token goes to the one with the highest score. An expert takes a limited number of a sequence's tokens; further
+    and a token goes to the expert with the highest score. An expert takes a limited number of a sequence's tokens; further
     tokens skip it.
 
     Adapted from the published encoder and decoder: `layers` counts the layers of both, in one causal stack without
@@ -65,6 +65,6 @@ class Switch(ParametrizedSpec):
         return model_of(self, blocks, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {"every": min(self.every, layers), "ffn": multiple(48, unit), "experts": multiple(4, unit)}
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, **own)

@@ -67,7 +67,7 @@ class Backlog:
         return tuple(Taken(site, sent, weight // least, age) for (site, sent, _, age), weight in zip(found, weights, strict=True))
 
     def merge(self, fragment: int, newest: Mapping[int, int], left: Collection[int]) -> None:
-        """Remove the merged differences: those of each site in `newest` up to its step there. Also remove everything of the
+        """Remove the merged differences: those of each site up to the step that `newest` states. Also remove all data of the
         sites `left`."""
         due = self.due[fragment]
         for site, sent in newest.items():
