@@ -3,12 +3,12 @@
 A *stack* is software on machines that one source measured. Predictions of its rows are wrong by a common factor, times a
 factor of each row:
 
-    log(measured / predicted) = bias + a stack's own (of deviation `between`) + a row's own (of deviation `within`)
+    log(measured / predicted) = bias + term of the stack (of deviation `between`) + term of the row (of deviation `within`)
 
-The deviations come from published rows, each judged by a fit without its stack. The half-width of an 80 % interval, in
-deviations, is that which holds 80 % of such rows, with equal weight for each stack (split conformal prediction over groups; Vovk
-et al. 2005; Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, depending on
-their number and scatter (the normal model's posterior; Gelman et al. 2013, section 5.4).
+The deviations come from published rows, each judged by a fit without its stack. An 80 % interval has the half-width, in
+deviations, with which it holds 80 % of such rows, if each stack has equal weight (split conformal prediction over groups; Vovk et
+al. 2005; Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, depending on their
+number and scatter (the normal model's posterior; Gelman et al. 2013, section 5.4).
 """
 
 import tomllib

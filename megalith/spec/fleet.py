@@ -1,4 +1,4 @@
-"""A run's response to faults: spares, copies of its state, checks, and when it stops for the user."""
+"""A run's response to faults: spares, copies of its state, checks, and the limits after which it stops."""
 
 from typing import Literal
 

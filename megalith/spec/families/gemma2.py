@@ -53,7 +53,7 @@ class Gemma2(OwnPartsSpec):
         return model_of(self, blocks, norm, embedding_scale=sqrt(self.dim), softcap=self.logit_softcap)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is shorter than the shortest sequence, so that it
-        has an effect."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is
+        shorter than the shortest sequence, so that it has an effect."""
         own = {"query_scalar": 12, "window": 9, "ffn": multiple(48, unit)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

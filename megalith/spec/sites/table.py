@@ -198,7 +198,7 @@ class SitesSpec(Spec):
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others. They must be more than half of all sites, or contain the site
-        that `decides` names. Exchanged gradients need all sites."""
+        that `decides` names. Sites that exchange gradients need all sites."""
         if self.exchanges_gradients:
             return len(set(sites)) == self.count
         return self.decides in sites if self.decides is not None else 2 * len(set(sites)) > self.count
