@@ -231,8 +231,8 @@ class EmbeddingSpec(Spec):
 
 
 class MtpSpec(Spec):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` further tokens after the next one, each by
-    a further block."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` tokens after the next one, each predicted
+    by a block of its own."""
 
     depth: PositiveInt = 1
     block: BlockSpec
