@@ -185,7 +185,7 @@ class Plan(Spec):
     post_validation: bool = Field(
         default=False,
         description="update before the global gradient norm is known, and check the norm after the next step's first "
-        "forwards. A wrong update is undone; until the check, gradients and copies are kept, {UNDO_BYTES:g} bytes a "
+        f"forwards. A wrong update is undone; until the check, gradients and copies are kept, {UNDO_BYTES:g} bytes a "
         "parameter of a rank's share with AdamW",
     )
     state: StateSpec = StateSpec()
