@@ -110,7 +110,7 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
     if chosen and choices.wide:
         found.append(f"layers stay wide if {precision} would make them slower: precision.wide = {list(choices.wide)}")
     elif not losing(run, cluster) and gained(pays(run, cluster, choices), choices.wide) <= 0:
-        found.append(f"no layer gains from {precision} here: bf16 is as fast or faster")
+        found.append(f"no layer gains from {precision} on this device: bf16 is as fast or faster")
     return tuple(found)
 
 

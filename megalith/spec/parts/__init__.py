@@ -169,4 +169,4 @@ def _faults(tensor: Tensor, kind: str) -> Iterable[str]:
     elif tensor.cut and kind == "norm":
         yield f"{tensor.name} is cut, but a norm needs all channels"
     if tensor.heads < 1 or tensor.shape[0] % tensor.heads:
-        yield f"{tensor.name} has {tensor.heads} heads in {tensor.shape[0]} rows"
+        yield f"{tensor.name} has {tensor.heads} heads, which do not divide its {tensor.shape[0]} rows"
