@@ -307,7 +307,7 @@ def something_is_narrow(case: Case) -> Found:
         yield advice("precision.tile", choices.tile, reason, "Leave one of the two out.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
-        reason = f"and wide_last = {choices.wide_last} leave none of the {blocks} blocks in {precision}"
+        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks in {precision}"
         most = f"Use wide_first + wide_last < {blocks}"
         yield error("precision.wide_first", choices.wide_first, reason, f'{most}, or train.precision = "bf16".')
 

@@ -58,6 +58,6 @@ def inputs_can_be_packed(case: Case) -> Found:
         yield advice(f"precision.{other}", getattr(choices, other), reason, "Leave it out.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
-        reason = f"and wide_last = {choices.wide_last} leave none of the {blocks} blocks to keep inputs in fp8"
+        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to keep inputs in fp8"
         way_out = f'Use wide_first + wide_last < {blocks}, or precision.kept = "wide".'
         yield error("precision.wide_first", choices.wide_first, reason, way_out)

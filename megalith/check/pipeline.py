@@ -99,7 +99,7 @@ def second_copies_are_worth_it(case: Case) -> Found:
     reason = f"keeps a second copy of each stage, about {format_bytes(state_bytes(case, plan) - state_bytes(case, other))} a rank"
     own, theirs = (_bubble(each, ranks, microbatches, chunks) for each, chunks in ((row, plan.chunks), (half, other.chunks)))
     if own is not None and theirs is not None:
-        reason += f", and idles for {own:.1%} of the useful time, {row.instead!r} for {theirs:.1%}"
+        reason += f", and idles for {own:.1%} of the useful time; {row.instead!r} idles for {theirs:.1%}"
     way_out = (
         f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless twice as many messages between stages cost more."
     )

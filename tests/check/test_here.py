@@ -149,7 +149,7 @@ def test_figures_of_another_processor_are_named_before_a_run_trusts_them(tmp_pat
     assert check_here(run, LAPTOP, processor="Made Up 9000") == []
     (told,) = check_here(run, LAPTOP, severity="error", processor="Other 1")
     assert (told.severity, told.key) == ("advice", "cluster")
-    assert "was measured on Made Up 9000, and this machine has Other 1" in told.reason
+    assert "was measured on Made Up 9000, but this machine has Other 1" in told.reason
     assert "--calibrate FILE.toml --ranks 2 here" in told.way_out
     (told,) = check_here(spec("plan.data=1", f'cluster="{file}"'), LAPTOP, processor="Made Up 9000")
     assert (told.severity, told.key) == ("advice", "cluster")

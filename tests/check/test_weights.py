@@ -37,8 +37,8 @@ def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
     path = first_weights("first")
     assert keys(FIRST) == []
     (problem,) = errors("model.dim=64", "model.ffn=96")
-    assert "dim = 128" in problem.reason.partition("and the run's")[0]
-    assert "dim = 64" in problem.reason.partition("and the run's")[2]
+    assert "dim = 128" in problem.reason.partition("but the run's")[0]
+    assert "dim = 64" in problem.reason.partition("but the run's")[2]
     (path / checkpoints.INDEX).unlink()
     (problem,) = check(spec(FIRST))
     assert (problem.key, f"{path.name}/{checkpoints.INDEX}" in problem.reason) == ("train.init_from", True)
