@@ -160,7 +160,7 @@ def test_a_hybrid_is_made_of_halves() -> None:
 
 @pytest.mark.parametrize(("given", "told"), [
     ({"mamba": SPEC, "attention": {"kind": "attention", "heads": 1, "kv_heads": 1, "head_dim": 8}}, "a block has one mixer"),
-    ({}, "a block of nothing"),
+    ({}, "the block is empty"),
     ({"mamba": SPEC, "mlp": MlpSpec(hidden=8), "parallel": True}, "parallel and post_norms need a block"),
 ])  # fmt: skip
 def test_what_makes_no_block_is_refused(given: dict, told: str) -> None:

@@ -219,7 +219,10 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
 def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and_noted():
     asked = resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8"))
     assert (asked.run.train.seq_len, asked.run.train.global_batch) == (8192, 512)
-    assert "--seq-len was not given: 8,192" in asked.notes[0] and "--global-batch was not given: 512" in asked.notes[1]
+    assert (
+        "--seq-len was not given: planned with 8,192" in asked.notes[0]
+        and "--global-batch was not given: planned with 512" in asked.notes[1]
+    )
     assert resolve(PlanRequest(model="tiny", cluster="h100:8")).run.train.seq_len == 256
 
 
