@@ -1,7 +1,8 @@
-"""Every rule of legality, and the field's advice, over a run's description. All problems are found at once, without torch.
+"""Rules over a run's description: errors that stop the run, and the field's advice. All problems are found at once, without
+torch.
 
 A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.
-Resources that one machine lacks for a run are checked separately from faults of the run itself (`check.here`).
+`check.here` separately reports resources that one machine lacks for a run.
 """
 
 from megalith.check.case import Case

@@ -1,4 +1,4 @@
-"""The run that a rule looks at, and the problems that it reports."""
+"""The run that rules check, and the problems that they report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ Found = Iterator[Problem]
 
 @dataclass(frozen=True)
 class Case:
-    """A run as the rules see it."""
+    """A run and the facts about it that rules need."""
 
     spec: RunSpec
     world: int | None
     """The number of ranks that were started, if known."""
     files: bool
-    """True if rules may look at the disk."""
+    """True if rules may read files on this machine."""
     begun: bool = False
     """True if the run has checkpoints to resume from."""
 
@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def model(self) -> ModelSpec | None:
-        """The model as parts; None if its sizes do not make a model (rules about sizes say why), or if one of them is faulty."""
+        """The model as parts; None if a size is faulty, or if the sizes do not make a model, which rules about sizes report."""
         try:
             return self.spec.model.build()
         except (ValidationError, AbsentError):
@@ -56,7 +56,7 @@ class Case:
 
     @cached_property
     def cluster(self) -> ClusterSpec | None:
-        """The cluster; None when it is this machine, or unknown."""
+        """The cluster; None if it is this machine or unknown."""
         try:
             return None if self.spec.cluster == "local" else clusters.load(self.spec.cluster)
         except SpecErrors:
@@ -87,7 +87,7 @@ def advice(name: str, value: Any, reason: str, way_out: str) -> Problem:
 
 
 def divisors(name: str, whole: int, near_to: int) -> str:
-    """Return the advice to use a divisor of `whole` close to `near_to`."""
+    """Return the advice to use a divisor of `whole` close to `near_to` as the value of `name`."""
     every = [d for d in range(1, whole + 1) if whole % d == 0]
     below = [d for d in every if d < near_to][-3:]
     above = [d for d in every if d > near_to][:1]

@@ -12,7 +12,7 @@ Cuts = Iterator[tuple[tuple[str, ...], int, int]]
 
 
 class Cut(NamedTuple):
-    """Channels that an axis of the plan splits."""
+    """Channels of a block that one axis of the plan splits."""
 
     axis: str
     layers: tuple[str, ...]
@@ -67,8 +67,8 @@ def _mlp(block: BlockSpec, tensor: int) -> Cuts:
 
 
 def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec, Cut], str | None], *, channels: str) -> Found:
-    """Yield an error for each kind of cut that is no multiple of `tile`, 0 for none. `layer_of`: a layer of the numbered block whose tiles
-    the cut may cross. `channels`: whose channels these are, with {} for the layer."""
+    """Yield an error for each kind of cut whose share is not a multiple of `tile` (0: no tiles). `layer_of` returns a layer
+    of the numbered block whose tiles the cut may cross. `channels`: description of the channels, with {} for the layer."""
     seen = set[Cut]()
     for number, block in enumerate(case.model.blocks if case.model and tile else ()):
         for cut in cuts_of(block, case):
@@ -79,7 +79,7 @@ def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec
             ranks, common = getattr(case.plan, cut.axis), gcd(cut.share, tile)
             reason = (
                 f"leaves a rank {cut.share} of the {cut.channels} channels {channels.format(f'blocks.{number}.{layer}')}, "
-                f"no multiple of a tile's {tile}: a scale would lie across two ranks"
+                f"not a multiple of a tile's {tile} channels: two ranks would share a scale"
             )
             fits = max((n for n in range(2, ranks) if cut.channels % (n * tile) == 0), default=1)
             tiles = f"precision.tile = {common}" if common > 1 else "other sizes"

@@ -1,4 +1,4 @@
-"""Rules about prepared data: it exists, is complete, and suffices for the run; its vocabulary and domains fit the run."""
+"""Rules about prepared data: the data exists, is complete, and suffices for the run; its vocabulary and domains fit the run."""
 
 from contextlib import suppress
 from functools import partial
@@ -15,7 +15,7 @@ from megalith.spec.quantity import Amount
 from megalith.spec.toml import key
 
 NAMED = 5
-"""Damaged files of a folder that are named one by one."""
+"""Largest number of a folder's damaged files that are named one by one."""
 
 
 def data_is_prepared(case: Case) -> Found:
@@ -33,12 +33,13 @@ def data_is_prepared(case: Case) -> Found:
     except DataError as fault:
         yield error("data.path", str(path), fault.parts[0][0], way_out)
     except OSError as fault:
-        yield error("data.path", str(path), f"its manifest.json cannot be read: {fault}", "Give a folder that can.")
+        yield error(
+            "data.path", str(path), f"its manifest.json cannot be read: {fault}", "Give a folder with a readable manifest.json."
+        )
 
 
 def data_is_whole(case: Case) -> Found:
-    """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; every copy
-    has the same data."""
+    """The folder or a copy has all shards at full length and the tokenizer that made them; every copy has the same data."""
     if not case.files:
         return
     path, copies, manifest = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies], case.manifest
@@ -57,12 +58,15 @@ def data_is_whole(case: Case) -> Found:
                 yield error(name, value, reason, way_out)
             if len(fault.parts) > NAMED:
                 yield error(
-                    name, value, f"{len(fault.parts) - NAMED} more of its files are damaged too", "Repair them in the same way."
+                    name,
+                    value,
+                    f"{len(fault.parts) - NAMED} more files of the folder are damaged too",
+                    "Repair these files in the same way.",
                 )
 
 
 def vocabulary_covers_the_tokens(case: Case) -> Found:
-    """Every token id has a row in the embedding."""
+    """The embedding has a row for every token id."""
     if case.manifest is None:
         return
     tokens, vocab = case.manifest.tokenizer.vocab_size, case.spec.model.vocab
@@ -80,36 +84,41 @@ def weighted_domains_exist(case: Case) -> Found:
     if weights is None:
         return
     if not any(weights.values()):
-        yield error("data.weights", weights, "gives no domain a share", "Give one a weight above 0, or leave weights out.")
+        yield error("data.weights", weights, "gives no domain a share", "Give a domain a weight above 0, or leave weights out.")
     if case.manifest is None:
         return
     domains = case.manifest.domains
     for name in weights:
         if name not in domains:
             nearest = near(name, domains)
-            way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}It has: {', '.join(domains)}."
+            way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}The data has: {', '.join(domains)}."
             yield error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
     for name in domains:
         if name not in weights:
-            reason = "the data has this domain, and the mixture gives it no share"
-            yield error(f"data.weights.{key(name)}", None, reason, f"Set it; {key(name)} = 0 leaves the domain out.")
+            reason = "the data has this domain, but the mixture gives the domain no share"
+            yield error(f"data.weights.{key(name)}", None, reason, f"Set a share; {key(name)} = 0 leaves the domain out.")
 
 
 def weighted_domains_have_text(case: Case) -> Found:
-    """A sample needs a token and the next one."""
+    """Each domain of the mixture has training text: a sample needs a token and the token after it."""
     weights = case.spec.data.weights
     for name, domain in _read_domains(case).items():
         if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule reports
             reason = f"the data has {domain.train.tokens} training tokens of this domain"
             share = None if weights is None else weights[name]
-            yield error(f"data.weights.{key(name)}", share, reason, "Set it to 0, and give the other domains their shares.")
+            yield error(
+                f"data.weights.{key(name)}",
+                share,
+                reason,
+                "Set the domain's share to 0, and give the other domains their shares.",
+            )
 
 
 def validation_has_text(case: Case) -> Found:
     """Validation needs held-out tokens."""
     every, held = case.spec.validation.every, _tokens(case, "validation")
     if every and held is not None and held < case.spec.train.seq_len:
-        reason = f"the data holds out {held} tokens, less than one sequence of {case.spec.train.seq_len}"
+        reason = f"the data holds out {held} tokens, fewer than one sequence of {case.spec.train.seq_len} needs"
         yield error("validation.every", every, reason, "Prepare the data with a larger held-out share, or use every = 0.")
 
 
@@ -121,13 +130,13 @@ def data_is_not_worn_out(case: Case) -> Found:
     if case.manifest is not None and available == 0:
         yield error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
     elif available and (wanted := phases.tokens(phases.after(0, train.steps))) > 4 * available:
-        reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; past 4 little is learnt"
+        reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; after 4 passes little more is learnt"
         way_out = f"Use steps <= {max(1, phases.steps_to(Amount(4 * available + 1, 'tokens')) - 1)}, or more data."
         yield advice("train.steps", train.steps, reason, way_out)
 
 
 def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
-    """Tokens of the domains the run reads; None without a manifest."""
+    """Tokens of the domains that the run reads; None without a manifest."""
     return None if case.manifest is None else sum(getattr(domain, split).tokens for domain in _read_domains(case).values())
 
 

@@ -7,7 +7,7 @@ from megalith.spec.problem import SpecErrors
 
 
 def cluster_is_known(case: Case) -> Found:
-    """MFU needs a peak that is in the catalogue."""
+    """The catalogue knows the cluster's accelerator: MFU needs its peak."""
     if case.spec.cluster != "local":
         try:
             clusters.load(case.spec.cluster)
@@ -16,32 +16,32 @@ def cluster_is_known(case: Case) -> Found:
 
 
 def tensor_stays_on_fast_links(case: Case) -> Found:
-    """Tensor parallelism moves activations in every layer: it belongs inside the fastest domain."""
+    """Tensor parallelism moves activations in every layer: tensor ranks belong inside one domain of fast links."""
     if case.cluster is None:
         return
     device = case.cluster.accelerator
     if case.plan.tensor > device.scale_up_domain:
         slower = case.cluster.scale_out
         rates = (
-            f", where the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
+            f"; between such domains the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
             if device.scale_up and slower
             else ""
         )
-        reason = f"reaches beyond the {device.scale_up_domain} {device.name} that fast links join{rates}"
+        reason = f"is more than the {device.scale_up_domain} {device.name} that fast links join{rates}"
         way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
         yield advice("plan.tensor", case.plan.tensor, reason, way_out)
 
 
 def experts_stay_on_fast_links(case: Case) -> Found:
-    """Every layer of experts sends each token there and back. Inside a fast domain that is quick; over the network it sets the
-    pace."""
+    """Every layer of experts sends each token to its experts and back. Inside a domain of fast links that is quick; over the
+    network it limits the speed."""
     if case.cluster is None:
         return
     device, plan = case.cluster.accelerator, case.plan
     line = plan.expert * plan.expert_tensor
     if line > device.scale_up_domain and plan.expert > 1:
         ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
-        reason = f"sends tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
+        reason = f"sends tokens between {ranks}, more than the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
         way_out = (
             f"Use expert <= {most} if that many experts fit a rank; else use a schedule that hides the messages, "
@@ -51,7 +51,7 @@ def experts_stay_on_fast_links(case: Case) -> Found:
 
 
 def device_suits(case: Case) -> Found:
-    """The device asked for is the cluster's, and computes in the precision asked for."""
+    """`train.device` is the cluster's kind of device, and the cluster computes in `train.precision`."""
     if case.cluster is None:
         return
     train, device = case.spec.train, case.cluster.accelerator
@@ -60,4 +60,9 @@ def device_suits(case: Case) -> Found:
     if device.peak and PRECISIONS[train.precision].rate not in device.peak:
         rate = f", at fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s at best" if "fp32" in device.peak else ""
         known = ", ".join(device.peak)
-        yield advice("train.precision", train.precision, f"{device.name} only emulates it{rate}", f"It computes in {known}.")
+        yield advice(
+            "train.precision",
+            train.precision,
+            f"{device.name} only emulates this precision{rate}",
+            f"Its units compute in {known}.",
+        )

@@ -19,21 +19,21 @@ def nodes_share_the_ranks(case: Case) -> Found:
 
 
 def fallback_is_the_same_run(case: Case) -> Found:
-    """The fallback plan for fewer nodes does not change the sets of tokens."""
+    """The fallback plan for fewer nodes keeps the sets of tokens over which experts are balanced."""
     if case.spec.fleet.fallback is not None and case.model is not None:
         yield from other_sets(case.spec, case.spec.fleet.fallback, "fleet.fallback")
 
 
 def verification_has_a_replica(case: Case) -> Found:
-    """If a rank recomputes its own gradients, only transient errors show."""
+    """Verification has another replica: a rank that recomputes its own gradients only detects transient errors."""
     plan, fleet = case.plan, case.spec.fleet
     if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
         reason = (
-            f"does not detect gradients that are wrong in the same way each time: with plan.data = {plan.data}, "
-            f"ranks only repeat their own work"
+            f"does not detect errors that a rank repeats: with plan.data = {plan.data}, "
+            f"each rank only recomputes its own gradients"
         )
-        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" they repeat nothing that training uses'
-        way_out = 'Use more data ranks, or fleet.verify = "all" for errors that come once, or verify_every = 0.'
+        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" it recomputes nothing that training uses'
+        way_out = 'Use more data ranks, or fleet.verify = "all" to detect one-off errors, or verify_every = 0.'
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
 
@@ -54,34 +54,37 @@ def updates_can_be_repeated(case: Case) -> Found:
     kind = next((kind for kind in kinds(case.spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     if fleet.recover and fleet.verify_every and fleet.memory_every and kind is not None:
         whole = OPTIMIZERS[kind].unit
-        reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, and a copy holds one rank's share"
+        reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, but a copy holds one rank's share"
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With optimizer.kind = "adamw", updates are verified too.')
     elif fleet.recover and fleet.verify_every and fleet.memory_every and case.spec.train.gradients != "fp32":
-        reason = 'verifies gradients only: an update is repeated from gradients in fp32, and train.gradients = "bf16"'
+        reason = 'verifies gradients only: a repeated update needs gradients in fp32, but train.gradients = "bf16"'
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With train.gradients = "fp32", updates are verified too.')
     elif fleet.recover and fleet.verify_every and fleet.memory_every and (master := case.spec.optimizer.master) != "fp32":
-        reason = f'verifies gradients only: with optimizer.master = "{master}" a copy holds halves of weights, not their place in a tensor'
+        reason = f'verifies gradients only: with optimizer.master = "{master}" a copy does not record the place of its weights in a tensor'
         yield advice(
             "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.master = "fp32", updates are verified too.'
         )
     elif fleet.recover and fleet.verify_every and fleet.memory_every and (moments := case.spec.optimizer.moments) != "fp32":
-        reason = f"verifies gradients only: rounding moments to {moments} depends on a share's place in a tensor, which no copy records"
+        reason = (
+            f"verifies gradients only: rounding moments to {moments} depends on a share's place in a tensor, but no "
+            "copy records this place"
+        )
         yield advice(
             "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.moments = "fp32", updates are verified too.'
         )
 
 
 def disk_takes_copies(case: Case) -> Found:
-    """Copies of the state on a node's disk need copies in memory, from which they are written, and a writable folder."""
+    """Copies of the state on a node's disk are written from copies in memory, and need a writable folder."""
     fleet = case.spec.fleet
     if not (fleet.recover and fleet.disk_every):
         return
     if not fleet.memory_every:
         reason = "writes the copies in memory to disk, but fleet.memory_every = 0 makes no copies in memory"
-        yield error("fleet.disk_every", fleet.disk_every, reason, f"Use fleet.memory_every = {fleet.disk_every}, say.")
+        yield error("fleet.disk_every", fleet.disk_every, reason, f"For example, use fleet.memory_every = {fleet.disk_every}.")
     folder = Path(fleet.disk).absolute()
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if case.files and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "is not a folder" if not there.is_dir() else "may not be written to"
+        wrong = "is not a folder" if not there.is_dir() else "is not writable"
         reason = f"{there} {wrong}, so no node could keep copies of the state there"
         yield error("fleet.disk", fleet.disk, reason, "Give a folder on each node's own disk, or set fleet.disk_every = 0.")

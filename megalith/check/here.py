@@ -1,4 +1,4 @@
-"""Shortages of one machine for a run: devices, memory, processors. The run itself is not wrong: it may be for other machines."""
+"""Resources that one machine lacks for a run: devices, memory, processors. The run itself may be right, for other machines."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,7 +31,7 @@ class Here:
 
     @property
     def on_gpus(self) -> bool | None:
-        """True if the ranks compute on GPUs of this machine, None if that cannot be told."""
+        """True if the ranks compute on GPUs of this machine; None if this is unknown."""
         device = self.case.spec.train.device
         if device != "auto":
             return device == "cuda"
@@ -39,8 +39,8 @@ class Here:
 
 
 def all_ranks(spec: RunSpec) -> int:
-    """Return the number of ranks that `megalith train` starts on a machine by itself: those of all sites, unless `sites.site`
-    names one."""
+    """Return the number of ranks that `megalith train` starts on a single machine: the ranks of all sites, or of the site
+    that `sites.site` names."""
     if spec.sites is None or spec.sites.site is not None:
         return spec.ranks
     return sum(plan.ranks for plan in spec.sites.plans) or spec.sites.count * spec.ranks
@@ -60,8 +60,8 @@ def check_here(
     provenance: Mapping[str, str] | None = None,
     processor: str = "",
 ) -> list[Problem]:
-    """Return all that `machine` is short of for the ranks that would start there, as problems of this severity at most. `processor` is the
-    name of its processor, to compare with that of measured figures."""
+    """Return a problem for each resource that `machine` lacks for the ranks that would start there, of this severity at most.
+    `processor`: name of its processor, which is compared with that of measured figures."""
     here = Here(Case(spec, None, files=False), machine, count, processor)
     found: list[Problem] = []
     for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks, figures_are_of_this_machine):
@@ -75,22 +75,24 @@ def check_here(
 
 
 def devices_are_here(here: Here) -> Found:
-    """Each rank has a GPU of its own, or all of them compute on the CPU."""
+    """Each rank has a GPU of its own, or all ranks compute on the CPU."""
     device, gpus, ranks = here.case.spec.train.device, here.machine.gpus, here.ranks
     if gpus is None or device == "cpu":
         return
     if gpus < ranks and (device == "cuda" or gpus > 0):
-        reason = f"{_counted(ranks, 'rank')} would start on this machine, which has {_counted(gpus, 'GPU')}"
-        yield error("train.device", device, reason, 'Start one rank a GPU, with torchrun or srun on more machines, or use "cpu".')
-    elif gpus == 0 and here.case.cluster is not None and not here.case.cluster.accelerator.is_processor:
-        reason = (
-            f"names {here.case.cluster.accelerator.name}, and on this machine, which has no GPU, the run would compute on the CPU"
+        reason = f"{_counted(ranks, 'rank')} would start on this machine, but it has {_counted(gpus, 'GPU')}"
+        yield error(
+            "train.device", device, reason, 'Start one rank for each GPU (with torchrun or srun on more machines), or use "cpu".'
         )
-        yield advice("cluster", here.case.spec.cluster, reason, 'Train it elsewhere; train.device = "cuda" makes this an error.')
+    elif gpus == 0 and here.case.cluster is not None and not here.case.cluster.accelerator.is_processor:
+        reason = f"names {here.case.cluster.accelerator.name}, but this machine has no GPU, so the run would compute on the CPU"
+        yield advice(
+            "cluster", here.case.spec.cluster, reason, 'Train on another machine; train.device = "cuda" makes this an error.'
+        )
 
 
 def memory_holds_the_state(here: Here) -> Found:
-    """Weights, gradients and moments alone fit the available memory."""
+    """The available memory holds at least weights, gradients and moments."""
     case, machine = here.case, here.machine
     if case.model is None or case.plan.data % case.plan.replicate:
         return
@@ -106,7 +108,7 @@ def memory_holds_the_state(here: Here) -> Found:
     else:
         return
     if held > limit:
-        reason = f"keeps at least {format_bytes(held)} of weights, gradients and moments {whose}, and {where} has {format_bytes(limit)}"
+        reason = f"keeps at least {format_bytes(held)} of weights, gradients and moments {whose}, but {where} has {format_bytes(limit)}"
 
         def fits(changed: RunSpec) -> bool:
             return ranks * rank_bytes(replace(case, spec=changed)) <= ROOM * limit
@@ -122,12 +124,15 @@ def memory_holds_the_state(here: Here) -> Found:
 
 
 def processors_run_the_ranks(here: Here) -> Found:
-    """Ranks that share a processor wait for their turn."""
+    """Each rank has a processor: ranks that share one take turns."""
     ranks, processors = here.ranks, here.machine.processors
     if ranks > processors:
-        reason = f"{_counted(ranks, 'rank')} would share the {_counted(processors, 'processor')} of this machine, and wait for their turns"
+        reason = f"{_counted(ranks, 'rank')} would share the {_counted(processors, 'processor')} of this machine, and take turns"
         yield advice(
-            "plan.data", here.case.plan.data, reason, f"It works, slowly. A plan of at most {processors} ranks is faster here."
+            "plan.data",
+            here.case.plan.data,
+            reason,
+            f"The run works, but slowly. A plan of at most {processors} ranks is faster here.",
         )
 
 
@@ -138,13 +143,13 @@ def figures_are_of_this_machine(here: Here) -> Found:
         return
     if here.processor not in ("", found.processor):
         reason = (
-            f"was measured on {found.processor}, and this machine has {here.processor}: predictions are for the other machine"
+            f"was measured on {found.processor}, but this machine has {here.processor}: predictions hold for the measured machine"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
     elif here.ranks != found.ranks:
         reason = (
-            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: "
-            f"each then has a "
+            f"was measured with {_counted(found.ranks, 'rank')} at work, but the run starts {here.ranks:,} here: "
+            f"a rank then has a "
             "different share of the processor, so the predictions do not apply"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")

@@ -19,10 +19,11 @@ from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PAIR = 2
-"""Files of a rank with state on disk that updates alternate between."""
+"""Number of files between which updates of a rank's state on disk alternate."""
 
 ROOM = 0.9
-"""The part of a device's memory that a change must fit in to be named; the rest is for temporary tensors, context and fragments."""
+"""The share of a device's memory in which a run must fit after a suggested change; the rest is for temporary tensors, CUDA's
+context and fragmentation."""
 
 
 def segments_lie_in_a_stage(case: Case) -> Found:
@@ -32,12 +33,12 @@ def segments_lie_in_a_stage(case: Case) -> Found:
         return
     longest = max(plan.layers) if plan.layers else -(-blocks // plan.stages)
     if plan.recompute != "sqrt" and size > longest:
-        reason = f"asks for segments of {size} blocks, and the longest stage has {longest}"
+        reason = f"asks for segments of {size} blocks, but the longest stage has {longest}"
         yield error("plan.recompute", plan.recompute, reason, f"Use segments:auto, or segments:K with K <= {longest}.")
 
 
 def state_fits(case: Case) -> Found:
-    """Weights, gradients and moments alone fit the device."""
+    """The device's memory holds at least weights, gradients and moments."""
     memory = case.cluster.accelerator.memory if case.cluster else None
     if memory is None or case.model is None or case.plan.data % case.plan.replicate:
         return
@@ -45,26 +46,32 @@ def state_fits(case: Case) -> Found:
     if held > memory:
         name = case.cluster.accelerator.name if case.cluster else ""
         reason = (
-            f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, and {name} has {format_bytes(memory)}"
+            f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, but {name} has {format_bytes(memory)}"
         )
         way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
-        other = "Or use more" if way_out else "No change with the same number of ranks is enough. Use more"
-        yield error("plan.zero", case.plan.zero, reason, f"{way_out}{other} of tensor, pipeline or data, or a smaller model.")
+        other = "Or raise" if way_out else "No change with the same number of ranks is enough. Raise"
+        yield error(
+            "plan.zero",
+            case.plan.zero,
+            reason,
+            f"{way_out}{other} plan.tensor, plan.pipeline or plan.data, or use a smaller model.",
+        )
 
 
 def optimizer_is_sharded(case: Case) -> Found:
-    """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
+    """Data ranks shard the optimizer: ZeRO-1 adds no communication and saves most of the optimizer's memory (Rajbhandari et
+    al. 2019)."""
     plan = case.plan
     if plan.zero == 0 and plan.data > 1 and case.model is not None:
         numbers = case.parameters.total // (plan.tensor * plan.pipeline)
         slots = slots_of(case.spec.optimizer)
         whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
         reason = f"keeps {format_bytes(int(whole))} of optimizer moments on each of {plan.data} data ranks"
-        yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))}, for the same bytes exchanged.")
+        yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))} and exchanges the same number of bytes.")
 
 
 def state_elsewhere_can_be_had(case: Case) -> Found:
-    """The optimizer's rule works where its state lives."""
+    """The optimizer's rule can update state in its place."""
     state, spec = case.plan.state, case.spec
     if state.optimizer == "device":
         if state.share < 1:
@@ -73,40 +80,40 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     kind = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
-        reason = f"would update by {kind} in host memory, but it needs each whole {OPTIMIZERS[kind].unit}, parts of which are on other GPUs"
-        way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", whose updates look at one number at a time.'
+        reason = (
+            f"would update in host memory, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of it"
+        )
+        way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", which update each element on its own.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
 
 def weights_elsewhere_are_gathered(case: Case) -> Found:
-    """Weights that are not on the device are made from master weights in the same place, each time they are gathered."""
+    """Weights that are not on the device are cast from master weights in the same place at each gather."""
     state, spec, key = case.plan.state, case.spec, "plan.state.weights"
     if state.weights == "device":
         return
     if state.optimizer != state.weights:
-        reason = (
-            f'makes the weights from master weights there, but plan.state.optimizer = "{state.optimizer}" keeps those elsewhere'
-        )
+        reason = f'casts weights from master weights there, but plan.state.optimizer = "{state.optimizer}" keeps master weights elsewhere'
         yield error(key, state.weights, reason, f'Use plan.state.optimizer = "{state.weights}", or weights = "device".')
     if case.plan.zero != 3:
-        reason = f"gathers the weights of one part at a time, and plan.zero = {case.plan.zero} keeps the weights of all parts"
-        yield error(key, state.weights, reason, 'Use plan.zero = 3, on one data rank too, or weights = "device".')
+        reason = f"gathers the weights of one part at a time, but plan.zero = {case.plan.zero} keeps all weights on each rank"
+        yield error(key, state.weights, reason, 'Use plan.zero = 3 (even with one data rank), or weights = "device".')
     if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
         reason = (
-            f"makes the weights from master weights, and with train.precision = {spec.train.precision!r} both are "
+            f"casts weights from master weights, but with train.precision = {spec.train.precision!r} both are "
             f"the same and stay on the device"
         )
         yield error(key, state.weights, reason, 'Use train.precision = "bf16", or weights = "device".')
     if spec.optimizer.master in LOWER:
         reason = (
-            f"makes the weights from master weights, and optimizer.master = {spec.optimizer.master!r} makes the "
-            f"master weights from the weights"
+            f"casts weights from master weights, but optimizer.master = {spec.optimizer.master!r} makes the "
+            f"master weights from the compute weights"
         )
         yield error(key, state.weights, reason, 'Use optimizer.master = "fp32", or weights = "device".')
 
 
 def released_gradients_can_be_taken_back(case: Case) -> Found:
-    """A step that updates inside its backward, before the norm is known, can be undone, and saves memory."""
+    """With `plan.state.release`, a step that updates inside its backward can be undone, and saves memory."""
     state, spec, key = case.plan.state, case.spec, "plan.state.release"
     if not state.release:
         return
@@ -114,8 +121,9 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if state.optimizer != "disk" or state.share < 1:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the norm is known, so it must be able to undo an update. Unless the state is on disk, that takes copies of "
-            f"{taken:g} bytes a parameter, to save {saved:g}"
+            "updates before the gradient norm is known, so a run must be able to undo an update. Without the state on "
+            "disk, this takes copies of "
+            f"{taken:g} bytes a parameter, but saves only {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
     if spec.microbatches > 1:
@@ -123,22 +131,22 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
         yield error(key, True, reason, f"Use plan.microbatch = {spec.microbatches * case.plan.microbatch}, or release = false.")
     if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
         reason = (
-            f"undoes updates from the disk, and with train.precision = {spec.train.precision!r} the master weights stay in memory"
+            f"undoes updates from the disk, but with train.precision = {spec.train.precision!r} the master weights stay in memory"
         )
         yield error(key, True, reason, 'Use train.precision = "bf16", or release = false.')
     if spec.optimizer.master in LOWER:
-        reason = f"undoes updates from the disk, and with optimizer.master = {spec.optimizer.master!r} half of each weight stays in memory"
+        reason = f"undoes updates from the disk, but with optimizer.master = {spec.optimizer.master!r} half of each weight stays in memory"
         yield error(key, True, reason, 'Use optimizer.master = "fp32".')
 
 
 def released_gradients_are_updated_by_parts(case: Case) -> Found:
-    """An update inside the backward sees one part's gradients, on one rank."""
+    """No setting needs all gradients after the backward: an update inside it has the gradients of one part, on one rank."""
     spec, key = case.spec, "plan.state.release"
     if not case.plan.state.release:
         return
     whole = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     if whole is not None:
-        reason = f"updates part by part inside the backward, and {whole} looks at a whole {OPTIMIZERS[whole].unit} on all ranks together"
+        reason = f"updates part by part inside the backward, but {whole} needs each whole {OPTIMIZERS[whole].unit} from all ranks"
         yield error(key, True, reason, 'Use optimizer.kind = "adamw", "sgd" or "lion", or release = false.')
     for other, value in (
         ("optimizer.adaptive_clip", spec.optimizer.adaptive_clip),
@@ -148,24 +156,25 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
         ("plan.post_validation", case.plan.post_validation),
     ):
         if value:
-            reason = f"frees gradients inside the backward, and {other} = {str(value).lower()} needs them all after it"
+            reason = f"frees gradients inside the backward, but {other} = {str(value).lower()} needs all gradients after it"
             yield error(key, True, reason, f"Leave out {other}, or use release = false.")
 
 
 def disk_takes_the_state(case: Case) -> Found:
-    """State on disk has room in a folder that can be written to, and has no copies in memory."""
+    """State on disk has room in a writable folder, and no copies in memory."""
     state, fleet = case.plan.state, case.spec.fleet
     if state.optimizer != "disk":
         return
     if fleet.recover and fleet.memory_every:
         reason = (
-            f"keeps no copies in memory, despite fleet.memory_every = {fleet.memory_every}: they would hold all the state on disk"
+            f"makes no copies in memory, despite fleet.memory_every = {fleet.memory_every}: a copy would hold all the "
+            "state that is on disk"
         )
         saved = case.spec.checkpoint.every
         way_out = (
-            f"A fault goes back to the last checkpoint, {saved} steps at most."
+            f"After a fault the run resumes from its last checkpoint, at most {saved} steps back."
             if saved
-            else "Set checkpoint.every: a fault goes back to the last one."
+            else "Set checkpoint.every: after a fault the run resumes from its last checkpoint."
         )
         yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
     if not case.files or case.model is None or case.plan.data % case.plan.replicate:
@@ -179,27 +188,27 @@ def disk_takes_the_state(case: Case) -> Found:
     has, way_out = f"but {there} has {format_bytes(free)} free", "Make room there, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:
-        besides = " and, while the model is built, for its master weights" if building else ""
+        besides = " and the master weights while the model is built" if building else ""
         reason = f"needs at least {format_bytes(least)} for two slots of each rank's state{besides}, {has}"
         yield error("plan.state.folder", state.folder, reason, way_out)
     elif (PAIR + saved) * slot > free:
-        reason = f"needs at least {format_bytes((PAIR + saved) * slot)} while it saves, in files that checkpoints hold too, {has}"
+        reason = f"needs at least {format_bytes((PAIR + saved) * slot)} together with the files that checkpoints hold, {has}"
         yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the first one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.exists())
 
 
 def unusable(there: Path) -> str:
-    """Say why nothing can be written to a path."""
-    return f"{there} {'is not a folder' if not there.is_dir() else 'may not be written to'}"
+    """Return the reason why nothing can be written to a path."""
+    return f"{there} {'is not a folder' if not there.is_dir() else 'is not writable'}"
 
 
 def long_sequences_recompute(case: Case) -> Found:
-    """Activations grow with the sequence; recomputing trades them for time."""
+    """Long sequences use recomputation: activations grow with the sequence, and recomputation saves them at the cost of time."""
     plan, train = case.plan, case.spec.train
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
@@ -218,14 +227,14 @@ def long_sequences_recompute(case: Case) -> Found:
 
 
 def state_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of a rank's bytes of the blocks' state; experts are laid out separately. Below ZeRO-3 it also holds whole
-    weights to compute with."""
+    """Lower bound of a rank's bytes for the blocks' state; experts are sharded separately. Below ZeRO-3 a rank also holds
+    whole compute weights."""
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
     return int(_held(case, plan, case.parameters, places))
 
 
 def rank_bytes(case: Case) -> float:
-    """About how many bytes the worst rank keeps: state, activations, and the gradients of a part that are reduced."""
+    """Approximate bytes of the worst rank: state, activations, and the gradients of a part during their reduction."""
     assert case.model is not None
     plan, blocks = case.plan, case.parameters
     whole = count_model(case.model)
@@ -238,8 +247,9 @@ def rank_bytes(case: Case) -> float:
 
 
 def activation_bytes(case: Case) -> float:
-    """About how many bytes of activations a rank keeps for backward. With recomputation these are each block's input, and one block. If
-    they wait elsewhere, three blocks or inputs are on the device: one computes, and two are on their way."""
+    """Approximate bytes of activations that a rank keeps for backward. With full recomputation these are each block's input
+    and one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being
+    copied."""
     assert case.model is not None
     plan, model = case.plan, case.model
     saved: float = sum(_saved_numbers(block, model.dim) for block in model.blocks)
@@ -259,13 +269,14 @@ def activation_bytes(case: Case) -> float:
 
 
 def _elsewhere(case: Case) -> list[Slot]:
-    """The slots that may live elsewhere: those of the optimizer, and the master weights if products compute with other numbers."""
+    """The slots that may be kept outside the device: the optimizer's, and master weights if compute weights have another
+    format."""
     narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
     return [*(masters_of(case.spec.optimizer) if narrow else []), *slots_of(case.spec.optimizer)]
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of the size of a rank's file for the blocks' state: one slot of each chunk."""
+    """Lower bound of the size of one of a rank's files for the blocks' state."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
     shares = numbers.dense / (plan.tensor * plan.dp_shard) + numbers.experts / (
@@ -275,7 +286,7 @@ def disk_bytes(case: Case, plan: Plan) -> int:
 
 
 def total_state_bytes(case: Case, plan: Plan) -> int:
-    """Return the bytes of the whole model's state over all ranks. The embedding and the head are on one stage each."""
+    """Return the bytes of the whole model's state over all ranks. The embedding and the head are each on one stage."""
     assert case.model is not None
     whole, blocks = count_model(case.model), case.parameters
     ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
@@ -312,9 +323,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """Return approximately how many numbers a block keeps of a token for backward, with fused kernels. These are the inputs and outputs
-    of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the MLP's gate,
-    up, activation(gate) and their product, for each expert that the token meets."""
+    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. These are the inputs and
+    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and
+    the MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
     own = own_tensors(block, dim)  # of an own half, twice what its matrices give
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
@@ -323,8 +334,8 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
 
 
 def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
-    """About how many of these numbers keeping in 8 bits spares, as a rounded number has fewer bytes: of the inputs of products and factors
-    of activations, if they are kept so, and of attention's tensors, if these are."""
+    """Approximate memory that 8-bit formats save, in numbers of the compute format: for inputs of products and of
+    activations, and for attention's tensors, if these are kept in 8 bits."""
     assert case.model is not None
     choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
     kept, spared = PRECISIONS["fp8"], 0.0

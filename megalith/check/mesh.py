@@ -1,4 +1,5 @@
-"""Rules about the mesh: the product of the axes is the number of ranks, and each axis divides the dimension that it splits."""
+"""Rules about the mesh: the product of the axes equals the number of ranks, and each axis divides the dimension that it
+splits."""
 
 from math import gcd
 
@@ -10,13 +11,13 @@ from megalith.spec.sizes import own_tensors
 
 
 def replicate_divides_data(case: Case) -> Found:
-    """Copies of the state are groups of equal size."""
+    """All groups of data ranks with a copy of the state have the same size."""
     plan = case.plan
     if plan.data % plan.replicate:
         reason = f"does not divide plan.data = {plan.data}"
         yield error("plan.replicate", plan.replicate, reason, divisors("replicate", plan.data, plan.replicate))
     elif plan.replicate > 1 and plan.zero == 0:
-        reason = "changes nothing with plan.zero = 0, which copies everything"
+        reason = "changes nothing: with plan.zero = 0 every data rank has a full copy"
         yield advice("plan.replicate", plan.replicate, reason, "Leave it out.")
 
 
@@ -31,9 +32,9 @@ def ranks_match_the_plan(case: Case) -> Found:
     if case.world is not None and case.world != ranks:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
-        yield error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {ranks} ranks.")
+        yield error("plan.data", plan.data, f"{need}, but {case.world} were started", f"{way_out}, or start {ranks} ranks.")
     if case.cluster and clusters.counted(case.spec.cluster) and case.cluster.count < ranks:
-        reason = f"has {case.cluster.count} devices, and {need}"
+        reason = f"has {case.cluster.count} devices, but {need}"
         way_out = f"Use {case.cluster.accelerator.name}:{ranks}, or a smaller plan."
         yield error("cluster", case.spec.cluster, reason, way_out)
 
@@ -54,7 +55,7 @@ def tensor_divides_the_model(case: Case) -> Found:
 
 
 def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
-    """Tensor ranks divide the heads of keys and values, or each has the head that its queries need."""
+    """Tensor ranks divide the key and value heads evenly, or several ranks share each such head evenly."""
     tensor = case.plan.tensor
     for block, name in case.blocks.items():
         attention = block.attention
@@ -65,7 +66,7 @@ def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
 
 
 def context_divides_the_sequence(case: Case) -> Found:
-    """Each context rank has one early and one late part of every sequence; Ulysses' ranks exchange whole heads."""
+    """Context ranks split every sequence into one early and one late part each; Ulysses ranks exchange whole heads."""
     plan = case.plan
     if plan.context % plan.ulysses:
         yield error(
@@ -77,16 +78,17 @@ def context_divides_the_sequence(case: Case) -> Found:
     if plan.context == 1:
         return
     if mixed := next((name for block, name in case.blocks.items() if block.mamba), None):
-        reason = f"splits sequences, and the state of Mamba-2 ({mixed}.mamba) would have to pass from rank to rank"
+        reason = f"splits sequences, but Mamba-2 ({mixed}.mamba) cannot pass its state from rank to rank"
         way_out = (
-            "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
+            "Use context = 1. For less memory, use plan.tensor, recomputation or more data ranks; Mamba-2 needs "
+            "little for long sequences."
         )
         yield error("plan.context", plan.context, reason, way_out)
     for block, name in case.blocks.items():
         heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
         if plan.ulysses > 1 and heads % split:
             reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
-            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
+            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; context ranks beyond it form a ring.")
     length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
@@ -95,12 +97,12 @@ def context_divides_the_sequence(case: Case) -> Found:
             "train.seq_len",
             length,
             f"{reason} = {unit}",
-            f"Use seq_len = {next_multiple(length, unit)}, say, or a smaller plan.context.",
+            f"Use seq_len = {next_multiple(length, unit)}, for example, or a smaller plan.context.",
         )
 
 
 def experts_have_ranks(case: Case) -> Found:
-    """Expert ranks are taken from those of one pipeline rank; they share out experts, and split the width of each, evenly."""
+    """Expert ranks are ranks of one pipeline stage. They divide the experts and the width of each expert evenly."""
     plan = case.plan
     moes = {name: block.mlp for block, name in case.blocks.items() if isinstance(block.mlp, MoeSpec)}
     asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
@@ -112,7 +114,7 @@ def experts_have_ranks(case: Case) -> Found:
     if ranks % (plan.expert * plan.expert_tensor):
         product = plan.expert * plan.expert_tensor
         reason = f"x expert_tensor {plan.expert_tensor} = {product} does not divide data x context x tensor = {ranks}"
-        way_out = f"Use a product that does: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
+        way_out = f"Use a product that divides it: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
         yield error("plan.expert", plan.expert, reason, way_out)
     for name, moe in moes.items():
         if moe.experts % plan.expert:
@@ -126,7 +128,7 @@ def experts_have_ranks(case: Case) -> Found:
 
 
 def batch_divides(case: Case) -> Found:
-    """Every data rank computes equally many whole microbatches."""
+    """Every data rank computes the same number of whole microbatches."""
     plan, batch, sites = case.plan, case.spec.train.global_batch, case.spec.sites
     count = sites.parts if sites else 1
     unit = count * unit_of(case.spec)
@@ -135,14 +137,17 @@ def batch_divides(case: Case) -> Found:
         factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
-            factors, smaller = f"{count} shares of the sites x {unit_of(case.spec)} samples, the unit of all plans", None
+            factors, smaller = (
+                f"{count} shares of the sites x {unit_of(case.spec)} samples, which every site's plan divides",
+                None,
+            )
         reason = f"is not a multiple of {factors} = {unit}"
         also = f", or plan.microbatch = {smaller}" if smaller else ""
         yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
 
 
 def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
-    """Map each size that tensor parallelism splits, by (name, part), to its value."""
+    """Return the value of each size that tensor parallelism splits, by (name, part)."""
     assert case.model is not None
     sizes = {("vocab", "embedding, head"): case.model.embedding.vocab}
     if case.model.embedding.positions is not None:

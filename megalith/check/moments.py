@@ -1,4 +1,4 @@
-"""Rules about moments in few bits: blocks inside shards, and something to keep small."""
+"""Rules about moments and master weights in few bits: blocks lie inside shards, and the settings have an effect."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -15,25 +15,25 @@ from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import kinds, takes_small_moments, treatment
 
 INPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.shared.down.weight")
-"""Ends of names of the matrices whose inputs, their last dimension, tensor ranks split."""
+"""Ends of the names of matrices whose last dimension, the inputs, tensor ranks split."""
 
 
 class Crossing(NamedTuple):
-    """A row of a parameter that the plan cuts within a block."""
+    """A row of a parameter that the plan cuts inside a block with one scale."""
 
     name: str
     axis: str
     """Key of the plan."""
     ranks: int
-    """The ranks that cut the row."""
+    """The number of ranks that share the row."""
     numbers: int
     """The numbers of a row."""
     share: int
-    """The largest number of them on one rank."""
+    """The largest number of the row's numbers on one rank."""
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
-    """Yield the parameters that have a block of moments which would lie on two ranks."""
+    """Yield the parameters with a block of moments that would lie on two ranks."""
     if optimizer.moments != "fp8":
         return
     shards = max(1, Mesh.of(plan).experts[2])
@@ -48,14 +48,15 @@ def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterato
 
 
 def _cut(parameter: Parameter, plan: Plan, shards: int) -> tuple[str, int]:
-    """The axis that cuts a parameter's last dimension, and into how many parts. `shards`: those of ZeRO, of experts."""
+    """Return the axis that cuts a parameter's last dimension, and the number of parts. `shards`: the number of ZeRO shards of
+    experts."""
     if parameter.role == "experts":  # inputs of the way up are cut by ZeRO, those of the way down by `expert_tensor`
         return ("expert_tensor", plan.expert_tensor) if parameter.name.endswith("experts.down") else ("data", shards)
     return "tensor", plan.tensor if parameter.name.endswith(INPUTS) else 1
 
 
 def blocks_lie_inside_shards(case: Case) -> Found:
-    """A rank's share of a moment has the bytes of the whole moment only if no block lies across the border of shares."""
+    """Blocks of moments lie inside one rank's share: only then does the share have the same bytes as in the whole moment."""
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     block, seen = case.spec.optimizer.moment_block, set[tuple[str, int]]()
@@ -64,8 +65,8 @@ def blocks_lie_inside_shards(case: Case) -> Found:
             continue
         seen.add((found.axis, found.numbers))
         reason = (
-            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}. That is no multiple of "
-            f"optimizer.moment_block = {block}, so numbers of two ranks would share a scale of the moments"
+            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, which is not a multiple of "
+            f"optimizer.moment_block = {block}, so two ranks would share a scale of the moments"
         )
         fits = gcd(found.share, block)
         smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "
@@ -73,18 +74,18 @@ def blocks_lie_inside_shards(case: Case) -> Found:
 
 
 def halves_can_be_had(case: Case) -> Found:
-    """A weight in bf16 is the upper half of one in fp32; one of another format is not."""
+    """Split master weights need compute weights in bf16, the upper half of fp32 weights."""
     spec = case.spec
     if spec.optimizer.master == "fp32":
         return
     compute = PRECISIONS[spec.train.precision].compute.name
     if compute != "bf16":
-        reason = f"splits fp32 weights into bf16 and the remaining bits, but weights compute in {compute}"
+        reason = f"splits fp32 weights into bf16 and the remaining bits, but the compute weights are in {compute}"
         yield error(
             "optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or train.precision = "bf16".'
         )
     if spec.sites is not None:
-        reason = "keeps no fp32 weights, and sites merge theirs in fp32"
+        reason = "keeps no fp32 weights, but sites merge weights in fp32"
         yield error("optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or leave out [sites].')
     if (
         case.plan.zero
@@ -92,20 +93,25 @@ def halves_can_be_had(case: Case) -> Found:
         and case.plan.dp_shard > 1
         and spec.optimizer.master == "split16"
     ):
-        reason = f"saves nothing over {case.plan.dp_shard} shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"
-        yield advice("optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3.')
+        reason = (
+            f"saves nothing over {case.plan.dp_shard} shards: a rank keeps 2 + 2 bytes for each weight of its share, "
+            "as many as in fp32"
+        )
+        yield advice(
+            "optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3 bytes.'
+        )
 
 
 def gradients_in_bf16_are_of_bf16(case: Case) -> Found:
-    """Sums in bf16 save memory only where the gradients that are added up are in bf16 too."""
+    """Gradient sums in bf16 need gradients that backward computes in bf16."""
     compute = PRECISIONS[case.spec.train.precision].compute.name
     if case.spec.train.gradients == "bf16" and compute != "bf16":
-        reason = f"rounds what backward computes in {compute}"
+        reason = f"rounds the gradients that backward computes in {compute}"
         yield error("train.gradients", "bf16", reason, 'Use train.gradients = "fp32", or train.precision = "bf16".')
 
 
 def something_is_small(case: Case) -> Found:
-    """A choice that changes nothing is a mistake."""
+    """A setting of moments that changes nothing is a mistake."""
     spec = case.spec.optimizer
     if spec.moments == "fp32":
         for key in ("moment_block", "moment_least"):
@@ -114,9 +120,12 @@ def something_is_small(case: Case) -> Found:
                 yield advice(f"optimizer.{key}", getattr(spec, key), reason, 'Leave it out, or use optimizer.moments = "fp8".')
         return
     if not any(slot.shape == "like" for kind in kinds(spec) for slot in OPTIMIZERS[kind].slots):
-        reason = f"changes nothing: {spec.kind} keeps a number for each row and column, all in fp32"
+        reason = f"changes nothing: {spec.kind} keeps moments of rows and columns, which stay in fp32"
         yield advice("optimizer.moments", spec.moments, reason, "Leave it out.")
     elif case.model is not None and not any(takes_small_moments(each, spec) for each in model_parameters(case.model).values()):
         largest = max(each.numel for each in model_parameters(case.model).values() if each.role in ("matrix", "experts"))
-        reason = f"changes nothing: the model's largest matrix has {largest:,} elements, and optimizer.moment_least = {spec.moment_least:,}"
+        reason = (
+            f"changes nothing: the model's largest matrix has {largest:,} elements, fewer than optimizer.moment_least "
+            f"= {spec.moment_least:,}"
+        )
         yield advice("optimizer.moments", spec.moments, reason, f"Use moment_least <= {largest}, or leave it out.")

@@ -4,9 +4,9 @@ from megalith.check.case import Case, Found, error
 
 
 def name_is_a_folder(case: Case) -> Found:
-    """The run's folder is runs/NAME, so its name is that of one folder there, and of no other place."""
+    """The run's folder is runs/NAME, so NAME must be the name of a single folder."""
     name = case.spec.name
     if name.strip() not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
         return
-    reason = "is not a name for a folder, and the run is kept in runs/NAME"
-    yield error("name", name, reason, 'Leave out slashes, such as "first". --run-dir keeps a run anywhere else.')
+    reason = "cannot be the name of a folder, but the run is kept in runs/NAME"
+    yield error("name", name, reason, 'Use a name without slashes, such as "first". --run-dir keeps a run in any other folder.')

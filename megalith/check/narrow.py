@@ -1,4 +1,4 @@
-"""Rules about narrow precisions: tiles lie inside shards, draws follow whole tensors, and something is left to narrow."""
+"""Rules about narrow precisions: results do not depend on the plan, and the settings fit together and have an effect."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +15,7 @@ from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
 
 
 def tiles_lie_inside_shards(case: Case) -> Found:
-    """A rank rounds its share of a tensor to the numbers of the whole tensor only if no tile lies across the border of shares."""
+    """Tiles lie inside one rank's share: only then is the share rounded to the same numbers as in the whole tensor."""
     choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
 
     def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
@@ -25,21 +25,20 @@ def tiles_lie_inside_shards(case: Case) -> Found:
 
 
 def tiles_lie_inside_sequences(case: Case) -> Found:
-    """Weight gradients are summed over tiles of tokens. A tile lies within one sequence, and within one context rank's part of
-    it."""
+    """Weight gradients are summed over tiles of tokens. A tile lies inside one context rank's part of one sequence."""
     tile, train, plan = tile_of(case.spec.precision, case.spec.train.precision), case.spec.train, case.plan
     if not tile or case.spec.precision.weight_gradient == "wide":
         return
     unit = tile * (2 * plan.context if plan.context > 1 else 1)
     if train.seq_len % unit:
         parts = f" x 2 x context {plan.context} = {unit}" if plan.context > 1 else ""
-        reason = f"is not a multiple of a tile's {tile} tokens{parts}: which tokens share a scale would depend on the plan"
+        reason = f"is not a multiple of a tile's {tile} tokens{parts}: the tokens that share a scale would depend on the plan"
         way_out = f'Use seq_len = {next_multiple(train.seq_len, unit)}, say, or precision.weight_gradient = "wide".'
         yield error("train.seq_len", train.seq_len, reason, way_out)
 
 
 def maxima_can_be_shared(case: Case) -> Found:
-    """A scale of a row or a tensor follows the largest number on all ranks that hold a part of it."""
+    """The scale of a row or a tensor follows its largest number on all ranks that hold a part of it."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
     if not is_narrow(precision):
         return
@@ -47,15 +46,15 @@ def maxima_can_be_shared(case: Case) -> Found:
     if choices.granularity == "tile" and not whole:
         return
     if PRECISIONS[precision].products not in RECIPE.values() and choices.granularity != "tile":
-        reason = f"does not work with train.precision = {precision!r}, whose blocks are part of the format"
+        reason = f"does not work with train.precision = {precision!r}: the format fixes the blocks that share a scale"
         yield error("precision.granularity", choices.granularity, reason, 'Leave it out, or use train.precision = "fp8".')
     asked = f'train.precision = "{precision}"' if whole else f'precision.granularity = "{choices.granularity}"'
     if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
-        reason = f"with {asked}: each piece would have a scale of its own"
+        reason = f"does not work with {asked}: each piece would have a scale of its own"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
-        reason = f"cuts {cut}, whose weights have a scale for each {share}: ranks that split an expert share no scale"
+        reason = f"cuts {cut}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
         yield error(
             "plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {_other(precision)}, or {_NO_EXPERTS}."
         )
@@ -65,7 +64,7 @@ _NO_EXPERTS = 'precision.wide = ["*.experts"]'
 
 
 def _other(precision: str) -> str:
-    """Return the settings that a run may choose instead of scales that span ranks."""
+    """Return settings that avoid scales across ranks, as text."""
     return (
         'train.precision = "mxfp4" with precision.rounding = "nearest"'
         if precision == "nvfp4"
@@ -74,7 +73,7 @@ def _other(precision: str) -> str:
 
 
 def _narrow_experts(case: Case) -> str:
-    """Return the name of the first experts that multiply in the narrow format, or nothing."""
+    """Return the name of the first experts that multiply in the narrow format; empty if there are none."""
     mixtures = (f"blocks.{n}.mlp.experts" for n, block in enumerate(case.model.blocks if case.model else ()) if _mixes(block))
     blocks = len(case.model.blocks) if case.model else 0
     return next((name for name in mixtures if not stays_wide(name, blocks=blocks, choices=case.spec.precision)), "")
@@ -85,17 +84,17 @@ def _mixes(block: BlockSpec) -> bool:
 
 
 def draws_know_their_numbers(case: Case) -> Found:
-    """Stochastic rounding follows the place of each number in the whole tensor, and its token."""
+    """Stochastic rounding knows the place of each number in the whole tensor, and its token."""
     plan, precision = case.plan, case.spec.train.precision
     if not is_narrow(precision) or settled(case.spec.precision, precision).rounding != "stochastic":
         return
     nearest = 'precision.rounding = "nearest"'
     if plan.overlap_tensor > 1:
-        reason = "with gradients rounded stochastically: a piece does not know which tokens it has"
+        reason = "does not work with stochastic rounding of gradients: a piece does not know its tokens"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {nearest}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         reason = (
-            f"cuts {cut}, whose gradients are rounded stochastically: a share of an expert does not know which outputs it has"
+            f"cuts {cut}, whose gradients are rounded stochastically, but a share of an expert does not know which outputs it has"
         )
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {nearest}, or {_NO_EXPERTS}.")
 
@@ -114,10 +113,10 @@ def histories_follow_tensors(case: Case) -> Found:
     if not choices.history or not is_narrow(precision):
         return
     if choices.granularity != "tensor":
-        reason = f'with precision.granularity = "{choices.granularity}": only scales of whole tensors follow earlier steps'
+        reason = f'does not work with precision.granularity = "{choices.granularity}": only scales of whole tensors follow earlier steps'
         yield error("precision.history", choices.history, reason, 'Use granularity = "tensor", or history = 0.')
     if case.spec.sites is not None:
-        reason = "with sites: each site would have scales of its own"
+        reason = "does not work with sites: each site would have scales of its own"
         yield error("precision.history", choices.history, reason, "Use history = 0.")
     for before, phase in pairwise(Phases.of(case.spec).all):
         was, now = (each.global_batch * each.seq_len for each in (before, phase))
@@ -125,35 +124,39 @@ def histories_follow_tensors(case: Case) -> Found:
             late = f"{choices.history} steps" if now > was else "one step"
             reason = (
                 f"sets gradient scales from earlier steps, but at sample {phase.first:,} a step changes from {was:,} to {now:,} tokens: "
-                f"gradients become {was / now:.3g} times as large, and their scales follow {late} later"
+                f"gradients become {was / now:.3g} times as large, and their scales adapt {late} later"
             )
-            yield advice("precision.history", choices.history, reason, "Use history = 0, or the same tokens in every step.")
+            yield advice(
+                "precision.history", choices.history, reason, "Use history = 0, or the same number of tokens in every step."
+            )
             return
 
 
 def blocks_become_wide(case: Case) -> Found:
-    """A block becomes wide by a comparison of gradients, on all ranks of the run alike."""
+    """Comparisons of gradients make a block wide, on all ranks of the run at once."""
     choices = case.spec.precision
     if not choices.auto or not is_narrow(case.spec.train.precision):
         return
     if not choices.watch_every:
-        reason = "with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
-        yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, say, or auto = 0.")
+        reason = "has no effect with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
+        yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, for example, or auto = 0.")
     if case.spec.sites is not None:
-        reason = "with sites: each site would make different blocks wide"
+        reason = "does not work with sites: each site would make other blocks wide"
         yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
 
 
 def dispatch_has_the_experts_numbers(case: Case) -> Found:
-    """Rows are sent in the format that experts round them to, with scales under which they remain numbers of bf16."""
+    """Tokens are sent in the format that experts round them to, with scales under which they remain bf16 numbers."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.dispatch == "wide" or not is_narrow(precision):
         return
     if precision != "fp8":
-        reason = f'with train.precision = "{precision}", whose experts round tokens to another format'
+        reason = f'does not work with train.precision = "{precision}", whose experts round tokens to another format'
         yield error("precision.dispatch", choices.dispatch, reason, 'Use dispatch = "wide", or train.precision = "fp8".')
     elif choices.scale != "up":
-        reason = f'with precision.scale = "{choices.scale}": only scale = "up" leaves the results of experts unchanged'
+        reason = (
+            f'does not work with precision.scale = "{choices.scale}": only scale = "up" leaves the results of experts unchanged'
+        )
         yield error("precision.dispatch", choices.dispatch, reason, 'Use scale = "up", or dispatch = "wide".')
     elif case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
@@ -161,23 +164,28 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
 
 
 def gradients_of_results_are_sent(case: Case) -> Found:
-    """Gradients of experts' results are sent in 8 bits, rounded to nearest, before they are weighted."""
+    """Gradients of experts' results that are sent in 8 bits are rounded to nearest, before they are weighted."""
     choices, precision, key = case.spec.precision, case.spec.train.precision, "precision.combine_gradients"
     if choices.combine_gradients == "wide" or not is_narrow(precision):
         return
     wide = 'combine_gradients = "wide"'
     if precision != "fp8":
-        reason = f'with train.precision = "{precision}", whose gradients are rounded to another format'
+        reason = f'does not work with train.precision = "{precision}", whose gradients are rounded to another format'
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or train.precision = "fp8".')
         return
     if choices.scale != "up":
-        reason = f'with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers and saturates none'
+        reason = (
+            f'does not work with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers without saturation'
+        )
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or scale = "up".')
     if choices.rounding == "stochastic":
-        reason = 'with precision.rounding = "stochastic": gradients that are sent are rounded to nearest, which is biased'
+        reason = (
+            'does not work with precision.rounding = "stochastic": gradients are rounded to nearest before they are '
+            "sent, which is biased"
+        )
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or rounding = "nearest".')
     if case.plan.compile and case.plan.expert * case.plan.expert_tensor > 1:
-        reason = "with plan.compile: compiled blocks weight these gradients before they send them, and send them wide"
+        reason = "does not work with plan.compile: compiled blocks weight these gradients first, and send them in the wide format"
         yield error(key, choices.combine_gradients, reason, f"Use {wide}, or compile = false.")
     if case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
@@ -185,36 +193,38 @@ def gradients_of_results_are_sent(case: Case) -> Found:
 
 
 def kept_are_the_forwards_numbers(case: Case) -> Found:
-    """Inputs are kept for backward as forward rounds them, which must be numbers of 8 bits with scales that are powers of two."""
+    """Inputs are kept for backward as forward rounded them: to 8-bit numbers whose scales are powers of two."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.kept == "wide" or not is_narrow(precision):
         return
     if PRECISIONS[precision].factors.bits != 8:
-        reason = f'with train.precision = "{precision}", whose products do not round to 8 bits'
+        reason = f'does not work with train.precision = "{precision}", whose products do not round to 8 bits'
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or train.precision = "fp8".')
     if choices.scale == "fp32":
-        reason = 'with precision.scale = "fp32": rounded inputs are not bf16 numbers, and would be rounded again to be kept'
+        reason = 'does not work with precision.scale = "fp32": rounded inputs are not bf16 numbers, so keeping them would round them again'
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or scale = "up".')
     if case.plan.overlap_tensor > 1:
-        reason = f"with plan.overlap_tensor = {case.plan.overlap_tensor}: inputs that are sent in pieces are kept wide"
+        reason = (
+            f"does not work with plan.overlap_tensor = {case.plan.overlap_tensor}: inputs that are sent in pieces are kept wide"
+        )
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or overlap_tensor = 1.')
 
 
 def gathers_have_the_products_numbers(case: Case) -> Found:
-    """Shards of weights are gathered in 8 bits only if all products round the whole weight to the same numbers."""
+    """Weight shards are gathered in 8 bits only if all products round the whole weight to the same numbers."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
     if choices.gather == "wide" or not is_narrow(precision):
         return
     wide = 'gather = "wide"'
     if precision != "fp8":
-        reason = f'with train.precision = "{precision}": only in fp8 do all products round a weight to the same 8-bit numbers'
+        reason = f'does not work with train.precision = "{precision}": only in fp8 do all products round a weight to the same 8-bit numbers'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or train.precision = "fp8".')
         return
     if choices.granularity != "tile":
-        reason = f'with precision.granularity = "{choices.granularity}": a scale would lie across several shards'
+        reason = f'does not work with precision.granularity = "{choices.granularity}": several shards would share a scale'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
     if choices.input_gradient == "wide":
-        reason = 'with precision.input_gradient = "wide": these products need the weights as they are'
+        reason = 'does not work with precision.input_gradient = "wide": its products need unrounded weights'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
     if plan.zero == 0 or plan.dp_shard == 1:
         reason = f"changes nothing with plan.zero = {plan.zero} and {plan.dp_shard} shards: no weights are gathered"
@@ -224,7 +234,7 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
 
 
 def _cut_by_shards(case: Case, model: ModelSpec) -> Found:
-    """Yield the layers whose shards would cut a tile: they are gathered wide."""
+    """Yield advice about layers whose shards would cut a tile, so that they are gathered in the wide format."""
     tile, plan = tile_of(case.spec.precision, "fp8"), case.plan
     blocks, seen, mesh = len(model.blocks), set[tuple[str, int]](), Mesh.of(plan)
     for number, block in enumerate(model.blocks):
@@ -239,16 +249,18 @@ def _cut_by_shards(case: Case, model: ModelSpec) -> Found:
             seen.add((layer, length))
             reason = (
                 f"leaves each of {shards} shards {-(-length // shards)} of the {length} rows of blocks.{number}.{layer}, "
-                f"no multiple of a tile's {tile}: they are gathered in bf16"
+                f"not a multiple of a tile's {tile}, so the layer is gathered in bf16"
             )
             fewer = next((n for n in range(shards - 1, 1, -1) if length % (n * tile) == 0), 0)
             smaller = gcd(-(-length // shards), tile)
             ways = [f"{fewer} shards (plan.replicate)"] * (fewer > 0) + [f"precision.tile = {smaller}"] * (smaller > 1)
-            yield advice("precision.gather", "fp8", reason, f"Use {' or '.join(ways) or 'other sizes'} to gather them in 8 bits.")
+            yield advice(
+                "precision.gather", "fp8", reason, f"Use {' or '.join(ways) or 'other sizes'} to gather the layer in 8 bits."
+            )
 
 
 def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
-    """Return the rows of a layer's weight on a tensor rank."""
+    """Return the number of rows of a layer's weight on a tensor rank."""
     own = own_tensors(block, case.model.dim) if case.model else {}
     declared = {f"{half}.{each.name.removesuffix('.weight')}": each.cut for half, tensors in own.items() for each in tensors}
     if declared[layer] == "inputs" if layer in declared else layer.endswith((".out", ".down")):
@@ -259,21 +271,21 @@ def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
 
 
 def rotations_fit(case: Case) -> Found:
-    """A Hadamard transform is over the tokens of a tile, a power of two."""
+    """A Hadamard transform applies to the tokens of a tile, whose number must be a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision
     if not is_narrow(precision) or not settled(choices, precision).hadamard or choices.weight_gradient == "wide":
         return
     tile = tile_of(choices, precision)
     if choices.granularity != "tile":
-        reason = f'with precision.granularity = "{choices.granularity}": the tokens of a tile are transformed together'
-        yield error("precision.hadamard", True, reason, "Use one or the other.")
+        reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
+        yield error("precision.hadamard", True, reason, "Use only one of the two.")
     elif tile & (tile - 1):
-        reason = "is not a power of two, and precision.hadamard transforms the tokens of a tile"
+        reason = "is not a power of two, but precision.hadamard needs one"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
 
 
 def something_is_narrow(case: Case) -> Found:
-    """A choice that changes nothing is a mistake."""
+    """A setting of `[precision]` that changes nothing is a mistake."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if packs(choices, precision):
         return
@@ -292,16 +304,16 @@ def something_is_narrow(case: Case) -> Found:
         yield advice("precision.wide_decay", True, reason, f"Leave it out, or use schedule = {' or '.join(map(repr, DECAYING))}.")
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
-        yield advice("precision.tile", choices.tile, reason, "Leave one of them out.")
+        yield advice("precision.tile", choices.tile, reason, "Leave one of the two out.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
-        reason = f"with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to multiply in {precision}"
+        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks in {precision}"
         most = f"Use wide_first + wide_last < {blocks}"
         yield error("precision.wide_first", choices.wide_first, reason, f'{most}, or train.precision = "bf16".')
 
 
 def _idle(case: Case) -> Iterator[str]:
-    """Choices that have no effect in the format of the run."""
+    """Yield the keys that have no effect in the format of the run."""
     factors, asked = PRECISIONS[case.spec.train.precision].factors, case.spec.precision.model_dump(exclude_defaults=True)
     if factors.bits == 4 and "gradients" in asked:
         yield "gradients"
@@ -310,19 +322,19 @@ def _idle(case: Case) -> Iterator[str]:
 
 
 def narrow_is_emulated(case: Case) -> Found:
-    """The trainer emulates narrow formats. It has their speed only if it multiplies codes (`precision.multiply = "codes"`)."""
+    """The trainer emulates narrow formats, unless a GPU multiplies their codes (`precision.multiply = "codes"`)."""
     precision, asked = case.spec.train.precision, case.spec.precision.multiply == "codes"
     if precision in FAST:
         return
     if not asked:
         reason = (
-            "gives exactly the format's numbers, but is slower than bf16 on every device: numbers are rounded to it, "
-            "but multiplied in bf16"
+            "is emulated: results are exactly those of the format, but numbers are rounded to it first, "
+            "and then multiplied in bf16, which is slower than bf16 alone"
         )
-        yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
+        yield advice("train.precision", precision, reason, "Use the format to see its effect on the model, and bf16 for speed.")
     if case.plan.compile and not asked:
-        reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'
-        yield error("plan.compile", True, reason, "Use one or the other.")
+        reason = f'does not work with train.precision = "{precision}": a compiler may leave its roundings out'
+        yield error("plan.compile", True, reason, "Use only one of the two.")
 
 
 def codes_can_be_multiplied(case: Case) -> Found:
@@ -333,24 +345,27 @@ def codes_can_be_multiplied(case: Case) -> Found:
     device = case.cluster.accelerator if case.cluster is not None else None
     if not in_codes(choices, precision, device.compute_capability if device is not None else None):
         name = (
-            f"{device.name} has no products"
+            f"{device.name} has no matrix products"
             if device is not None
-            else "no cluster is set, so no device is known to have products"
+            else "no cluster is set, and not every device has products"
         )
         reason = f'is not possible: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
             'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '
-            'newer GPUs multiply with granularity = "row" or "tensor", those of compute capability 8.9 with "tensor".'
+            'newer GPUs need granularity = "row" or "tensor", GPUs of compute capability 8.9 need "tensor".'
         )
         yield error("precision.multiply", "codes", reason, way_out)
     elif choices.kept != "wide":
         reason = (
-            'is not possible with precision.multiply = "codes": the inputs to keep are a by-product of rounding in '
-            "bf16, which it skips"
+            'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
+            "bf16, which this setting skips"
         )
-        yield error("precision.kept", choices.kept, reason, "Use one or the other.")
+        yield error("precision.kept", choices.kept, reason, "Use only one of the two.")
     elif case.plan.compile and _follows_others(case):
-        reason = 'with precision.multiply = "codes" and scales that follow numbers of other ranks or steps, which a compiler cannot see'
+        reason = (
+            'does not work with precision.multiply = "codes" if scales follow numbers of other ranks or steps, which '
+            "a compiler cannot see"
+        )
         yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile".')
 
 

@@ -17,13 +17,13 @@ from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
 
-WAY_OUT = "A part is looked for where Python looks for modules, and in the current directory."
+WAY_OUT = "Megalith looks for a part in Python's module search path and in the current directory."
 
 
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:
-    """Import the own parts of a run that a command was given; return the problems, and the origin of each part's source by its key.
+    """Import the own parts that a command's run names. Return the problems, and the digest of each part's source by its key.
 
-    This is the one place where a command imports them. If the spec lacks values, nothing is imported."""
+    Commands import own parts only here. If the spec lacks values, nothing is imported."""
     try:
         named = spec.own_parts
     except AbsentError:
@@ -36,7 +36,7 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
             elif key.startswith("model."):
                 admit_part(spec, key, name)
             elif not (callable(found := own.load(name)) or hasattr(found, "after_step")):
-                raise own.OwnPartError(f"it is a {type(found).__name__}, which cannot be called")
+                raise own.OwnPartError(f"the object is a {type(found).__name__}, which cannot be called")
             sources[f"{key}.source"] = f"sha256 {own.digest(name)}"
         except own.OwnPartError as fault:
             source = provenance.get(key) or provenance.get(key.rpartition(".")[0], "")
@@ -45,8 +45,7 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
 
 
 def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
-    """Load the run file that a command was given, and import its own parts. Adds its problems to the list, and returns None, if there
-    are any."""
+    """Load a command's run file, and import its own parts. If there are problems, add them to the list and return None."""
     try:
         found = files.load(path, overrides=overrides)
     except SpecErrors as errors:
@@ -58,7 +57,8 @@ def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem])
 
 
 def admit_part(spec: RunSpec, key: str, name: str) -> None:
-    """Import a part of the model, and ask it for the sizes that this model needs. Raises own.OwnPartError."""
+    """Import an own part of the model, and check that it declares its parameters for this model's sizes. Raises
+    own.OwnPartError."""
     parts.admit(name, key.removeprefix("model."))
     try:
         with suppress(ValidationError):  # sizes that make no model: other rules say why
@@ -71,30 +71,32 @@ def admit_part(spec: RunSpec, key: str, name: str) -> None:
 
 
 def own_parts_fit_the_plan(case: Case) -> Found:
-    """An own attention without a core needs whole sequences, and has no core to recompute. Of none is it known what follows the core."""
+    """An own attention without a core needs whole sequences, and has no core to recompute. No own attention can compress its
+    core's tensors."""
     name = getattr(case.spec.model, "attention", None)
     if name is not None and case.plan.actions.get("attention.core") == "compress":
-        reason = f"compresses what the core of {name} keeps, and which layer takes its output is not known"
-        yield error("plan.retain.parts", case.plan.retain.parts, reason, "Keep it, or let it wait elsewhere.")
+        reason = f"compresses the tensors that the core of {name} keeps, but Megalith does not know which layer takes the core's output"
+        yield error("plan.retain.parts", case.plan.retain.parts, reason, "Keep these tensors, or offload them to host or disk.")
     if name is None or parts.PARTS[name].core:
         return
     if case.plan.context > 1:
-        reason = f"splits sequences, and {name} does not say that its tokens see each other through self.core alone"
-        yield error("plan.context", case.plan.context, reason, "Use 1, or an attention that says core = True.")
+        reason = f"splits sequences, but {name} does not declare (core = True) that tokens interact only through self.core"
+        yield error("plan.context", case.plan.context, reason, "Use 1, or an attention that declares core = True.")
     if "attention.core" in case.plan.actions:
         key = "plan.retain.parts" if "attention.core" in case.plan.retain.parts else "plan.recompute_parts"
-        reason = f"names attention.core, and {name} does not say that it has one"
+        reason = f"names attention.core, but {name} does not declare a core"
         yield error(key, ["attention.core"], reason, 'Name "attention".')
 
 
 def state_is_at_hand(case: Case) -> Found:
-    """State in host memory or on disk is updated in pieces of a share: only an own rule that looks at single elements can work so."""
+    """State in host memory or on disk is updated in pieces of a rank's share, so an own optimizer must update each element on
+    its own."""
     kind = case.spec.optimizer.kind
     kinds = [kind, *(group.kind for group in case.spec.optimizer.groups if group.kind)]
     mine = next((each for each in kinds if own.is_own(each) and OPTIMIZERS[each].unit != "element"), None)
     where = case.plan.state.optimizer
     if mine is not None and where != "device":
-        reason = f'would update pieces of a share by {mine}, an own optimizer whose unit is "{OPTIMIZERS[mine].unit}"'
+        reason = f"updates state piece by piece, but the own optimizer {mine} needs each whole {OPTIMIZERS[mine].unit}"
         yield error("plan.state.optimizer", where, reason, 'Use "device", or an own optimizer whose unit is "element".')
 
 
@@ -103,4 +105,4 @@ def callbacks_are_listed_once(case: Case) -> Found:
     callbacks = case.spec.train.callbacks
     twice = [name for name, count in Counter(callbacks).items() if count > 1]
     if twice:
-        yield error("train.callbacks", list(callbacks), f"names {twice[0]} more than once", "Name each once.")
+        yield error("train.callbacks", list(callbacks), f"names {twice[0]} more than once", "Name each callback once.")

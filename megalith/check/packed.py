@@ -9,14 +9,14 @@ from megalith.spec.numbers import is_packed, packed_tile, packs
 from megalith.spec.sizes import own_tensors
 
 CHOICES = ("kept", "tile", "wide", "wide_first", "wide_last")
-"""Choices of `[precision]` that have an effect in bf16."""
+"""Keys of `[precision]` that have an effect in bf16."""
 
 INPUTS = (".out", ".down", ".experts")
-"""Ends of the names of layers whose inputs are split among ranks; the split channels of all others are outputs."""
+"""Ends of the names of layers whose inputs are split among ranks; in all other split layers, the outputs are."""
 
 
 def packed_tiles_lie_inside_shards(case: Case) -> Found:
-    """A rank keeps the numbers that one process keeps only if no tile lies across the border of two ranks' channels."""
+    """Tiles lie inside one rank's channels: only then does a rank keep the same numbers as a single process."""
     choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
 
     def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
@@ -28,7 +28,7 @@ def packed_tiles_lie_inside_shards(case: Case) -> Found:
 
 
 def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:
-    """Return the layers of a block's own halves whose inputs are split."""
+    """Return the layers of a user's own attention or MLP whose inputs are split."""
     halves = own_tensors(block, case.model.dim) if case.model else {}
     return {
         f"{half}.{each.name.removesuffix('.weight')}"
@@ -39,18 +39,18 @@ def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:
 
 
 def inputs_can_be_packed(case: Case) -> Found:
-    """The trainer itself decides what is kept, and some blocks keep it in 8 bits."""
+    """The trainer, not compiled code, decides which tensors are kept, and some blocks keep them in 8 bits."""
     choices, plan, key = case.spec.precision, case.plan, "precision.kept"
     if not packs(choices, case.spec.train.precision):
         return
     if plan.overlap_tensor > 1:
-        reason = f"with plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept wide"
+        reason = f"does not work with plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept wide"
         yield error(key, choices.kept, reason, 'Use kept = "wide", or overlap_tensor = 1.')
     if plan.compile:
         yield error(
             key,
             choices.kept,
-            "with plan.compile = true: compiled code decides what is kept",
+            "does not work with plan.compile = true: compiled code decides what is kept",
             'Use kept = "wide", or compile = false.',
         )
     for other in (name for name in choices.model_dump(exclude_defaults=True) if name not in CHOICES):
@@ -58,6 +58,6 @@ def inputs_can_be_packed(case: Case) -> Found:
         yield advice(f"precision.{other}", getattr(choices, other), reason, "Leave it out.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
-        reason = f"with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to keep inputs in fp8"
+        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to keep inputs in fp8"
         way_out = f'Use wide_first + wide_last < {blocks}, or precision.kept = "wide".'
         yield error("precision.wide_first", choices.wide_first, reason, way_out)

@@ -9,30 +9,30 @@ from megalith.spec.base import AbsentError
 
 
 def every_stage_has_a_block(case: Case) -> Found:
-    """A stage without a block would only pass messages on, unless it has the embedding or the head."""
+    """Every stage has a block: without one it would only pass messages on, unless it has the embedding or the head."""
     layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
     placed = layers is not None and len(layers) == stages and sum(layers) == blocks
     if stages > blocks and not placed:
-        reason = f"with chunks = {case.plan.chunks} makes {stages} stages, and the model has {blocks} blocks"
+        reason = f"with chunks = {case.plan.chunks} makes {stages} stages, but the model has {blocks} blocks"
         way_out = f"Use pipeline x chunks <= {blocks}"
         way_out += f", or plan.layers = {[0, *(1,) * blocks, 0]}." if stages == blocks + 2 else "."
         yield error("plan.pipeline", case.plan.pipeline, reason, way_out)
     if layers and 0 in layers[1:-1]:
         reason = f"leaves stage {layers.index(0, 1)} without a block: it would only pass messages on"
-        way_out = "Use 0 for the first and the last stage only: they have the embedding and the head."
+        way_out = "Use 0 only for the first and the last stage, which have the embedding and the head."
         yield error("plan.layers", layers, reason, way_out)
 
 
 def layers_fill_the_stages(case: Case) -> Found:
-    """An explicit split names every stage and places every block."""
+    """`plan.layers` names every stage and places every block."""
     layers, blocks = case.plan.layers, case.spec.model.layers
     if layers is None:
         return
     if sum(layers) != blocks:
-        yield error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", _split(case))
+        yield error("plan.layers", layers, f"places {sum(layers)} blocks, but the model has {blocks}", _split(case))
     stages = case.plan.stages
     if len(layers) != stages:
-        yield error("plan.layers", layers, f"names {len(layers)} stages, and pipeline x chunks makes {stages}", _split(case))
+        yield error("plan.layers", layers, f"names {len(layers)} stages, but pipeline x chunks makes {stages}", _split(case))
 
 
 def _split(case: Case) -> str:
@@ -41,12 +41,12 @@ def _split(case: Case) -> str:
         stages, blocks = case.plan.stages, case.spec.model.layers
         share, more = divmod(blocks, stages)
         if share:  # else there are too many stages, which another rule reports
-            return f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
+            return f"Use {[share + (s < more) for s in range(stages)]}, for example, or leave it out."
     return "Give each stage its number of blocks, or leave it out."
 
 
 def schedule_is_there(case: Case) -> Found:
-    """The schedule is one of the table, or of a file."""
+    """The schedule is in the table of schedules, or comes from a file."""
     name = case.plan.schedule
     if not name.startswith(FILE) and name not in SCHEDULES:
         for problem in schedule_problems(name, ranks=1, microbatches=1, chunks=1):
@@ -54,7 +54,7 @@ def schedule_is_there(case: Case) -> Found:
 
 
 def schedule_can_be_built(case: Case) -> Found:
-    """The schedule runs on this many ranks, microbatches and chunks, under this ZeRO stage."""
+    """The schedule supports the plan's numbers of ranks, microbatches and chunks, and its ZeRO stage."""
     plan = case.plan
     fields = {"ranks": "pipeline", "microbatches": "microbatch"}
     known = plan.schedule.startswith(FILE) or plan.schedule in SCHEDULES
@@ -70,22 +70,24 @@ def schedule_can_be_built(case: Case) -> Found:
 
 
 def zero_bubble_is_worth_its_memory(case: Case) -> Found:
-    """ZB-H2 fills the bubble only if the next step may begin before the global norm is known (Qi et al. 2024, section 4)."""
+    """ZB-H2 has post-validation: it fills the bubble only if the next step begins before the global norm is known (Qi et al.
+    2024, section 4)."""
     plan = case.plan
     row = kind(plan.schedule)
     if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:
         most = row.in_flight(plan.pipeline, 2 * plan.pipeline)
-        reason = f"keeps up to {most} microbatches in flight, and still waits for all ranks at the end of each step"
+        reason = f"keeps up to {most} microbatches in flight, but still waits for all ranks at the end of each step"
         way_out = "Use plan.post_validation = true"
-        way_out += f', or "{row.instead}", which keeps half of that.' if row.instead else "."
+        way_out += f', or "{row.instead}", which keeps half as many.' if row.instead else "."
         yield advice("plan.schedule", plan.schedule, reason, way_out)
     if plan.compile and row.splits_backward:
-        reason = "compiles blocks whole, so no weight gradient can be put off"
-        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" relies on that', "Use one or the other.")
+        reason = "compiles each block as a whole, so weight gradients cannot be deferred"
+        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use only one of the two.")
 
 
 def second_copies_are_worth_it(case: Case) -> Found:
-    """DualPipe keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks (Sea AI Lab, "cut in half")."""
+    """DualPipe needs a reason: it keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks
+    (Sea AI Lab, "cut in half")."""
     plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
     row = kind(plan.schedule)
     if not row.bidirectional or row.instead is None or ranks == 1 or case.model is None:
@@ -97,13 +99,15 @@ def second_copies_are_worth_it(case: Case) -> Found:
     reason = f"keeps a second copy of each stage, about {format_bytes(state_bytes(case, plan) - state_bytes(case, other))} a rank"
     own, theirs = (_bubble(each, ranks, microbatches, chunks) for each, chunks in ((row, plan.chunks), (half, other.chunks)))
     if own is not None and theirs is not None:
-        reason += f", and idles for {own:.1%} of the useful time where {row.instead!r} idles for {theirs:.1%}"
-    way_out = f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless twice the messages between stages cost more."
+        reason += f", and idles for {own:.1%} of the useful time; {row.instead!r} idles for {theirs:.1%}"
+    way_out = (
+        f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless twice as many messages between stages cost more."
+    )
     yield advice("plan.schedule", plan.schedule, reason, way_out)
 
 
 def bubble_is_small(case: Case) -> Found:
-    """Without many more microbatches than stages, ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
+    """There are many more microbatches than stages: ranks idle for (p - 1) / m of the useful time (Narayanan et al. 2021)."""
     plan, microbatches, row = case.plan, case.spec.microbatches, kind(case.plan.schedule)
     if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or row.splits_backward:
         return
@@ -111,23 +115,23 @@ def bubble_is_small(case: Case) -> Found:
     if bubble is None:
         return
     whole = bubble / (1 + bubble)
-    reason = f"over {microbatches} microbatches leaves each rank idle for {whole:.1%} of a step ({bubble:.1%} of its useful time)"
+    reason = f"with {microbatches} microbatches leaves each rank idle for {whole:.1%} of a step ({bubble:.1%} of its useful time)"
     more = 4 * plan.pipeline * plan.data * plan.microbatch
     way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
     yield advice("plan.pipeline", plan.pipeline, reason, way_out)
 
 
 def tied_weights_stay_together(case: Case) -> Found:
-    """A tied embedding is kept, and its gradient exchanged, at both ends of a pipeline."""
+    """A pipeline with tied embeddings keeps the matrix at both ends, which exchange its gradient."""
     model = case.spec.model
     if model.tied and case.plan.pipeline > 1:
         size = format_bytes(4 * model.vocab * model.dim // case.plan.tensor)
-        reason = f"with pipeline = {case.plan.pipeline} keeps the matrix at both ends, which exchange {size} every step"
-        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is large compared with the model.")
+        reason = f"with pipeline = {case.plan.pipeline} keeps the embedding at both ends, which exchange {size} of gradients in every step"
+        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if this is much compared with the model.")
 
 
 def _bubble(row: Kind, ranks: int, microbatches: int, chunks: int) -> float | None:
-    """Return the idle time over the useful time if the gradients of inputs and of weights each take as long as a forward and nothing
-    is hidden; None where the schedule has no closed form."""
+    """Return the idle time over the useful time, if input gradients and weight gradients each take as long as a forward and
+    no message is hidden. None: the schedule has no closed form."""
     idle = None if row.idle is None else row.idle(ranks, microbatches, chunks, 2.0)
     return None if idle is None else idle / (3 * microbatches)

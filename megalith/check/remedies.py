@@ -12,7 +12,7 @@ from megalith.spec.state import MASTER
 from megalith.spec.toml import literal
 
 ROUNDS = frozenset(("train.gradients", "optimizer.moments", 'optimizer.master = "split8"', "precision.kept", "plan.retain.parts"))
-"""Changes that round, so that results change."""
+"""Settings that round numbers, so that results change."""
 
 
 class Change(NamedTuple):
@@ -20,14 +20,15 @@ class Change(NamedTuple):
 
     values: dict[str, Any]
     cost: int
-    """Changes with a lower sum are preferred: those that cost nothing, then time, then accuracy, then the speed of a link or disk."""
+    """Combinations of changes with a lower sum are preferred: first free changes, then those that cost time, then accuracy,
+    then traffic to host or disk."""
 
 
 NONE = Change({}, 0)
 
 
 def changes(spec: RunSpec) -> Iterator[list[Change]]:
-    """Yield alternatives for each kind of change; the first one is to leave the run as it is."""
+    """Yield the alternatives of each kind of change; the first alternative changes nothing."""
     plan, narrow = spec.plan, PRECISIONS[spec.train.precision].compute.name != MASTER.number
     more = range(plan.zero + 1, 4) if plan.dp_size > 1 else ()
     yield [NONE, *(Change({"plan.zero": zero}, zero) for zero in more)]
@@ -45,7 +46,7 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
 
 
 def _activations(spec: RunSpec) -> Iterator[Change]:
-    """Yield ways to keep fewer activations: to compute them again, to keep them in 8 bits, or to let them wait outside of the device."""
+    """Yield ways to keep fewer activations on the device: recomputation, 8 bits, or offloading."""
     plan, light = spec.plan, ("full", "sqrt")
     again = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
     for policy in again:
@@ -68,7 +69,7 @@ def _activations(spec: RunSpec) -> Iterator[Change]:
 
 
 def _elsewhere() -> Iterator[Change]:
-    """Yield the places of the state outside of the device."""
+    """Yield ways to keep state outside of the device."""
     weights = {"plan.zero": 3, "plan.state.weights": "disk"}
     for cost, place, others in (
         (30, "host", {}),
@@ -82,8 +83,8 @@ def _elsewhere() -> Iterator[Change]:
 
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
-    """Return the cheapest change with which the run fits and passes `megalith check`, as a sentence; empty if none does. `host`: False if
-    it is the host's memory that is too small."""
+    """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none.
+    `host`: False if the host's memory is what is too small."""
     from megalith.check.rules import check  # whose rules ask for this
 
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
@@ -97,12 +98,12 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
 
 
 def _concerns(problem: Problem) -> bool:
-    """True for an error that a change here may have caused."""
+    """True for an error that a change of this module may have caused."""
     return problem.severity == "error" and problem.key.startswith(("plan.", "optimizer.", "train.", "precision."))
 
 
 def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
-    """Return the run with other values, by their keys in a run file."""
+    """Return the run with other values; `values` maps keys of a run file to them."""
     found = spec
     for key, value in values.items():
         table, *names = key.split(".")

@@ -1,4 +1,4 @@
-"""Changes that a run file may have when its run is resumed."""
+"""Check of a run file against the run that it resumes, or branches from."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -21,41 +21,41 @@ from megalith.spec.validate import leaves
 
 MAY_CHANGE: dict[str, str] = {
     "name": "a label",
-    "cluster": "what MFU is measured against",
-    "plan": "where the work happens, never its result (but see other_sets)",
-    "data.path": "where the data lies; that it is the same data is checked by its manifest's digest",
+    "cluster": "the reference of MFU",
+    "plan": "the place of the work, never its result (but see other_sets)",
+    "data.path": "the place of the data; the digest of its manifest shows that it is the same data",
     "data.copies": "the same",
     "train.steps": "a run may be made longer",
     "stability": "the response to a step with unusable numbers from now on",
     "loss_scale": "the response to gradients that overflow from now on",
     "train.device": "where the work happens",
-    "precision.watch_every": "compares gradients and does not change them",
+    "precision.watch_every": "comparisons, which do not change gradients",
     "precision.auto": "the blocks that become wide from now on",
     "optimizer.master": "the form of the master weights from now on; those of a checkpoint are in fp32",
     "optimizer.moments": "the format of moments from now on; those of the checkpoint are converted",
     "optimizer.moment_block": "the same",
     "optimizer.moment_least": "the same",
-    "validation": "reads the weights and does not change them",
+    "validation": "measurements, which do not change weights",
     "checkpoint": "the same",
     "log": "output besides the event log",
     "alerts": "the people who are notified",
     "launch": "the start of ranks, and their time limits",
     "fleet": "the response to faults",
-    "sites.addresses": "how sites reach each other",
+    "sites.addresses": "the addresses of sites",
     "sites.count": "the number of sites from the next merge on",
-    "sites.site": "which site a command trains",
-    "sites.decides": "which site can continue without the others",
+    "sites.site": "the site that a command trains",
+    "sites.decides": "the site that can continue without the others",
     "sites.each": "the plans of sites, and from the next merge on their shares of the samples",
-    "sites.grace": "how long a merge waits for a site",
-    "sites.link": "what predictions assume",
+    "sites.grace": "the time that a merge waits for a site",
+    "sites.link": "the link that predictions assume",
     "sites.link.megabits": "the same",
     "sites.link.milliseconds": "the same",
-    "sites.tls": "how connections between sites are encrypted",
+    "sites.tls": "the encryption of connections between sites",
     "sites.tls.certificate": "the same",
     "sites.tls.key": "the same",
     "sites.tls.authority": "the same",
 }
-"""Keys, or whole tables, that may differ when a run is resumed, and why."""
+"""Keys or whole tables that may differ when a run is resumed -> what they stand for."""
 
 
 def check_resume(
@@ -67,20 +67,21 @@ def check_resume(
     checkpoint: str = "",
     may: Collection[str] = (),
 ) -> list[Problem]:
-    """Return the changes for which the run `asked` cannot resume the `saved` one; empty if it can. `samples`: the number of samples
-    consumed. Phases that begin there or later may change; none may if it is None. `checkpoint`: the checkpoint that describes the saved
-    run, if the run folder's own file does not. `may`: further keys that may differ."""
+    """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number
+    of samples consumed. Phases that begin at this sample or later may change; None: no phase may change. `checkpoint`: the
+    checkpoint that describes the saved run, if the run folder's own file does not. `may`: further keys that may differ."""
     before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
     now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
     changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
-    reason = "the run in this folder has {}, and would no longer be the same run"
+    reason = "the run in this folder has {}; with another value it would be another run"
     way_out = "Set it back, or start another run with --run-dir."
     another = (
-        "Set it back, or start another run with --run-dir and train.init_from = this run's checkpoints: the weights go with it, the "
-        "optimizer's state does not."
+        "Set it back, or start another run with --run-dir and train.init_from = this run's checkpoints: it begins with "
+        "their weights, but not with the "
+        "optimizer's state."
     )
     if checkpoint:
-        reason = f"{checkpoint} was saved by a run with {{}}, and is not this run's"
+        reason = f"{checkpoint} was saved by a run with {{}}, so it is not a checkpoint of this run"
         way_out = (
             "Set it back, move that checkpoint away, or start another run with --run-dir (train.init_from takes its weights)."
         )
@@ -100,23 +101,24 @@ def check_resume(
 
 
 def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
-    """Yield the change of the number of sites that exchange gradients: a new one would lack the optimizer's state."""
+    """Yield a changed number of sites that exchange gradients: a new site would lack the optimizer's state."""
     was, now = saved.sites, asked.sites
     if was is not None and now is not None and now.exchanges_gradients and was.count != now.count:
         reason = (
-            f'the run in this folder has {was.count}, and with sites.method = "data-parallel" all of them hold the same state'
+            f'the run in this folder has {was.count}, and with sites.method = "data-parallel" '
+            "a new site would lack the optimizer's state"
         )
         yield error("sites.count", now.count, reason, way_out)
 
 
 def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
-    """Yield the reasons why moments in another number format cannot be read from the run's checkpoints."""
+    """Yield the reasons why the run cannot read moments in another number format from its checkpoints."""
     was, now = saved.optimizer, asked.optimizer
     if was.small == now.small:
         return
     if asked.sites is not None:
-        reason = f"the run in this folder has {literal(was.moments)}, and checkpoints of sites keep their number format"
-        yield error("optimizer.moments", now.moments, reason, "Set it back, with moment_block and moment_least.")
+        reason = f"the run in this folder has {literal(was.moments)}, and runs with sites cannot convert the moments of their checkpoints"
+        yield error("optimizer.moments", now.moments, reason, "Set optimizer.moments, moment_block and moment_least back.")
     for found in crossings(saved.model.build(), asked.plan, was):
         reason = (
             f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, whose moments the checkpoint has in "
@@ -128,7 +130,7 @@ def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
 
 
 def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out: str) -> Found:
-    """Yield the first phase that has begun and would be changed."""
+    """Yield an error for the first changed phase that has already begun."""
     consumed = sys.maxsize if samples is None else samples
     before, now = Phases.of(saved).begun(consumed), Phases.of(asked).begun(consumed)
     for old, new in zip_longest(before, now):
@@ -136,17 +138,17 @@ def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out
             keys = [key for phase in (new, old) if phase is not None for key in reversed(phase.keys)]
             key = keys[0] if keys else DATA
             far = "" if samples is None else f": {samples:,} samples are consumed"
-            was = f"with sample {old.first:,} a phase of {old.words} began{far}" if old else f"no phase began there{far}"
+            was = f"a phase of {old.words} began with sample {old.first:,}{far}" if old else f"no phase began at this sample{far}"
             later = "" if samples is None else f" Phases that begin at sample {samples:,} or later may be added or changed."
             asks = None if new is None else f"from sample {new.first:,} on {new.words}"
-            yield error(key, asks, f"{was}; it cannot be altered any more" if old else was, f"{way_out}{later}")
+            yield error(key, asks, f"{was}; this phase can no longer change" if old else was, f"{way_out}{later}")
             return
 
 
 def check_checkpoint(
     checkpoint: str, meta: Mapping[str, Any], asked: RunSpec, *, provenance: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """Return the reasons why the run `asked` cannot resume from a checkpoint with this `meta`, which is another run's; empty if it can."""
+    """Return the reasons why the run `asked` cannot resume from a checkpoint of another run with this `meta`; empty if it can."""
     try:
         saved = RunSpec.model_validate(meta["spec"])
     except (KeyError, ValidationError) as fault:
@@ -155,7 +157,7 @@ def check_checkpoint(
             if isinstance(fault, ValidationError)
             else "none"
         )
-        reason = f"holds no description of a run that this version can read ({why})"
+        reason = f"has no description of its run that this version can read ({why})"
         way_out = "Move it away, or start another run with --run-dir (train.init_from takes its weights)."
         return [error(checkpoint, None, reason, way_out)]
     samples = meta.get("position", {}).get("samples")
@@ -165,21 +167,19 @@ def check_checkpoint(
 def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
     """Return the reasons why the run `asked` cannot branch from the run whose checkpoint has this `meta`; empty if it can.
 
-    A branch keeps all that its state and its data depend on. A branch may change how its weights are updated from there on."""
+    A branch keeps every value that its state and its data depend on. It may change the later updates of its weights."""
     branch = asked.branch
     assert branch is not None
     found = meta.get("position", {})
     there = {name: found.get(name) for name in ("updates", "samples")}
     if there != {"updates": branch.updates, "samples": branch.samples}:
-        reason = (
-            f"was saved after {there['updates']} updates and {there['samples']} samples, and branch says {branch.updates} and "
-        )
-        way_out = "Begin the branch with megalith train --branch, which fills the table in."
+        reason = f"was saved after {there['updates']} updates and {there['samples']} samples, but [branch] states {branch.updates} and "
+        way_out = "Begin the branch with megalith train --branch, which fills in [branch]."
         return [error("branch.checkpoint", branch.checkpoint, f"{reason}{branch.samples}", way_out)]
     try:
         saved = RunSpec.model_validate(meta["spec"])
     except (KeyError, ValidationError):
-        reason = "holds no description of a run that this version can read"
+        reason = "has no description of its run that this version can read"
         return [error("branch.checkpoint", branch.checkpoint, reason, "Give another.")]
     state = ("kind", "groups", "adaptive_clip")  # their values are part of the state
     own = {f"optimizer.{name}" for name in type(asked.optimizer).model_fields if name not in state}
@@ -194,20 +194,18 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
 
 
 def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
-    """Yield why a run could not continue under another plan, called `name`: its balance loss would be over other sets of tokens, or its
-    backward would read other numbers."""
+    """Yield the reasons why a run could not continue under another plan, called `name`: balance losses would use other sets
+    of tokens, or the backward would read other numbers."""
     if run.plan.rounding != plan.rounding:
         rounded, was = (", ".join(each) or "nothing" for each in (plan.rounding, run.plan.rounding))
-        reason = f"keeps {rounded} in 8 bits, and the run {was}: it would no longer be the same run"
+        reason = f"keeps {rounded} in 8 bits, but the run keeps {was}: it would be another run"
         yield error(f"{name}.retain.parts", plan.retain.parts, reason, f"Let {name} compress the same parts.")
     before, now = run.plan.set_sequences, plan.set_sequences
     if before != now and run.model.build().balances_microbatches:
         field = "data" if plan.data != run.plan.data else "microbatch"
         reason = (
-            f"with {name}.data x {name}.microbatch = {now} balances experts over sets of {now} sequences, and the run over sets of "
-            f"{before}: it would no longer be the same run"
+            f"with {name}.data x {name}.microbatch = {now} balances experts over sets of {now} sequences, but the run over sets of "
+            f"{before}: it would be another run"
         )
-        way_out = (
-            f'Use {name}.data x {name}.microbatch = {before}. Runs with model.balance_set = "sequence" are free to change it.'
-        )
+        way_out = f'Use {name}.data x {name}.microbatch = {before}. Only runs with model.balance_set = "sequence" may change this product.'
         yield error(f"{name}.{field}", getattr(plan, field), reason, way_out)

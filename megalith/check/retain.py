@@ -1,4 +1,4 @@
-"""Rules about what blocks keep for their backward: the actions for their parts."""
+"""Rules about the tensors that blocks keep for their backward, and the actions for parts of blocks."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from megalith.spec.problem import near
 
 
 def _key(case: Case, part: str) -> str:
-    """Return the key of a run file that gives a part its action."""
+    """Return the key of the run file that sets the action of a part."""
     return "plan.retain.parts" if part in case.plan.retain.parts else "plan.recompute_parts"
 
 
@@ -30,15 +30,15 @@ def recomputation_names_what_exists(case: Case) -> Found:
         yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs one', way_out)
     again = plan.recomputed_parts
     if nested := [(part, outer) for part in again for outer in PARTS.get(part, ()) if outer in again]:
-        reason = "{} is computed a third time, inside {}".format(*nested[0])
-        yield advice(_key(case, nested[0][0]), again, reason, "Name the outer part only.")
+        reason = "{} is computed a third time, when {} is recomputed".format(*nested[0])
+        yield advice(_key(case, nested[0][0]), again, reason, "Name only the outer part.")
     if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
-        reason = f"counts past the model's {case.spec.model.layers} blocks"
+        reason = f"is more than the model's {case.spec.model.layers} blocks"
         yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
 
 
 def activations_are_formed_again(case: Case) -> Found:
-    """Recomputing an activation saves memory only if the trainer itself decides what the next product keeps."""
+    """Recomputing an activation saves memory only if the trainer decides whether the next product keeps it."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
     if not named:
@@ -57,13 +57,14 @@ def activations_are_formed_again(case: Case) -> Found:
 
 
 def latents_make_heads_again(case: Case) -> Found:
-    """The trainer's own graph makes queries, keys and values of latents again, and attention keeps these very tensors."""
+    """Recomputing latent attention's up-projection needs the trainer's own graph, and an attention that keeps no copies of
+    its results."""
     plan, parts, key = case.plan, case.plan.recomputed_parts, _key(case, UP_PROJECTION)
     latent = case.model is None or any(isinstance(block.attention, LatentAttentionSpec) for block in case.model.blocks)
     if UP_PROJECTION not in parts:
         return
     if plan.compile:
-        reason = f'"{UP_PROJECTION}" with plan.compile = true: compiled code decides what is kept'
+        reason = f'"{UP_PROJECTION}" cannot be recomputed with plan.compile = true: compiled code decides what is kept'
         yield error(key, parts, reason, f'Leave out "{UP_PROJECTION}", or use compile = false.')
     elif not latent:
         reason = f'"{UP_PROJECTION}" has no effect: no block has latent attention'
@@ -74,43 +75,43 @@ def latents_make_heads_again(case: Case) -> Found:
 
 
 def parts_have_one_action(case: Case) -> Found:
-    """Each part has one action, which the parts around it allow."""
+    """Each part of a block has one action, which the actions of the parts around it permit."""
     plan, parts, key = case.plan, case.plan.retain.parts, "plan.retain.parts"
     others = {part: action for part, action in parts.items() if action != "recompute"}
     if parts and plan.recompute not in ("none", "selective") and not plan.recompute.startswith("every:"):
-        reason = f"says what parts of a block keep, and with plan.recompute = {plan.recompute!r} a block keeps its input only"
+        reason = f"sets actions for parts of blocks, but with plan.recompute = {plan.recompute!r} a block keeps only its input"
         yield error(key, parts, reason, 'Use plan.recompute = "none" or "every:N", or leave the parts out.')
     if plan.recompute == "selective" and (twice := sorted(others.keys() & set(plan.recompute_parts))):
-        reason = f'says {others[twice[0]]} for "{twice[0]}", and plan.recompute_parts recomputes it'
-        yield error(key, parts, reason, f'Leave "{twice[0]}" out of one of them.')
+        reason = f'sets {others[twice[0]]} for "{twice[0]}", but plan.recompute_parts recomputes it'
+        yield error(key, parts, reason, f'Name "{twice[0]}" in only one of the two.')
     again = plan.recomputed_parts
     if inside := [(part, outer) for part in others for outer in PARTS.get(part, ()) if outer in again]:
         part, outer = inside[0]
-        reason = f'says {others[part]} for "{part}", and "{outer}", which contains it, is recomputed: nothing of it waits'
+        reason = f'sets {others[part]} for "{part}", but "{outer}", which contains it, is recomputed, so its tensors are not kept'
         yield error(key, parts, reason, f'Leave "{part}" out, or recompute less than "{outer}".')
     if len(places := {action for action in (plan.retain.blocks, *parts.values()) if action in ("host", "disk")}) > 1:
-        reason = f"names {' and '.join(sorted(places))}, and a rank brings tensors back from one place"
-        yield error(key, parts, reason, "Use the same place for all, plan.retain.blocks too.")
+        reason = f"names {' and '.join(sorted(places))}, but a rank offloads tensors to one place only"
+        yield error(key, parts, reason, "Use the same place for all parts and for plan.retain.blocks.")
     if others and plan.compile:
-        reason = "with plan.compile = true: compiled code decides what its parts keep"
-        yield error(key, parts, reason, 'Leave the parts out (blocks = "host" or "disk" is possible), or use compile = false.')
+        reason = "does not work with plan.compile = true: compiled code decides what the parts of a block keep"
+        yield error(key, parts, reason, 'Leave the parts out (blocks = "host" or "disk" works), or use compile = false.')
 
 
 def parts_can_be_compressed(case: Case) -> Found:
-    """Attention's tensors are kept in 8 bits where they are in bf16."""
+    """`compress` keeps attention's tensors in 8 bits if they are in bf16."""
     parts, key = case.plan.retain.parts, "plan.retain.parts"
     named = [part for part, action in parts.items() if action == "compress"]
     for part in (part for part in named if part in PARTS and part not in COMPRESSED):
-        reason = f'cannot compress "{part}": by its name, only {", ".join(COMPRESSED)} is kept in 8 bits'
-        yield error(key, parts, reason, 'Inputs of products and factors of activations are, with precision.kept = "fp8".')
+        reason = f'cannot compress "{part}": `compress` only works for {", ".join(COMPRESSED)}'
+        yield error(key, parts, reason, 'To keep inputs of products and of activations in 8 bits, use precision.kept = "fp8".')
     precision = case.spec.train.precision
     if named and PRECISIONS[precision].compute.name != BF16.name:
-        reason = f"rounds to 8 bits for backward, and train.precision = {precision!r} promises more than bf16 does"
+        reason = f'rounds to 8 bits for backward, but needs train.precision = "bf16", not {precision!r}'
         yield error(key, parts, reason, 'Use train.precision = "bf16", or keep the part.')
 
 
 def kept_tensors_can_leave(case: Case) -> Found:
-    """Tensors that blocks keep for backward can wait outside the device, and some do."""
+    """If kept tensors are to be offloaded, at least some are, and the place for them is usable."""
     retain, plan = case.plan.retain, case.plan
     if retain.place == "device":
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
@@ -119,11 +120,11 @@ def kept_tensors_can_leave(case: Case) -> Found:
         return
     segmented = plan.recompute == "sqrt" or plan.recompute.startswith("segments:")
     if retain.share < 1 and segmented:
-        reason = f"counts blocks, and with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
+        reason = f"is a share of blocks, but with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
         yield error("plan.retain.share", retain.share, reason, "Use share = 1: these inputs are small.")
     elif case.model is not None and not plan.retained(len(case.model.blocks)):
         blocks = len(case.model.blocks)
-        reason = f"is less than one of {blocks} blocks, so nothing leaves the device"
+        reason = f"is less than 1 of {blocks} blocks, so nothing leaves the device"
         yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
     if retain.place != "disk" and retain.folder:
         yield advice("plan.retain.folder", retain.folder, f'has no effect with blocks = "{retain.place}"', "Leave it out.")

@@ -37,12 +37,12 @@ from megalith.spec.sites import within
 
 
 class Rule(NamedTuple):
-    """A rule of legality or of the field's advice."""
+    """A rule whose violation is an error or an advice."""
 
     subject: str
     """The module of this package that the rule belongs to."""
     find: Callable[[Case], Found]
-    """Yields the problems of a case. Its docstring states the rule."""
+    """Function that yields the problems of a case. Its docstring states the rule."""
 
 
 def check(
@@ -55,9 +55,9 @@ def check(
 ) -> list[Problem]:
     """Return every problem of a run, errors first. An empty list means that the run can start and follows the field's advice.
 
-    `world` is the number of ranks that were started, if known. With `files=False` no rule looks at the disk. A run that has `begun`
+    `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun`
     resumes from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
-    (`spec.files.read`), each rule reports what it can without them.
+    (`spec.files.read`), each rule reports the problems that it finds without them.
     """
     case = Case(spec, world, files, begun)
     found = found_by(case)
@@ -68,13 +68,13 @@ def check(
 
 
 def found_by(case: Case, subjects: Collection[str] | None = None) -> list[Problem]:
-    """Return what the rules of these subjects find in a case, without its later phases. None: all rules."""
+    """Return the problems that the rules of these subjects (None: all rules) find in a case, apart from its later phases."""
     rules = (rule for rule in RULES if subjects is None or rule.subject in subjects)
     return [problem for rule in rules for problem in _problems(rule, case)]
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
-    """Yield problems under the keys of the table that the plan, and the cluster, are written in."""
+    """Yield the problems. Keys of plan and cluster get the prefix of the site's table if they are written in it."""
     moved = dict[str, str]()
     with suppress(AbsentError):
         if spec.sites is not None and spec.sites.plans:
@@ -99,14 +99,14 @@ def _problems(rule: Rule, case: Case) -> Found:
 OF_A_PHASE = frozenset(
     ("model", "mesh", "pipeline", "memory", "fallback_can_be_run", "weighted_domains_exist", "weighted_domains_have_text")
 )
-"""Subjects, and single rules, that look at a step. The others look at a whole run."""
+"""Subjects and single rules that concern one step. The other rules concern a whole run."""
 
 SET_BY_PHASES = {"train.global_batch": "global_batch", "train.seq_len": "seq_len", "data.weights": "weights"}
 """Keys that a phase may set, with their names in a phase."""
 
 
 def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems that a run has in a later phase and not before, under the key of the phase that set the value."""
+    """Return the problems that first occur in a later phase of a run, under the key of the phase that set the value."""
     found = list[Problem]()
     seen = {(problem.key, problem.reason) for problem in known}
     with suppress(AbsentError):
@@ -125,7 +125,7 @@ def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
 
 
 def fallback_can_be_run(case: Case) -> Found:
-    """The fallback plan passes the same rules as the run's own, on fewer nodes with as many ranks each.
+    """The fallback plan passes the same rules as the run's plan, on fewer nodes with the same number of ranks each.
 
     This rule is next to `check` because it applies every other rule to the fallback plan.
     """
@@ -142,7 +142,7 @@ def fallback_can_be_run(case: Case) -> Found:
 
 
 def each_site_can_train(case: Case) -> Found:
-    """The plan of every site passes the same rules as that of the site whose command this is.
+    """The plan of every other site passes the same rules as the plan of this command's site.
 
     This rule is next to `check` because it applies every other rule to the other plans.
     """
@@ -167,8 +167,8 @@ def each_site_can_train(case: Case) -> Found:
 
 
 def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
-    """Yield what is wrong with a run under another plan and not under its own. `changes`: that plan, which the run file calls
-    `name`, and the values that belong to it."""
+    """Yield the errors that a run has under another plan but not under its own. `changes`: the other plan, which the run file
+    calls `name`, and the values that belong to it."""
     for problem in check(run.model_copy(update=changes), files=False):
         if problem.severity == "error" and problem.key.partition(".")[0] == "plan":
             yield replace(problem, key=f"{name}{problem.key.removeprefix('plan')}")
@@ -177,7 +177,7 @@ def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
 
 
 def _reasons(run: RunSpec) -> set[str]:
-    """Return what is wrong with a run under its own plan."""
+    """Return the reasons of all problems of a run under its own plan."""
     fleet, sites = run.fleet.model_copy(update={"fallback": None}), run.sites
     alone = run.model_copy(update={"fleet": fleet, "sites": sites and sites.model_copy(update={"each": ()})})
     return {problem.reason for problem in check(alone, files=False)}

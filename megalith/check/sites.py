@@ -18,11 +18,11 @@ from megalith.spec.state import MASTER
 from megalith.spec.toml import literal
 
 LONGEST_NAME = 40
-"""Characters of a site's name, which stands in tables and sentences."""
+"""Largest number of characters of a site's name, which appears in tables and sentences."""
 
 
 def merges_fit_the_round(case: Case) -> Found:
-    """Each fragment is merged once in a round, and has arrived before it is sent again."""
+    """Each fragment is merged once every `inner_steps` steps, and its merge ends before it is sent again."""
     sites, steps = case.spec.sites, case.spec.train.steps
     if sites is None:
         return
@@ -38,48 +38,53 @@ def merges_fit_the_round(case: Case) -> Found:
 
 
 def methods_are_whole(case: Case) -> Found:
-    """Elements that are left out of a difference are sent later, and eager steps have something to wait for."""
+    """Options of merges fit together: unsent elements are sent later, and eager steps have an overlap."""
     sites = case.spec.sites
     if sites is None:
         return
     if sites.top_k is not None and not sites.error_feedback:
-        reason = f"with sites.top_k = {sites.top_k} loses what is not among the largest elements"
-        yield error("sites.error_feedback", False, reason, "Leave it out, or sites.top_k.")
+        reason = f"with sites.top_k = {sites.top_k} loses all but the largest elements of a difference"
+        yield error("sites.error_feedback", False, reason, "Leave out this key, or sites.top_k.")
     if sites.top_k is not None and sites.momentum:
-        reason = f"with sites.top_k = {sites.top_k} applies momentum twice: what is left out and fed back acts as momentum (SparseLoCo)"
+        reason = (
+            f"with sites.top_k = {sites.top_k} applies momentum twice: the unsent part that is fed back already acts "
+            "as momentum (SparseLoCo)"
+        )
         yield advice("sites.momentum", sites.momentum, reason, "Use momentum = 0.0, lr = 1.0 and feedback_decay = 0.95.")
     if sites.feedback_decay < 1.0 and not sites.feeds_back:
-        reason = "forgets a part of what was left out, but nothing is left out of differences or fed back"
+        reason = "forgets a share of the unsent part of differences, but no part is unsent, or it is not fed back"
         yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Leave it out, or use sites.top_k or fewer bits.")
     if sites.eager and not sites.overlap:
-        reason = (
-            "applies a site's own difference while the others' are under way, but with sites.overlap = 0 no step runs meanwhile"
-        )
+        reason = "applies a site's own difference while others are in flight, but with sites.overlap = 0 no step runs meanwhile"
         most = sites.inner_steps - 1
         way_out = (
             f"Use overlap = 1{f' to {most}' * (most > 1)}, or leave sites.eager out."
             if most
-            else "Raise sites.inner_steps, or leave it out."
+            else "Raise sites.inner_steps, or leave sites.eager out."
         )
         yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
-        reason = "is the share of a site's own weights in a mean with merged ones, but sites.eager keeps all that a site trained"
+        reason = "mixes a site's own weights with merged ones, but sites.eager keeps a site's own training in full"
         yield error("sites.mixing", sites.mixing, reason, "Leave out one of the two.")
 
 
 def asynchronous_merges_need_no_site(case: Case) -> Found:
-    """Asynchronous merges are useful: a quorum does not need every site, and each site waits for its merges."""
+    """Asynchronous merges have an effect: a quorum does not need every site, and no step corrects a difference that may come
+    later."""
     sites = case.spec.sites
     if sites is None or not sites.staleness:
         return
     if sites.eager:
         reason = (
-            f"corrects a step at the next merge, but with sites.staleness = {sites.staleness} a later one may have the difference"
+            f"corrects an outer step at the next merge, but with sites.staleness = {sites.staleness} the difference "
+            "may come in a later merge"
         )
         yield error("sites.eager", True, reason, "Leave out one of the two.")
     if not any(sites.quorum(set(range(sites.count)) - {site}) for site in range(sites.count)):
-        reason = f"allows late differences, but a quorum of {sites.count} sites needs all of them, so each merge waits for all"
-        yield advice("sites.staleness", sites.staleness, reason, "Set sites.decides = 0, use three sites, or leave it out.")
+        reason = f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all"
+        yield advice(
+            "sites.staleness", sites.staleness, reason, "Set sites.decides = 0, use three sites, or leave out sites.staleness."
+        )
 
 
 def gradients_can_be_exchanged(case: Case) -> Found:
@@ -99,26 +104,26 @@ def gradients_can_be_exchanged(case: Case) -> Found:
     }
     for key, value in plain.items():
         if (given := getattr(sites, key)) != value:
-            reason = 'is about merges of weights, and sites.method = "data-parallel" exchanges whole gradients in every step of all sites'
+            reason = 'concerns merges of weights, but sites.method = "data-parallel" exchanges whole gradients in every step'
             yield error(f"sites.{key}", given, reason, 'Leave it out, or use method = "merge".')
     for key, value, reason in made_apart(case.spec, experts=any(isinstance(block.mlp, MoeSpec) for block in case.blocks)):
-        reason = f'{reason}, and with sites.method = "data-parallel" all sites make the same update'
+        reason = f'{reason}, but with sites.method = "data-parallel" all sites must make the same update'
         yield error(key, value, reason, 'Use method = "merge".')
 
 
 def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]]:
-    """Yield settings that would make the updates of sites with equal gradients differ: key, value and reason. `experts`: True if the
-    model has some."""
+    """Yield settings that would make the updates of sites with equal gradients differ: key, value and reason. `experts`: True
+    if the model has experts."""
     if experts:
-        yield "sites.method", "data-parallel", "is not for models with experts: their loads are counted within each site"
+        yield "sites.method", "data-parallel", "does not support models with experts: loads are counted within each site"
     if spec.optimizer.qk_clip:
-        yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by the logits that one site has seen"
+        yield "optimizer.qk_clip", spec.optimizer.qk_clip, "scales heads by the logits of one site"
     if (sites := spec.sites) is None:
         return
     if len(set(sites.plans)) > 1:
-        yield "sites.each", len(sites.each), "give sites different plans, which round sums differently"
+        yield "sites.each", len(sites.each), "gives sites different plans, which round sums differently"
     if len(devices := _devices(sites)) > 1:
-        reason = f"give sites different devices ({', '.join(devices)}), whose kernels round differently"
+        reason = f"gives sites different devices ({', '.join(devices)}), whose kernels round differently"
         yield "sites.each", len(sites.each), reason
 
 
@@ -138,17 +143,17 @@ def fragments_have_parts(case: Case) -> Found:
         return
     parts = len(case.model.blocks) + 2
     if sites.fragments > parts:
-        reason = f"are more than the model's {parts} parts (embedding, {parts - 2} blocks, head)"
+        reason = f"is more than the model's {parts} parts (embedding, {parts - 2} blocks, head)"
         yield error("sites.fragments", sites.fragments, reason, f"Use fragments = {parts} at most.")
 
 
 def sites_stay_together(case: Case) -> Found:
-    """All sites make an update in every step, and learn of each merge at the same step. Options that one site alone might act on
+    """All sites make an update in every step, and apply each merge at the same step. Options that could change one site alone
     are refused."""
     spec = case.spec
     if spec.sites is None:
         return
-    apart = "lets a site leave out or undo updates that the others make, but all sites must count the same steps"
+    apart = "lets one site skip or undo updates that others make, but all sites must make the same number of updates"
     if spec.stability.answers:
         yield error(
             "stability.answers", list(spec.stability.answers), apart, "Leave it out: a run with sites only warns of spikes."
@@ -156,16 +161,16 @@ def sites_stay_together(case: Case) -> Found:
     if spec.stability.not_finite == "skip":
         yield error("stability.not_finite", "skip", apart, 'Use not_finite = "stop".')
     if PRECISIONS[spec.train.precision].scaled:
-        reason = "leaves out updates whose gradients overflow, but all sites must count the same steps"
+        reason = "skips updates whose gradients overflow, but all sites must make the same number of updates"
         yield error("train.precision", spec.train.precision, reason, 'Use precision = "bf16".')
     if case.plan.post_validation:
-        reason = "may undo the update of a step after its weights have been sent to the other sites"
+        reason = "may undo an update after its weights were sent to the other sites"
         yield error("plan.post_validation", True, reason, "Use post_validation = false.")
     if spec.fleet.fallback is not None:
         reason = "would give one site fewer ranks, but every site needs the plan's ranks"
         yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
     if spec.branch is not None:
-        reason = "begins with the state of one run, but a run with sites has the state of several"
+        reason = "begins with the state of one run, but each site of a run has a state of its own"
         yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which takes merged weights.")
 
 
@@ -175,55 +180,62 @@ def addresses_are_each_sites(case: Case) -> Found:
     if sites is None:
         return
     if sites.addresses and len(sites.addresses) != sites.count:
-        reason = f"names {len(sites.addresses)} addresses for sites.count = {sites.count}"
-        yield error("sites.addresses", list(sites.addresses), reason, "Give one for each site, or none on one machine.")
+        reason = f"has {len(sites.addresses)} addresses for sites.count = {sites.count}"
+        yield error(
+            "sites.addresses",
+            list(sites.addresses),
+            reason,
+            "Give one address for each site, or none if all sites are on one machine.",
+        )
     for address in sites.addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            reason = f"has {address}, without a port that the site's first machine listens at"
+            reason = f"has {address} without a port, but a site's first machine listens at a port"
             yield error("sites.addresses", list(sites.addresses), reason, f'Write "{host or address}:29400".')
 
 
 def sites_are_numbered(case: Case) -> Found:
-    """Sites that are named by a number exist, and a launcher's ranks know theirs."""
+    """Numbers of sites are below `sites.count`, and ranks that a launcher starts know their site."""
     sites = case.spec.sites
     if sites is None:
         return
     for key, number in (("sites.site", sites.site), ("sites.decides", sites.decides)):
         if number is not None and number >= sites.count:
             yield error(
-                key, number, f"is not one of the sites 0 to {sites.count - 1}", "Name one of these, or raise sites.count."
+                key, number, f"is not one of the sites 0 to {sites.count - 1}", "Use one of these numbers, or raise sites.count."
             )
     if case.world is not None:
         yield from launched_alone(case.spec)
 
 
 def each_site_has_a_table(case: Case) -> Found:
-    """There is a table for each site, or for none."""
+    """Every site has a table, or no site has one."""
     sites = case.spec.sites
     if sites is not None and sites.each and len(sites.each) != sites.count:
-        reason = f"are {len(sites.each)} tables for sites.count = {sites.count}"
-        yield error("sites.each", len(sites.each), reason, "Write one for each site, in the order of their numbers, or none.")
+        reason = f"has {len(sites.each)} tables for sites.count = {sites.count}"
+        yield error(
+            "sites.each", len(sites.each), reason, "Write one table for each site, in the order of their numbers, or none."
+        )
 
 
 def names_tell_sites_apart(case: Case) -> Found:
-    """The name of a site fits in a line, and no other site has it."""
+    """The name of a site is short and printable, and no other site has it."""
     sites = case.spec.sites
     seen = dict[str, int]()
     for number in range(sites.count if sites is not None and sites.each else 0):
         assert sites is not None
         name, key = sites.named(number), f"sites.each.{number}.name"
         if not name.strip() or not name.isprintable() or len(name) > LONGEST_NAME:
-            reason = f"is not a name of 1 to {LONGEST_NAME} printable characters"
-            yield error(key, name, reason, 'Write one such as "oslo".')
+            reason = f"must have 1 to {LONGEST_NAME} printable characters"
+            yield error(key, name, reason, 'Write a name such as "oslo".')
         elif name in seen:
-            reason = f"is also the name of site {seen[name]}, so messages and tables could not tell them apart"
+            reason = f"is also the name of site {seen[name]}, so messages could not tell the two apart"
             yield error(key, name, reason, "Give each site a name of its own.")
         seen.setdefault(name, number)
 
 
 def each_cluster_has_the_ranks(case: Case) -> Found:
-    """Clusters of sites are known, and have a device for each rank of their plans. The rules of clusters look at this site's own."""
+    """Clusters of sites are known, and have a device for each rank of their plans. Other rules check the cluster of this site."""
     sites = case.spec.sites
     for number, one in enumerate(sites.each if sites is not None else ()):
         if one.cluster is None or one.cluster == case.spec.cluster:
@@ -235,12 +247,12 @@ def each_cluster_has_the_ranks(case: Case) -> Found:
             yield from (replace(problem, key=key) for problem in errors.problems)
             continue
         if clusters.counted(one.cluster) and there.count < plan.ranks:
-            reason = f"has {there.count} devices, and sites.each.{number}.plan has {plan.ranks} ranks"
+            reason = f"has {there.count} devices, but sites.each.{number}.plan has {plan.ranks} ranks"
             yield error(key, one.cluster, reason, f"Use {there.accelerator.name}:{plan.ranks}, or a smaller plan.")
 
 
 def returned_samples_can_be_trained(case: Case) -> Found:
-    """A lost site's samples are dealt out again in shares that may be as small as the smallest part of a step."""
+    """Every schedule supports the small steps in which sites train the samples that a lost site returns."""
     spec, sites = case.spec, case.spec.sites
     if sites is None or sites.exchanges_gradients or len(sites.plans) != sites.count:  # no step is made without a site
         return
@@ -255,7 +267,7 @@ def returned_samples_can_be_trained(case: Case) -> Found:
         for problem in schedule_problems(plan.schedule, microbatches=few, **numbers):
             if str(problem) not in usual:
                 reason = (
-                    f"cannot train what a lost site hands back: as little as {reads * few} samples in a step, and "
+                    f"cannot train the samples that a lost site returns: a step may have as few as {reads * few} samples, and "
                     f"microbatches = {few} {problem.reason}"
                 )
                 way_out = "Use another schedule, a larger train.global_batch or equal shares."
@@ -266,17 +278,17 @@ def launched_alone(spec: RunSpec) -> Found:
     """A launcher starts the ranks of one site."""
     sites = spec.sites
     if sites is not None and sites.count > 1 and sites.site is None:
-        reason = "is not set, and a launcher starts the ranks of only one site"
+        reason = "is not set, but a launcher starts the ranks of only one site"
         yield error("sites.site", None, reason, "Launch each site with --set sites.site=0, 1 and so on, and its own run folder.")
 
 
 def master_weights_stay_on_the_device(case: Case) -> Found:
-    """A merge changes master weights where they are. Moments may be elsewhere."""
+    """Merges need master weights on the device. Moments may be elsewhere."""
     spec, precision = case.spec, case.spec.train.precision
     if spec.sites is not None and spec.plan.state.away and PRECISIONS[precision].compute.name != MASTER.number:
         reason = (
-            f"keeps master weights away from the device in train.precision = {literal(precision)}, and a merge across sites changes them "
-            "in its memory"
+            f"with train.precision = {literal(precision)} keeps master weights outside the device, but a merge across sites changes them "
+            "in the device's memory"
         )
         yield error(
             "plan.state", spec.plan.state.model_dump(), reason, 'Leave out [plan.state], or use train.precision = "fp32".'
@@ -284,10 +296,8 @@ def master_weights_stay_on_the_device(case: Case) -> Found:
 
 
 def faults_go_back_to_checkpoints(case: Case) -> Found:
-    """With sites no copies of the state are kept in memory."""
+    """A run with sites saves checkpoints, because it keeps no copies of its state in memory."""
     spec = case.spec
     if spec.sites is not None and spec.fleet.recover and not spec.checkpoint.every:
-        reason = (
-            "saves nothing before the end: with sites there are no copies in memory, so the run is lost if too many sites fail"
-        )
-        yield advice("checkpoint.every", 0, reason, f"Use checkpoint.every = {spec.sites.inner_steps}, say.")
+        reason = "saves nothing before the end, and a run with sites keeps no copies in memory: it is lost if too many sites fail"
+        yield advice("checkpoint.every", 0, reason, f"For example, use checkpoint.every = {spec.sites.inner_steps}.")

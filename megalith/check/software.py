@@ -1,4 +1,4 @@
-"""Rules about what is installed: the compiler, and packages that are extras."""
+"""Rules about installed software: PyTorch and its compiler, packages of the extras, and the program for alerts."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from megalith.spec.numbers import is_narrow
 from megalith.spec.run import SERVED, SINKS
 
 COMPILES = (2, 15)
-"""The first PyTorch release seen to give right gradients for compiled blocks that are split among ranks, or whose products have rounded
-factors; 2.11 gives wrong ones."""
+"""The first PyTorch release that was seen to give right gradients for compiled blocks that are split among ranks, or whose
+products have rounded factors. PyTorch 2.11 gives wrong gradients."""
 
 
 VOLTA = 7.0
-"""Compute capability of a V100. From PyTorch 2.11 on, of its builds only those for CUDA 12.6 have kernels for it (pytorch/pytorch
-RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 begins at 7.5."""
+"""Compute capability of a V100. From PyTorch 2.11 on, only the builds for CUDA 12.6 have kernels for the V100
+(pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 supports 7.5 and above."""
 VOLTA_CUDA = (12, 6)
 
 
@@ -31,15 +31,15 @@ def torch_has_the_kernels(case: Case) -> Found:
     if device is None or device.compute_capability != VOLTA or (cuda := cuda_of_torch()) is None or cuda <= VOLTA_CUDA:
         return
     reason = (
-        f"names {device.name}, compute capability {VOLTA}, and PyTorch {version('torch')} here is built for CUDA "
-        f"{'.'.join(map(str, cuda))}, without kernels for it: from 2.11 on, only builds for CUDA 12.6 have them"
+        f"names {device.name} of compute capability {VOLTA}, but the installed PyTorch {version('torch')} is built for CUDA "
+        f"{'.'.join(map(str, cuda))}, without kernels for this device: from 2.11 on, only builds for CUDA 12.6 have them"
     )
-    way_out = "Where it trains, install that build: pip install torch --index-url https://download.pytorch.org/whl/cu126."
+    way_out = "Install such a build where the run trains: pip install torch --index-url https://download.pytorch.org/whl/cu126."
     yield advice("cluster", case.spec.cluster, reason, way_out)
 
 
 def cuda_of_torch() -> tuple[int, ...] | None:
-    """Return the CUDA version that the installed PyTorch is built for, read from disk; None if it has none."""
+    """Return the CUDA version that the installed PyTorch is built for, read from disk; None for a build without CUDA."""
     found = find_spec("torch")  # imports nothing
     if found is None or found.origin is None:
         return None
@@ -51,11 +51,11 @@ def cuda_of_torch() -> tuple[int, ...] | None:
 
 
 def transfers_can_hide(case: Case) -> Found:
-    """Overlapped transfers are started and awaited between products. A compiler would have to see through that."""
+    """Overlapped transfers need uncompiled blocks: the trainer starts and awaits transfers between products."""
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:
-        reason = "with compile = true, which compiles each block as a whole"
-        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use one or the other.")
+        reason = "does not work with compile = true, which compiles each block as a whole"
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use only one of the two.")
 
 
 def compiler_keeps_collectives(case: Case) -> Found:
@@ -68,21 +68,22 @@ def compiler_keeps_collectives(case: Case) -> Found:
 
 
 def compiler_keeps_roundings(case: Case) -> Found:
-    """Older compilers give wrong gradients where factors are rounded: in layers whose sizes the device cannot multiply in 8 bits."""
+    """Older compilers give wrong gradients in layers whose factors are rounded, because the device cannot multiply their
+    sizes in 8 bits."""
     if case.plan.compile and case.spec.precision.multiply == "codes" and is_narrow(case.spec.train.precision):
         yield from _compiles('precision.multiply = "codes"')
 
 
 def _compiles(setting: str) -> Found:
-    """Compile only with a version of PyTorch that compiles right what a setting asks for."""
+    """Yield an error if the installed PyTorch compiles blocks with this setting to wrong gradients."""
     installed = version("torch")  # read from disk
     if tuple(map(int, installed.split(".")[:2])) < COMPILES:
-        reason = f"with {setting} on torch {installed}, a version that compiles such blocks to wrong gradients"
+        reason = f"does not work with {setting} on torch {installed}, which compiles such blocks to wrong gradients"
         yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))}, or compile = false.")
 
 
 def sinks_are_there(case: Case) -> Found:
-    """Tools that the run's numbers are sent to are installed."""
+    """The packages of the tools that a run logs to are installed."""
     log = case.spec.log
     asked = [name for name in SINKS if getattr(log, name)]
     for name in asked:
@@ -91,26 +92,36 @@ def sinks_are_there(case: Case) -> Found:
             yield error(f"log.{name}", True, f"the package {name} is not installed", way_out)
     if log.online and not set(asked) & set(SERVED):
         yield advice(
-            "log.online", True, "and the run logs to no tool that has a server", f"Set one of log.{', log.'.join(SERVED)}."
+            "log.online",
+            True,
+            "has no effect: the run logs to no tool that has a server",
+            f"Set one of log.{', log.'.join(SERVED)}.",
         )
 
 
 def alerts_can_be_sent(case: Case) -> Found:
-    """The address is valid, and the command that sends alerts exists on this machine."""
+    """The address for alerts is valid, and this machine has the program that sends them."""
     alerts = case.spec.alerts
     if alerts.post is not None and not alerts.post.startswith(ENVIRONMENT):
         try:
             address_of(alerts.post, {})
         except ValueError as error_:
-            yield error("alerts.post", alerts.post, str(error_), "Write https://..., or env:NAME for an address in a variable.")
+            yield error(
+                "alerts.post",
+                alerts.post,
+                str(error_),
+                "Write https://..., or env:NAME if the environment variable NAME has the address.",
+            )
     elif alerts.post is not None and case.files:
         try:
             address_of(alerts.post, os.environ)
         except ValueError as error_:
-            yield advice("alerts.post", alerts.post, f"{error_} on this machine", "Set the variable where the run is started.")
+            yield advice(
+                "alerts.post", alerts.post, f"{error_} on this machine", "Set the variable on the machine that starts the run."
+            )
     if case.files and alerts.run:
         with suppress(ValueError):  # quotes that do not end: the shell says it
             program = (shlex.split(alerts.run) or [""])[0]
             if program and program.isprintable() and "=" not in program and shutil.which(program) is None:
-                way_out = "Install it, or write the path of a program."
-                yield advice("alerts.run", alerts.run, f"no program {program} is found on this machine", way_out)
+                way_out = "Install the program, or write its path."
+                yield advice("alerts.run", alerts.run, f"this machine has no program {program}", way_out)

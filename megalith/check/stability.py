@@ -5,14 +5,14 @@ from megalith.spec.run import ANSWERS
 
 
 def answers_are_a_ladder(case: Case) -> Found:
-    """Responses are listed once each, from the mildest to the hardest, and need the watch over the loss."""
+    """Each response is listed once, from the mildest to the hardest, and the run watches its loss."""
     stability = case.spec.stability
     ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
     if stability.answers != ladder:
         reason = "must list each response once, the mildest first"
         yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
     if stability.answers and not stability.watch:
-        reason = "has responses to spikes, and stability.watch = false detects none"
+        reason = "has responses to spikes, but stability.watch = false detects no spikes"
         yield error("stability.answers", list(stability.answers), reason, "Use stability.watch = true, or an empty list.")
 
 
@@ -23,11 +23,11 @@ def rewinds_have_copies(case: Case) -> Found:
         return
     in_memory = spec.fleet.recover and spec.fleet.memory_every > 0
     if not in_memory and not spec.checkpoint.every:
-        reason = "includes rewinds, and there is nothing to rewind to: no copies in memory, and no checkpoint before the end"
+        reason = "includes rewinds, but the run has nothing to rewind to: no copies in memory, and no checkpoint before the end"
         way_out = "Use fleet.recover = true and fleet.memory_every = 1, or set checkpoint.every."
         yield error("stability.answers", list(spec.stability.answers), reason, way_out)
     elif not in_memory:
-        reason = f"asks for rewinds, but the run can only go back to checkpoints, one every {spec.checkpoint.every} steps"
+        reason = f"includes rewinds, but the run can only rewind to checkpoints, one every {spec.checkpoint.every} steps"
         way_out = (
             "Use fleet.recover = true and fleet.memory_every = 1: copies in memory are at most stability.keep_every steps old."
         )

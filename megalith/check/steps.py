@@ -11,23 +11,23 @@ def warmup_and_decay_fit(case: Case) -> Found:
         steps = branch.steps
     warmup = optimizer.warmup_updates(steps)
     if warmup > steps:
-        reason = f"is longer than the run's train.steps = {steps}, which would never reach optimizer.lr"
+        reason = f"is longer than the run's train.steps = {steps}, so the run would never reach optimizer.lr"
         yield error("optimizer.warmup", optimizer.warmup, reason, f'Use warmup <= {steps}, or a share of the steps such as "2%".')
     elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(decay_updates(optimizer, steps)) > steps:
-        reason = f"of {steps} steps overlaps the {warmup} of warm-up"
+        reason = f"of a run of {steps} steps overlaps the {warmup} steps of warm-up"
         most = steps - warmup if optimizer.decay > 1 else f"{1 - warmup / steps:.3g}"
         way_out = f"Use decay <= {most}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
     if optimizer.decay > 1 and optimizer.decay % 1:
-        reason = "is above 1, so it counts updates, but is no whole number"
+        reason = "is above 1, so it is a number of updates, but not a whole one"
         yield error(
             "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
         )
 
 
 def long_runs_save(case: Case) -> Found:
-    """A long run that saves only at its end loses everything when it dies."""
+    """Long runs save: a run that only saves at its end loses everything if it dies."""
     steps, every = case.spec.train.steps, case.spec.checkpoint.every
     if every == 0 and steps >= 1000:
-        way_out = f"Use checkpoint.every = {max(1, steps // 20)}, say."
+        way_out = f"For example, use checkpoint.every = {max(1, steps // 20)}."
         yield advice("checkpoint.every", 0, f"saves nothing before step {steps}; a run that dies starts over", way_out)

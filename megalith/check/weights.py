@@ -21,15 +21,16 @@ from megalith.spec.toml import literal
 
 KEY = "train.init_from"
 NAMED = 5
-"""The number of tensors that are named one by one."""
+"""Largest number of tensors that a message names one by one."""
 
 
 def first_weights_fit(case: Case) -> Found:
-    """The checkpoint to start from is whole, and holds weights of the run's model and tokenizer, but for differences that the run names."""
+    """The checkpoint of `train.init_from` is whole and has weights of the run's model and tokenizer, except for differences
+    that the run names."""
     train = case.spec.train
     if train.init_from is None:
         if train.init_from_changes:
-            reason = f"names differences from a checkpoint, and {KEY} names no checkpoint"
+            reason = f"names differences from a checkpoint, but {KEY} names no checkpoint"
             yield advice("train.init_from_changes", train.init_from_changes, reason, f"Leave it out, or set {KEY}.")
         return
     if not case.files or case.begun:
@@ -43,8 +44,8 @@ def first_weights_fit(case: Case) -> Found:
         path, manifest = checkpoints.find_complete(start)
         index = checkpoints.read_index(path, manifest)
     except (OSError, checkpoints.DamagedCheckpointError) as fault:
-        reason = f"no checkpoint to start from: {str(fault).rstrip('.')}"
-        yield error(KEY, str(start), reason, "Give another, or leave it out.")
+        reason = f"has no usable checkpoint: {str(fault).rstrip('.')}"
+        yield error(KEY, str(start), reason, "Give another checkpoint, or leave it out.")
         return
     yield from _tokenizer(case, start, path, manifest.meta)
     yield from _model(case, start, index, manifest.meta)
@@ -56,24 +57,24 @@ def branch_fits(case: Case) -> Found:
     if branch is None:
         return
     if train.init_from is not None:
-        reason = "gives a run its first weights, and branch its whole state"
-        yield error(KEY, train.init_from, reason, "Leave one of them out.")
+        reason = "gives a run its first weights, but [branch] its whole state"
+        yield error(KEY, train.init_from, reason, "Leave one of the two out.")
     if train.steps <= branch.updates:
-        reason = f"is not more than the {branch.updates} updates that the branch begins with: nothing is left to train"
+        reason = f"is not more than the {branch.updates} updates that the branch begins with: no update is left to train"
         yield error("train.steps", train.steps, reason, f"Use steps > {branch.updates}.")
     if not case.files or case.begun:
         return
     try:
         meta = checkpoints.read_manifest(Path(branch.checkpoint)).meta
     except (OSError, checkpoints.DamagedCheckpointError) as fault:
-        reason = f"no checkpoint to begin from: {str(fault).rstrip('.')}"
+        reason = f"is not a usable checkpoint: {str(fault).rstrip('.')}"
         yield error("branch.checkpoint", branch.checkpoint, reason, "Give another.")
         return
     yield from check_branch(meta, case.spec)
 
 
 def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> Found:
-    """The checkpoint was trained on the tokens that the data is made of."""
+    """The checkpoint's tokenizer is the one that made the data."""
     if case.manifest is None:
         return
     ours = case.manifest.tokenizer
@@ -84,11 +85,13 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
         try:
             theirs = tokenizer_fingerprint(json.loads(file.read_bytes()), ours.end_of_text)
         except (OSError, ValueError, AttributeError) as fault:
-            yield error(KEY, str(start), f"its tokenizer {file} cannot be read: {fault}", "Copy or import it again.")
+            yield error(KEY, str(start), f"its tokenizer {file} cannot be read: {fault}", "Copy or import the checkpoint again.")
             return
     if theirs is None:
-        reason = f"has no {TOKENIZER_FILE} beside it, so nothing shows that its tokens are those of {case.spec.data.path}"
-        yield advice(KEY, str(start), reason, f"Put the model's {TOKENIZER_FILE} into its folder to have the two compared.")
+        reason = f"has no {TOKENIZER_FILE} beside it, so it may have another tokenizer than {case.spec.data.path}"
+        yield advice(
+            KEY, str(start), reason, f"Put the model's {TOKENIZER_FILE} into the checkpoint's folder: then the two are compared."
+        )
     elif theirs != ours.fingerprint and "tokenizer" not in case.spec.train.init_from_changes:
         reason = (
             f"was trained with another tokenizer ({theirs[:12]}, {where}) than the data in {case.spec.data.path} was made with "
@@ -100,7 +103,7 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
 
 
 def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Found:
-    """The checkpoint's model computes what the run's does, tensor by tensor."""
+    """The checkpoint's model has the same forward pass and the same tensors as the run's model."""
     ours, changes = case.model, case.spec.train.init_from_changes
     if ours is None:
         return
@@ -108,8 +111,8 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         theirs = families.read(meta["spec"]["model"])
         found = differences(theirs.build(), ours)
     except (KeyError, TypeError, ValidationError):
-        reason = f"its {checkpoints.MANIFEST} describes no model that this version knows"
-        way_out = "Export it with the version that wrote it (megalith export), and import that (megalith import)."
+        reason = f"its {checkpoints.MANIFEST} describes a model that this version does not know"
+        way_out = "Export it with the version that wrote it (megalith export), and import the result (megalith import)."
         yield error(KEY, str(start), reason, way_out)
         return
     unnamed = [each for each in found if each.forward and each.change not in changes]
@@ -117,19 +120,21 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         values = _by_key(theirs, case.spec.model, unnamed)
         has, wants = (", ".join(f"{name} = {_text(pair[side])}" for name, pair in values.items()) for side in (0, 1))
         names: set[Change] = {each.change for each in unnamed if each.change is not None}
-        way_out = f"Give the run's [model] the checkpoint's values, or start from another{_named_so(names, changes)}."
-        yield error(KEY, str(start), f"holds weights of a model with {has}, and the run's has {wants}", way_out)
+        way_out = f"Give the run's [model] the checkpoint's values, or start from another checkpoint{_named_so(names, changes)}."
+        yield error(KEY, str(start), f"has weights of a model with {has}, but the run's model has {wants}", way_out)
     elif wrong := _wrong_tensors(index, ours, changes):
         more = f", and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        reason = f"does not hold the weights that it describes: {'; '.join(wrong[:NAMED])}{more}"
+        reason = f"lacks weights that it describes: {'; '.join(wrong[:NAMED])}{more}"
         yield error(KEY, str(start), reason, "Start from another checkpoint.")
     if taken := [each for each in found if each not in unnamed]:
         listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
-        yield advice(KEY, str(start), f"was trained with other values: {listed}", "Set back the values that should not differ.")
+        yield advice(
+            KEY, str(start), f"was trained with other values: {listed}", "Set values that should not differ to the checkpoint's."
+        )
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
-    """Return how the run would name these differences, to be added to a way out; empty if there are none."""
+    """Return a clause for a way out that names these differences as intended; empty if there are none."""
     return (
         f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if the difference is intended"
         if names
@@ -138,7 +143,8 @@ def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
 
 
 def _by_key(theirs: families.Model, ours: families.Model, found: Collection[Difference]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs, by the key of `[model]` that makes it differ. Models of two families differ by the fields of their parts."""
+    """Return the keys of `[model]` that cause these differences, each with both values. For two families, return the fields
+    of parts instead."""
     if type(theirs) is not type(ours):
         return {each.path: (each.before, each.after) for each in found}
     paths = {each.path for each in found}
@@ -167,5 +173,5 @@ def _wrong_tensors(index: Index, model: ModelSpec, changes: Collection[Change]) 
         if entry is None:
             wrong.append(f"{name} is missing")
         elif entry.shape != parameter.shape and not (name in free and entry.shape[1:] == parameter.shape[1:]):
-            wrong.append(f"{name} has shape {list(entry.shape)} there and {list(parameter.shape)} here")
+            wrong.append(f"{name} has shape {list(entry.shape)} in the checkpoint and {list(parameter.shape)} in the run")
     return wrong

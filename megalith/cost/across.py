@@ -1,5 +1,5 @@
-"""Time that sites wait for each other at merges over a link, step by step, as the trainer sends and merges; and the method that
-keeps waits short. Arithmetic only, no torch."""
+"""Simulation of the time that sites wait for each other at merges over a link, and choice of a merge method that keeps waits
+short. Arithmetic only, no torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,41 +8,40 @@ from typing import Any
 from megalith.spec.sites import FULL, Fragment, SitesSpec, fragments, part_of, sent_after, verdict_bytes, wire_bytes
 
 ROUNDS = 20
-"""Number of rounds that are simulated: a link that is too slow falls further behind in each."""
+"""Number of rounds that are simulated. A link that is too slow falls further behind in each round."""
 LONG = 100
 """Number of rounds beyond which the merge at the end of a run is neglected."""
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
-"""Least share of the time in which a site computes for a method to count as good."""
+"""A method is good if a site computes during at least this share of the time."""
 HEADROOM = 0.8
-"""Share of a link's rate that a chosen method counts on: lost packets and other traffic take some."""
+"""Share of a link's rate that the choice of a method assumes; lost packets and other traffic take the rest."""
 CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
-"""Keys of `[sites]` that are chosen where a run file leaves them out."""
+"""Keys of `[sites]` that are chosen if a run file leaves them out."""
 SPARSE: dict[str, Any] = {"top_k": 64, "bits": 2, "lr": 1.0, "momentum": 0.0, "feedback_decay": 0.95}
-"""Keys of the method that sends few elements (SparseLoCo, arXiv:2508.15706), which is chosen only as a whole."""
+"""Values of the sparse method (SparseLoCo, arXiv:2508.15706), which are only chosen together."""
 MIN_ROUNDS = 640
-"""Rounds that a run has at least if few elements are sent: ten times as many as it takes to send as many elements as there are."""
+"""Minimum number of rounds of a run with the sparse method: ten times the number of rounds that send every element once."""
 MAX_INTERVAL = 100
-"""Steps between merges up to which all elements are sent rather than few."""
+"""Largest interval, in steps, at which sending all elements is preferred to the sparse method."""
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
-"""Values that are tried. Weights that arrive more than ten steps late are not."""
+"""Values of `fragments` and `overlap` that are tried; weights arrive at most ten steps late."""
 EAGER_OVERLAPS = (15, 20, 30, 50, 75, 100)
-"""Values that are tried where sites are eager: they keep all that they train meanwhile."""
+"""Values of `overlap` that are also tried with `eager`: such sites lose no training while they wait."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
-"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP first sends before it waits for an
-answer, also after a pause of this many seconds more than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least
-time-out)."""
+"""Bytes of a packet; bytes of its IP and TCP headers; TCP's initial window in packets (RFC 6928); and the seconds, beyond a
+round trip, of a pause after which TCP starts with this window again (RFC 5681, section 4.1; Linux's least time-out)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of every tensor that is merged, by its name in the whole model."""
+"""The shape of every merged tensor, by its name in the whole model."""
 
 
 @dataclass(frozen=True)
 class Across:
-    """Prediction for a run across sites. `bytes`: bytes that a site sends in a round of `inner_steps` steps; `instead`: bytes of data
-    parallelism with fp32 gradients in as many steps; `waited`: its mean seconds of waiting per round; `use`: share of the time in which
-    it computes."""
+    """Prediction for a run across sites. `bytes`: bytes that a site sends in a round of `inner_steps` steps; `instead`: bytes of
+    data parallelism with fp32 gradients in as many steps; `waited`: mean seconds that a site waits per round; `use`: share of the
+    time in which a site computes."""
 
     sites: int
     inner_steps: int
@@ -62,7 +61,7 @@ class Across:
 
     @property
     def method(self) -> str:
-        """The name by which the method is known."""
+        """The published name of the method."""
         if self.gradients:
             return "data parallelism"
         if self.fragments > 1 or self.overlap:
@@ -82,11 +81,10 @@ class Across:
 
 
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
-    """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link.
+    """Predict a run whose sites take `step` seconds for a step; None for one site, or if the run file names no link.
 
-    `steps`: of the whole run. Its last step merges the whole model, which counts if the run has at most LONG rounds; None: more.
-    `packet`: bytes
-    of the link's packets.
+    `steps`: number of steps of the run. The last step merges the whole model, which is predicted if the run has at most LONG
+    rounds; None: a longer run. `packet`: bytes of the link's packets.
     """
     if sites.link is None or sites.count == 1:
         return None
@@ -107,14 +105,15 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
 def choose(
     shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool, longest: int = 10**9
 ) -> SitesSpec:
-    """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds. SPARSE and `eager`
-    are free with the interval, where the run file leaves them out.
+    """Choose the keys `free` of CHOSEN for the link of `sites`, if a step takes `step` seconds. With `inner_steps`, also
+    choose the keys of SPARSE and `eager`, if the run file leaves them out.
 
-    The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
-    the least overlap, then the fewest fragments. If that is more than MAX_INTERVAL, few elements are sent instead, in MIN_ROUNDS at
-    least. Where no interval has that use, because a round trip takes many steps, sites are eager. If none has it then, the one with the
-    most use is taken. `rounds_well`: 2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`:
-    the steps of the run; no interval is longer.
+    Loss grows with the interval, so the shortest one with a use of GOOD at HEADROOM of the link's rate is chosen; with it the
+    most bits, then the least overlap, then the fewest fragments. If this interval exceeds MAX_INTERVAL, the sparse method is
+    chosen for runs of at least MIN_ROUNDS. If no interval has this use, because a round trip takes many steps, sites are
+    eager; if still none has it, the method with the most use is chosen. `rounds_well`: True if 2 bits suffice for
+    differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the steps of the run, and the largest
+    interval.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
@@ -132,8 +131,8 @@ def choose(
 
 
 def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterator[SitesSpec]:
-    """Yield the intervals that may be chosen, the best first: for all elements, then for few, then longer ones for all, then for eager
-    sites. An interval that the run file gives is for the method of the file."""
+    """Yield the possible intervals, the best first: all elements, sparse, longer ones with all elements, eager sites. If the
+    run file sets the interval, yield its method only."""
     if "inner_steps" not in free:
         yield sites
         return
@@ -147,7 +146,7 @@ def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterato
 
 
 def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_well: bool) -> Iterator[SitesSpec]:
-    """Yield the methods with one interval that may be chosen, those first that change the least."""
+    """Yield the possible methods with one interval, beginning with those that change the least."""
     parts = len({part_of(name) for name in shapes})
     overlaps = (*OVERLAPS[1:], *EAGER_OVERLAPS) if sites.eager else OVERLAPS
     open_ = "bits" in free and "bits" not in sites.model_fields_set  # SPARSE has its own
@@ -159,13 +158,14 @@ def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_we
 
 
 def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
-    """Return the most that a site sends at a merge: its difference to each other site, and, if it decides, the verdict."""
+    """Return the largest number of bytes that a site sends at a merge: its difference to each other site, and, if it decides,
+    the list of merged sites."""
     return (sites.count - 1) * (wire_bytes(fragment) + verdict_bytes())
 
 
 def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:
-    """Simulate ROUNDS rounds, or all `steps`. Differences queue for the link; a merge needs them and the verdict, which comes back
-    after them: a round trip."""
+    """Simulate ROUNDS rounds, or all `steps`, and return the share of time in which a site computes. Differences queue for
+    the link; a merge waits for them and for the decision that follows them, a round trip."""
     assert sites.link is not None
     line = _Line(1e6 * sites.link.megabits / 8 * (packet - HEADERS) / packet, 1e-3 * sites.link.milliseconds, WINDOW * packet)
     sizes = [_bytes(fragment, sites) for fragment in cut]
@@ -197,17 +197,17 @@ def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | 
 
 @dataclass
 class _Line:
-    """A connection over the link: bytes a second, seconds of a round trip, and the bytes that it sends after a pause before it waits for an
-    answer; twice as many after each."""
+    """A TCP connection over the link: bytes/s, seconds of a round trip, and the bytes of the initial window, which doubles
+    with each answer."""
 
     rate: float
     delay: float
     window: float
     free: float = 0.0
-    """Time at which the link is free again."""
+    """Time at which the link is idle again."""
 
     def send(self, size: int, now: float) -> float:
-        """Send, and return when the answer to it is back."""
+        """Send bytes, and return the time at which their answer is back."""
         paused = self.free == 0.0 or now > self.free + self.delay + PAUSE
         self.free = max(self.free, now) + size / self.rate + (self._slow_start(size) if paused else 0.0)
         return self.free + self.delay
@@ -220,6 +220,6 @@ class _Line:
 
 
 def _sending(sites: SitesSpec, last: int) -> Iterator[int]:
-    """Yield the steps after which something is sent."""
+    """Yield the steps after which differences are sent."""
     for number in range(sites.fragments):
         yield from range((number + 1) * sites.inner_steps // sites.fragments, last + 1, sites.inner_steps)

@@ -1,4 +1,5 @@
-"""Fitting the calibration's figures to measured steps: coordinate by coordinate, from physical starting values, within physical bounds."""
+"""Fit of the calibration's figures to measured steps: by coordinate descent from physical starting values, within physical
+bounds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from megalith.cost.workload import Workload
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured step. Where the source leaves something open, `choices` are all workloads it can mean, with their traces."""
+    """A measured step. `choices`: all workloads that the source's description allows, with their traces."""
 
     group: str
     expert: bool
@@ -24,7 +25,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a figure, and its expected distance from its start: usually within a factor of e^`doubt`."""
+    """Limits of a figure. It is usually within a factor of e^`doubt` of its start."""
 
     low: float
     high: float
@@ -59,16 +60,17 @@ BOUNDS: Mapping[str, Bounds] = {
     "straggle": Bounds(1e-4, 0.03, 0.2),
     "message_exposed": Bounds(0.02, 1.5, 0.7),
 }
-"""The fitted time figures; memory figures and counts of hardware units are known."""
+"""The fitted figures of time. Figures of memory and counts of hardware units are known, not fitted."""
 
 
 TIED = {f"fused.{name}": f"packaged.{name}" for name in ("host", "launch", "routing")}
-"""Figures that share one value: tuning does not change the time in which the host starts an operation of Megatron-Core, unless graphs
-start it."""
+"""Figure -> the figure whose value it shares: tuned and untuned Megatron-Core take the same time to launch an operation,
+unless CUDA graphs launch it."""
 
 
 def choose(choices: Sequence[tuple[Workload, Parts]], figures: Calibration) -> tuple[Workload, Estimate]:
-    """The workload a planner would pick: the fastest that fits, or, if none does, the one that needs the least memory."""
+    """Return the workload that a planner would choose: the fastest that fits; if none fits, the one that needs the least
+    memory."""
     found = [(workload, estimate(workload, figures, traced, _space(workload, traced, figures))) for workload, traced in choices]
     fitting = [pair for pair in found if pair[1].fits]
     if fitting:
@@ -80,8 +82,8 @@ _known: dict[tuple[int, int, tuple[float, ...]], tuple[Workload, Parts, Memory]]
 
 
 def _space(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
-    """Memory depends on few figures; it is computed again only when one of those changes. The values are kept so that their
-    identities stay theirs."""
+    """Return the memory of a workload, cached until one of the few figures that it depends on changes. The cache also holds
+    the workload and its parts, so that their ids stay unique."""
     overheads = figures.overheads[workload.software_profile.overheads]
     key = id(workload), id(traced), (overheads.working, overheads.reserve, overheads.slack)
     if key not in _known:
@@ -97,9 +99,9 @@ def fit(
     prior: float = 0.004,
     notify: Callable[[str, Calibration], None] = lambda line, figures: None,
 ) -> Calibration:
-    """The calibration with the least loss on the observations.
+    """Return the calibration with the lowest loss on the observations.
 
-    The loss is the mean over groups of the mean absolute log error, capped at 0.7 so that a run that went wrong does not pull, plus
+    The loss is the mean over groups of the mean absolute log error, capped at 0.7 to limit the effect of outliers, plus
     `prior` times each figure's squared distance from its start in units of its doubt: figures that the data cannot separate keep
     their starting values.
     """
@@ -163,8 +165,8 @@ def _error(one: Observation, figures: Calibration) -> float:
 
 
 def _loss(observations: Sequence[Observation], errors: Mapping[int, float]) -> float:
-    """Return the weighted mean error. A group's weight is the square root of its number of rows: three rows do not count as much as sixty,
-    and no group dominates. Groups of expert models count twice, because there are few."""
+    """Return the weighted mean error. A group's weight is the square root of its number of rows: large groups count more, but
+    none dominates. Groups of expert models count twice, because there are few."""
     groups: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for i, error in errors.items():
         groups[observations[i].group, observations[i].expert].append(min(abs(error), 0.7))
@@ -196,7 +198,7 @@ def measured(observations: Sequence[Observation], figures: Calibration) -> dict[
 
 
 def as_toml(figures: Calibration, *, command: str, note: str, seen: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of calibration.toml. `seen`: as `measured` gives it."""
+    """Return the text of calibration.toml. `seen`: the result of `measured`."""
     lines = [
         "# Figures fitted on published measurements; see docs/planner.md. Units: seconds, bytes, shares.",
         "[fitted]",

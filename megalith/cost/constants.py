@@ -1,6 +1,6 @@
 """The calibration: a few physical figures per device and kind of software, read from calibration.toml. No torch.
 
-They are fitted on published measurements by `cost/calibrate.py`; none belongs to a model or to a row.
+`cost/calibrate.py` fits them on published measurements; no figure is specific to a model or a measurement.
 """
 
 import tomllib
@@ -14,20 +14,19 @@ from megalith.spec.cluster import Accelerator, ClusterSpec
 
 @dataclass(frozen=True)
 class Device:
-    """Achieved share of a device generation's printed figures."""
+    """Achieved shares of the published figures of a device generation."""
 
     units: int
-    """Processors that compute tiles of a matrix product side by side (streaming multiprocessors)."""
+    """Number of processors that compute tiles of a matrix product in parallel (SMs)."""
     wide: float
-    """Share of peak a large product reaches in bf16, fp16."""
+    """Share of peak that a large product reaches in bf16 or fp16."""
     narrow: float
-    """The same in 8 bits, and
-    in 4 (`quarter`)."""
+    """The same share in 8 bits; `quarter` is that in 4 bits."""
     quarter: float
     idle: float
-    """Processors left idle by the last wave of tiles, as a share of all of them."""
+    """Share of the processors that the last wave of tiles leaves idle."""
     ramp: float
-    """Inner size at which a product reaches half its speed: filling and draining the pipeline of a tile."""
+    """Inner size at which a product reaches half its speed, because a tile's pipeline must be filled and drained."""
     attention_forward: float
     """Share of bf16's peak that the forward of fused attention reaches."""
     attention_backward: float
@@ -46,7 +45,7 @@ class Device:
     """Minimum seconds of a kernel on the device."""
 
     def without(self, units: int) -> "Device":
-        """Return the device if this number of its processors computes nothing. The others still reach its whole memory bandwidth."""
+        """Return the device without this number of its processors. The others still reach the full memory bandwidth."""
         if not units:
             return self
         left = 1 - units / self.units
@@ -59,35 +58,35 @@ class SoftwareOverheads:
     """Overheads of the software that runs a step."""
 
     host: float
-    """Seconds an x86 host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
+    """Seconds that an x86 host takes to launch an operation. The host works ahead of the device, so the slower of both counts."""
     launch: float
-    """Seconds that the host takes for each further kernel, if an operation starts several."""
+    """Seconds of the host for each further kernel of an operation that launches several."""
     routing: float
-    """Seconds a layer of experts waits in each direction for the host to learn where tokens go."""
+    """Seconds that a layer of experts waits, in forward and in backward, until the host knows where tokens go."""
     passes: float
-    """Element-wise bytes moved, as a share of those of the traced modules: below 1 where kernels are fused further."""
+    """Bytes that element-wise operations move, divided by those in the trace; below 1 if more kernels are fused."""
     tensor_exposed: float
     """Share of the tensor axis's collectives that is not hidden behind products."""
     expert_exposed: float
     """Share of the experts' all-to-all that is not hidden."""
     data_exposed: float
-    """Share that is not hidden of the data axis's collectives that computation could hide."""
+    """Share of the data axis's collectives that stays exposed, of those that computation could hide."""
     contention: float
-    """Share by which collectives slow down the computation they hide behind."""
+    """Relative slowdown of computation that overlaps with collectives."""
     step: float
     """Seconds of a step outside the model: reading data, logging, checks."""
     optimizer: float
-    """Bytes the optimizer moves for a parameter it updates."""
+    """Bytes that the optimizer moves for each parameter that it updates."""
     straggle: float
-    """Share by which a step grows with each doubling of the nodes: the slowest sets the pace."""
+    """Relative growth of a step with each doubling of the nodes, because all wait for the slowest."""
     message_exposed: float
     """Share of the messages between pipeline ranks that is not hidden."""
     working: float
-    """Temporary memory of a block's backward, as a share of the traced peak."""
+    """Temporary memory of a block's backward, divided by the traced peak."""
     reserve: float
-    """Bytes of buffers that grow with nothing traced: workspaces, communication buckets."""
+    """Bytes of buffers of constant size: workspaces, communication buckets."""
     slack: float
-    """Share of memory an allocator loses to fragments."""
+    """Share of memory that the allocator loses to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +94,24 @@ class Host:
     """The host that launches the devices' operations, if it is not an x86 server."""
 
     slower: float
-    """Its launch time relative to an x86 server."""
+    """The host's launch time relative to an x86 server."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Every fitted figure, and how they were found."""
+    """All fitted figures, and the record of their fit."""
 
     devices: dict[str, Device]
     overheads: dict[str, SoftwareOverheads]
     hosts: dict[str, Host]
     families: dict[str, str]
-    """Accelerator -> its generation of devices."""
+    """Accelerator -> its device generation."""
     beside: dict[str, str]
     """Accelerator -> its host, if that is not an x86 server."""
     fitted: dict[str, Any]
 
     def device(self, accelerator: Accelerator) -> Device:
-        """The figures of an accelerator; of its vendor's newest generation if it has no entry of its own."""
+        """Return the figures of an accelerator; those of "hopper" if it has no entry."""
         return self.devices[self.families.get(accelerator.name, "hopper")]
 
     def device_of(self, cluster: ClusterSpec) -> Device:
@@ -126,8 +125,8 @@ class Calibration:
         return replace(known, **own, **alone)
 
     def overheads_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> SoftwareOverheads:
-        """Return the overheads of some software on a cluster. `ours`: figures for this project's trainer, whose start of an
-        operation was measured on that machine; other software keeps the fitted one."""
+        """Return the overheads of some software on a cluster. `ours`: figures for Megalith's trainer, whose launch time was
+        measured on that machine; other software keeps the fitted one."""
         known, measured = self.overheads[name], cluster.measured
         if measured is None:
             return known
@@ -137,11 +136,11 @@ class Calibration:
         return replace(known, host=host, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {}))
 
     def slower(self, accelerator: Accelerator) -> float:
-        """Time that an accelerator's host takes to launch an operation, relative to an x86 server."""
+        """Launch time of an accelerator's host, relative to an x86 server."""
         return self.hosts[self.beside[accelerator.name]].slower if accelerator.name in self.beside else 1.0
 
     def changed(self, values: dict[str, float]) -> "Calibration":
-        """Return a calibration with some figures replaced: {"hopper.wide": 0.7}."""
+        """Return a calibration with some figures replaced, such as {"hopper.wide": 0.7}."""
         tables: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in ("devices", "overheads", "hosts")}
         for name, value in values.items():
             owner, _, key = name.partition(".")
@@ -150,7 +149,7 @@ class Calibration:
         return replace(self, **tables)
 
     def flat(self) -> dict[str, float]:
-        """{"hopper.wide": 0.7, ...}: the inverse of `changed`."""
+        """Return all figures as {"hopper.wide": 0.7, ...}, the argument of `changed`."""
         return {
             f"{owner}.{field.name}": getattr(figures, field.name)
             for table in (self.devices, self.overheads, self.hosts)

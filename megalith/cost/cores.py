@@ -1,4 +1,5 @@
-"""Cores and norms to trace with: on a device each is one fused kernel, or, before FlashAttention, a chain of small kernels.
+"""Stand-ins for attention cores, norms and other operations during a trace. On a device each is one fused kernel, or, before
+FlashAttention, a chain of small kernels.
 
 On the meta device torch would choose its plain attention, which keeps several times as many bytes as a fused kernel.
 """
@@ -14,10 +15,10 @@ from megalith.models.batch import Batch
 from megalith.models.moe import Experts
 
 Note = Callable[[str, Tensor, Tensor, Tensor], None]
-"""(phase, q, k, v): called where the device would run its kernel."""
+"""Function (phase, q, k, v) that is called where a device would run its kernel."""
 
 NoteRecurrence = Callable[[str, Tensor, Tensor], tuple[Tensor, ...]]
-"""(phase, x, b): the same for Mamba-2's core; returns its temporary tensors."""
+"""Function (phase, x, b) for Mamba-2's core, with the same purpose; it returns the core's temporary tensors."""
 
 
 class _Fused(torch.autograd.Function):
@@ -38,7 +39,7 @@ class _Fused(torch.autograd.Function):
 
 
 class FusedCore(nn.Module):
-    """Keeps q, k, v, its output and one sum a row, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135)."""
+    """Attention that keeps q, k, v, its output and one sum a row, like FlashAttention (Dao et al. 2022, arXiv:2205.14135)."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class FusedCore(nn.Module):
 
 
 class _Kept(torch.autograd.Function):
-    """An element-wise kernel of the scores: reads them, writes as many, and keeps `keep` bytes a score for backward."""
+    """An element-wise kernel that reads and writes the scores, and keeps `keep` bytes a score for backward."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, keep: int) -> Tensor:
@@ -65,8 +66,9 @@ class _Kept(torch.autograd.Function):
 
 
 class PlainCore(nn.Module):
-    """q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v: the scores pass through memory, and 5 bytes of
-    each are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1 and output 2)."""
+    """Unfused attention: q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v. Scores pass through
+    memory, and 5 bytes of each are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1
+    and output 2)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         groups = q.shape[2] // k.shape[2]
@@ -138,7 +140,7 @@ class _Spread(torch.autograd.Function):
 
 
 def fused_spread(x: Tensor, order: Order) -> Tensor:
-    """`kernels.permute.permute` with one kernel each way."""
+    """`kernels.permute.permute` as one kernel in forward and one in backward."""
     return _Spread.apply(x, order)  # pyright: ignore[reportReturnType]
 
 
@@ -154,13 +156,13 @@ class _Collect(torch.autograd.Function):
 
 
 def fused_collect(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """`kernels.permute.unpermute` with one kernel each way. The tokens' weights are factors of the experts' activation, as in
-    Megatron-Core, so that the rows themselves need not be kept."""
+    """`kernels.permute.unpermute` as one kernel in forward and one in backward. As in Megatron-Core, routing weights are
+    applied in the experts' activation, so this kernel keeps no rows."""
     return _Collect.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up of rows that hold both: one kernel each way."""
+    """activation(gate) * up of rows that hold gate and up: one kernel in forward and one in backward."""
 
     @staticmethod
     def forward(ctx, both: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ class _Gated(torch.autograd.Function):
 
 
 class PairedExperts(nn.Module):
-    """`models.moe.Experts` as Megatron-Core holds them: gate and up are one weight, and one product."""
+    """`models.moe.Experts` in Megatron-Core's layout: gate and up are one weight and one product."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -203,5 +205,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`kernels.rope.rotate` with one kernel each way, in place."""
+    """`kernels.rope.rotate` as one in-place kernel in forward and one in backward."""
     return _Rotate.apply(x, 2 * cos.shape[-1])  # pyright: ignore[reportReturnType]

@@ -1,14 +1,14 @@
-"""The errors of predictions, and how a few measured rows reduce them. No torch.
+"""Errors of predictions, and their reduction by a few measured rows. No torch.
 
-A *stack* is software on machines, as one source measured it. Its rows are off by a common factor, and each row by a factor of its
-own:
+A *stack* is software on machines that one source measured. Predictions of its rows are wrong by a common factor, times a
+factor of each row:
 
-    log(measured / predicted) = bias + a stack's own (of deviation `between`) + a row's own (of deviation `within`)
+    log(measured / predicted) = bias + term of the stack (of deviation `between`) + term of the row (of deviation `within`)
 
-The deviations come from published rows, each judged by a fit without its stack. An interval of 80 % reaches as many deviations to
-either side as hold 80 % of such rows, every stack weighing alike (split conformal prediction over groups; Vovk et al. 2005;
-Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, in proportion to how far they
-can be trusted (the normal model's posterior; Gelman et al. 2013, section 5.4).
+The deviations come from published rows, each judged by a fit without its stack. An 80 % interval has the half-width, in
+deviations, with which it holds 80 % of such rows, if each stack has equal weight (split conformal prediction over groups; Vovk et
+al. 2005; Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, depending on their
+number and scatter (the normal model's posterior; Gelman et al. 2013, section 5.4).
 """
 
 import tomllib
@@ -25,36 +25,37 @@ SHARE = 0.8
 """Share of rows that an interval holds."""
 
 NORMAL = 1.4826
-"""A normal distribution's deviation over the median distance from its median."""
+"""Standard deviation of a normal distribution, divided by the median distance from its median."""
 
 FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
-"""The factor by which that is too small for few values (Croux & Rousseeuw 1992, "Time-efficient algorithms for two highly robust estimators
+"""Correction of NORMAL for few values (Croux & Rousseeuw 1992, "Time-efficient algorithms for two highly robust estimators
 of scale", section 4); for n > 9 values it is n / (n - 0.8)."""
 
 MEDIAN = pi / 2
-"""The variance of a median of many normal values, over that of their mean."""
+"""Variance of the median of many normal values, divided by that of their mean."""
 
 KINDS = ("time.dense", "time.expert", "memory")
 
 WRONG = log(1.3)
-"""A row whose deviation is smaller than this is never called wrong."""
+"""A row with a smaller deviation (of the logarithm) than this is never called wrong."""
 
 FAR = 3.0
-"""Number of deviations from the estimate of the other rows and all stacks at which a row is called wrong."""
+"""A row is called wrong if it is more than this number of deviations from the estimate of the other rows and all stacks."""
 
 
 class Residual(NamedTuple):
-    """One measured figure over its prediction."""
+    """Logarithm of a measured figure over its prediction."""
 
     name: str
     group: str
     kind: str
-    """One of KINDS, or another kind, for which nothing is estimated."""
+    """One of KINDS, or another kind, which no estimate uses."""
     log: float
 
 
 class Interval(NamedTuple):
-    """Factors on a prediction: what is measured lies between `low` and `high` in 80 % of cases, and in half of them above `middle`."""
+    """Factors of a prediction: a measured value is between `low` and `high` in 80 % of cases, and above `middle` in half of
+    the cases."""
 
     low: float
     middle: float
@@ -62,14 +63,14 @@ class Interval(NamedTuple):
 
     @property
     def half_width(self) -> float:
-        """How far the interval reaches from its middle, as a share: the geometric mean of both sides."""
+        """Relative half-width of the interval: the geometric mean of both sides."""
         return sqrt(self.high / self.low) - 1
 
 
 @dataclass(frozen=True)
 class LearnedSpread:
-    """Knowledge of a stack after some rows: the logarithm of its factor, how certain that is, how far rows scatter, and the
-    places of the rows that were ignored."""
+    """Estimate for a stack from some rows: `mean`, the logarithm of its factor; `deviation`, the uncertainty of the mean;
+    `within`, the scatter of rows; `wrong`, the places of ignored rows."""
 
     mean: float
     deviation: float
@@ -89,12 +90,12 @@ class Spread:
     reach_known: float
     """Half-width of an interval, in deviations, for a stack with some known rows."""
     groups: int
-    """Number of stacks behind it."""
+    """Number of stacks of the estimate."""
     rows: int
 
     def learn(self, logs: Sequence[float]) -> LearnedSpread:
-        """Return the estimate that rows of one stack give for it. A row that the others and all stacks make very unlikely is left
-        out, the worst first."""
+        """Return the estimate for a stack from its rows. Rows that are very unlikely given the other rows and all stacks are
+        left out, the worst first."""
         left, wrong = dict(enumerate(logs)), list[int]()
         while left:
             gaps = {place: self._gap(place, left) for place in left}
@@ -106,7 +107,7 @@ class Spread:
         return self._posterior(list(left.values()), tuple(sorted(wrong)))
 
     def _gap(self, place: int, rows: Mapping[int, float]) -> float:
-        """Distance of a row from the estimate of the others, over the distance at which it is called wrong."""
+        """Distance of a row from the estimate of the other rows, divided by the distance at which it is called wrong."""
         others = self._posterior([value for other, value in rows.items() if other != place])
         return abs(rows[place] - others.mean) / max(WRONG, FAR * sqrt(others.deviation**2 + others.within**2))
 
@@ -126,11 +127,11 @@ class Spread:
 
 
 PRIOR = 4
-"""Number of rows that the scatter of all stacks counts for, against a stack's own rows."""
+"""In the estimate of a stack's scatter, the scatter of all stacks has the weight of this number of rows."""
 
 
 def estimated(residuals: Sequence[Residual]) -> dict[str, Spread]:
-    """Return the spread of each kind, from rows judged by fits without their groups."""
+    """Return the spread of each kind, from residuals of fits without the row's group."""
     return {kind: spread(by_group(residuals, kind)) for kind in KINDS}
 
 
@@ -144,8 +145,8 @@ def by_group(residuals: Sequence[Residual], kind: str) -> dict[str, list[float]]
 
 
 def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return the spread that the rows of some groups show. Each reach is found as it is used: every group is judged by the deviations of
-    the others."""
+    """Return the spread of the rows of some groups. As in use, each reach is found with every group measured in deviations of
+    the other groups."""
     plain = _deviations(groups)
     alone: list[tuple[float, float]] = []
     known: list[tuple[float, float]] = []
@@ -162,9 +163,10 @@ def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return bias and deviations without a reach, every group weighing alike, in medians: no single bad group determines them.
+    """Return bias and deviations, without a reach. They are medians with equal weight for each group, so that no single bad
+    group determines them.
 
-    The stack whose factor is asked for is none of these: its distance from the bias is as uncertain as the bias itself, too.
+    `between` is for a stack outside of these groups, so it includes the uncertainty of the bias.
     """
     middles = [median(logs) for logs in groups.values()]
     scatters = [_deviation(logs) for logs in groups.values() if len(logs) > 2]
@@ -175,14 +177,14 @@ def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the deviation of normal values by the median distance from their median."""
+    """Estimate the standard deviation of normal values from the median distance from their median."""
     count, middle = len(values), median(values)
     few = FEW.get(count, count / (count - 0.8) if count > 1 else 1.0)
     return few * NORMAL * median(abs(value - middle) for value in values)
 
 
 MINIMUM = 0.02
-"""Lower bound of a deviation: the difference between two equal measurements."""
+"""Lower bound of a deviation: the noise of repeated measurements."""
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
@@ -197,7 +199,7 @@ def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
 
 @cache
 def bundled() -> Mapping[str, Spread]:
-    """Return the spread of each kind, as the documented fit found it."""
+    """Return the spread of each kind in the bundled fit."""
     text = files("megalith.cost").joinpath("doubt.toml").read_text(encoding="utf-8")
     return {kind: Spread(**row) for kind, row in tomllib.loads(text).items()}
 

@@ -1,4 +1,4 @@
-"""A step of a workload, predicted: memory of the worst rank and seconds by use. No torch unless something new
+"""Prediction of a workload's step: memory of the worst rank, and seconds by use. No torch unless something new
 must be traced."""
 
 from collections import Counter
@@ -31,14 +31,14 @@ class Time:
 
     step: float
     compute: float
-    """Forward and backward of the worst rank: products, attention, element-wise work, and what the host adds."""
+    """Forward and backward of the worst rank: products, attention, element-wise work, and waits for the host."""
     tensor: float
     context: float
     expert: float
     pipeline: float
     """Messages between stages that no computation hides."""
     data: float
-    """Gathers and reductions of weights and gradients, and movements of activations to their host and back, that nothing hides."""
+    """Exposed gathers of weights, reductions of gradients, and transfers of activations to the host and back."""
     bubble: float
     optimizer: float
     other: float
@@ -60,7 +60,7 @@ class Estimate:
     memory: Memory
     fits: bool
     limit: float | None
-    """Bytes of the device; None if not published."""
+    """Bytes of the device's memory; None if not published."""
     flops: float
     """FLOPs of a step on all ranks: attention in full, recomputation not counted (PaLM's convention)."""
     tokens: int
@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices could do in bf16."""
+        """Model FLOP/s divided by the devices' bf16 peak."""
         return self.flops_per_second / self.peak
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch on one pipeline rank, all its chunks."""
+    """Seconds of one microbatch on one pipeline rank, over all its chunks."""
 
     forward: SpentSeconds
     backward: SpentSeconds
@@ -112,7 +112,7 @@ def estimate(
     space: Memory | None = None,
     spent: "PartTimes | None" = None,
 ) -> Estimate:
-    """Predict one step. `traced`, `space` and `spent`, where they are known already, save work."""
+    """Predict one step. `traced`, `space` and `spent` save work if they are already known."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -139,7 +139,7 @@ class PartTimes:
 
 
 def part_times(traced: Parts, setting: Setting) -> PartTimes:
-    """Return each distinct part once."""
+    """Return the seconds of each distinct part."""
     format, router = setting.workload.format, router_of(setting.workload)
     wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")
@@ -164,7 +164,8 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
 
 @lru_cache(1 << 14)
 def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTime:
-    """A pipeline rank's seconds for one microbatch; where it holds `sides` copies of stages, each sees that share of microbatches."""
+    """Return a pipeline rank's seconds for one microbatch. With `sides` copies of each stage, each copy computes 1 / `sides`
+    of the microbatches."""
     mine = [(*spent.blocks[kind], times) for kind, times in here.blocks]
     mine += [(*spent.embedding, 1)] if here.embedding else []
     mine += [(*spent.head, 1)] if here.head else []
@@ -176,7 +177,7 @@ def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTim
 
 
 def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
-    """The step as its slowest rank sees it."""
+    """Return the seconds of a step on its slowest rank."""
     plan, overheads, shared = workload.plan, setting.overheads, shares(workload, traced)
     m, ranks = workload.microbatches, shared.held
     stages = [stage_time(here, spent, sides=plan.sides) for here in ranks]
@@ -216,10 +217,11 @@ def _message_seconds(workload: Workload, setting: Setting) -> float:
 
 
 def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
-    """Seconds the slowest rank waits.
+    """Return the idle seconds of the slowest rank in a step.
 
-    Schedules that fill and drain have a closed form (Narayanan et al. 2021): one microbatch through a chunk of every other rank, and
-    the messages on the way; with equal stages (p - 1) / chunks of a microbatch's time. Others are taken with mean stages.
+    Schedules that fill and drain have a closed form (Narayanan et al. 2021): the time of one microbatch in a chunk of every
+    other rank, plus messages; with equal stages, (p - 1) / chunks of a microbatch's time. For other schedules, all stages
+    take the mean time.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
@@ -233,8 +235,8 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
 
 @kept("schedule/*.py", "cost/estimate.py", when=lambda name, *_: name in SCHEDULES)
 def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Return how long a rank idles in the program, in units of a rank's forward of one microbatch. A backward's two halves are taken
-    as equal. A program whose schedule has no closed form is simulated."""
+    """Return the idle time of a rank, in units of its forward of one microbatch. Both halves of a backward are assumed to
+    take equal time. A schedule without a closed form is simulated."""
     row = kind(name)
     known = row.idle(ranks, microbatches, chunks, backward) if row.idle else None
     if known is not None:
@@ -292,7 +294,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Ran
 
 
 def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
-    """Return the seconds that a step of one rank is longer because activations leave the device and come back."""
+    """Return the seconds that offloading of activations adds to a step of one rank."""
     away = workload.plan.retain.away
     if not away:
         return 0.0
@@ -304,13 +306,13 @@ def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here:
 
 
 def _buckets(numbers: float, ranks: int) -> float:
-    """Calls in which gradients are reduced: buckets of 40 million, or of a million for each rank (Megatron-Core's rule, which keeps
-    messages long)."""
+    """Return the number of calls that reduce gradients: buckets have 40 million elements, or a million for each rank
+    (Megatron-Core's rule, which keeps messages long)."""
     return max(1.0, numbers / max(40e6, 1e6 * ranks))
 
 
 def _beside(moving: float, computing: float, setting: Setting) -> float:
-    """Exposed communication, in seconds added to `computing`: all of `moving`; or, if they overlap, the part longer than
+    """Return exposed communication, the seconds added to `computing`: all of `moving`; or, if they overlap, the part longer than
     `computing`, the part that cannot overlap (the first gather, the last reduction), and the slowdown of the computation."""
     if not setting.workload.software_profile.overlap_data:
         return moving
@@ -321,7 +323,7 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
 
 
 def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts) -> float:
-    """Seconds of the update: first of the state in the rank's memory, then of the state that its host keeps."""
+    """Return the seconds of the update: of the state on the device, then of the state on the host."""
     if workload.frozen:
         return 0.0
     own = updated(workload, numbers(workload, traced, here))
@@ -333,14 +335,14 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:
-    """FLOPs of a step that the model asks for: forward, and twice that for backward."""
+    """Return the model FLOPs of a step: those of forward, and twice as many for backward."""
     plan = workload.plan
     return 3 * _forward_flops(traced) * plan.tensor * plan.context * workload.global_batch / plan.microbatch
 
 
 @lru_cache(1 << 14)
 def _forward_flops(traced: Parts) -> float:
-    """Return the FLOPs of one rank and one microbatch."""
+    """Return the forward FLOPs of one rank and one microbatch."""
     counts = Counter(traced.kinds)
     blocks = sum(times * traced.blocks[kind].flops("F") for kind, times in counts.items())
     head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward

@@ -1,4 +1,4 @@
-"""Communication inside a part's computation, recorded instead of sent: the tensors get the shapes that the exchange would give them."""
+"""Stand-ins for the communication inside a part: messages are recorded instead of sent, and results have the right shapes."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from megalith.spec.numbers import SCALE_BYTES
 
 
 class _Resize(torch.autograd.Function):
-    """Effect of a boundary collective on shapes: `dim` 1 becomes `forward` times as long, and returns to its length in backward."""
+    """Effect of a boundary collective on shapes: `longer` is the factor of dim 1 (below 0: its divisor); backward restores
+    the length."""
 
     @staticmethod
     def forward(ctx, x: Tensor, longer: int, recorder: Recorder, kinds: tuple[Exchanged, Exchanged], regather: bool) -> Tensor:
@@ -44,8 +45,8 @@ class _Resize(torch.autograd.Function):
 
 
 def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.tensor`); `recorder` gets
-    what would be sent."""
+    """Reduce a part to the first rank's share, split as in the trainer (`parallel.expert`, `parallel.tensor`). `recorder`
+    records the messages."""
     for module in part.modules():
         if isinstance(module, Moe):
             share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
@@ -59,7 +60,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 class RecordedSplit(Split):
-    """Split of the first tensor rank, in a process without the others: messages to them are recorded instead of sent.
+    """Split of the first tensor rank in a process without other ranks: messages are recorded instead of sent.
 
     Modules are split by the trainer's own layout table (`parallel.tensor.split_part`).
     """
@@ -84,7 +85,8 @@ class RecordedSplit(Split):
 
 
 class _Copied(torch.autograd.Function):
-    """Border without sequence parallelism: every rank has the same tensor, which is summed either in forward or in backward."""
+    """Boundary of tensor parallelism without sequence parallelism: a tensor that all ranks have is summed in forward or in
+    backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, recorder: Recorder, leaving: bool) -> Tensor:
@@ -101,8 +103,8 @@ class _Copied(torch.autograd.Function):
 
 
 class _Dispatched(torch.autograd.Function):
-    """Send tokens to experts of other ranks, or back. As many arrive as leave, since routing is taken to be even. `tile` and `back`: how
-    many numbers share a scale where a row, and its gradient, are sent in 8 bits; 0: they are sent as they are."""
+    """All-to-all of tokens to experts or back. Routing is assumed to be even, so as many rows arrive as leave. `tile` (for
+    rows) and `back` (for their gradients): how many numbers share a scale in 8-bit messages; 0: not sent in 8 bits."""
 
     @staticmethod
     def forward(ctx, x: Tensor, recorder: Recorder, tile: int, back: int) -> Tensor:
@@ -117,13 +119,13 @@ class _Dispatched(torch.autograd.Function):
 
 
 def _sent(rows: Tensor, tile: int) -> int:
-    """Return the bytes of rows on their way; `tile`: how many numbers share a scale in 8 bits, or 0."""
+    """Return the bytes of rows in a message; `tile`: how many numbers share a scale in 8 bits; 0: not in 8 bits."""
     return rows.numel() + len(rows) * SCALE_BYTES * -(-rows.shape[1] // tile) if tile else bytes_of(rows)
 
 
 class _Shared(torch.autograd.Function):
-    """Rows for experts that several ranks hold parts of: each sees the rows of all (`parts` > 1), and in the end has the sum of its own
-    (`parts` < -1)."""
+    """Exchange of rows among ranks that split each expert: a gather of all ranks' rows (`parts` > 1), or a reduce-scatter of
+    the results (`parts` < -1)."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, parts: int, recorder: Recorder) -> Tensor:
@@ -142,7 +144,7 @@ class _Shared(torch.autograd.Function):
 
 
 class Border(torch.autograd.Function):
-    """Border between two regions of a block; backward crosses it the other way."""
+    """Border between two regions of a block, which backward crosses in the other direction."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, recorder: Recorder, before: Region, after: Region) -> Tensor:
@@ -157,7 +159,7 @@ class Border(torch.autograd.Function):
 
 
 class EvenShare(LocalBalanceSets):
-    """Token sets of a rank that dispatches one of `shares` equal shares of its tokens."""
+    """Balance sets of a rank that dispatches one of `shares` equal shares of its tokens."""
 
     def __init__(self, shares: int) -> None:
         self.shares = shares
@@ -167,7 +169,7 @@ class EvenShare(LocalBalanceSets):
 
 
 class RecordedDispatcher(LocalDispatcher):
-    """Experts of several ranks: this rank's experts are traced, and messages are recorded.
+    """Dispatcher for experts of several ranks: this rank's experts are traced, and messages are recorded.
 
     If all tensor ranks have the whole sequence, each dispatches a share of its tokens, and the results are gathered.
     """
@@ -221,7 +223,8 @@ _take, _join = conjugates(_share, _gathered)
 
 
 class ByHeads(nn.Module):
-    """Attention of Ulysses' ranks, as `parallel.context.ContextCore`: a part of the sequence with all heads, for all of it with some."""
+    """Attention of Ulysses ranks, like `parallel.context.ContextCore`: a rank exchanges a part of the sequence with all heads
+    for the whole sequence with some heads."""
 
     def __init__(self, core: nn.Module, recorder: Recorder, ranks: int) -> None:
         super().__init__()
@@ -246,9 +249,9 @@ _to_heads, _to_sequence = conjugates(_heads_for_sequence, _sequence_for_heads)
 
 
 def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
-    """Write down a fused attention, and what its context ranks send: around a ring the block of keys and values that each passes on, or the
-    keys and values of all. In backward their gradients are sent too, which software of separate kernels sums in fp32, as
-    `parallel.context` does."""
+    """Return a function that records a fused attention and its context ranks' messages: keys and values that pass around a
+    ring, or all gathered keys and values. In backward their gradients are sent too, which unfused software sums in fp32, like
+    `parallel.context`."""
     ranks = layout.context // layout.ulysses
     wider = 1 if layout.fused else 4 / layout.width
 

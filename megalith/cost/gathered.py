@@ -1,4 +1,4 @@
-"""Bytes in which ZeRO gathers the weights of a part: two or four a number, or one where layers are gathered in 8 bits. No torch."""
+"""Bytes of the weights of a part that ZeRO gathers: two or four a number, or one if layers are gathered in 8 bits. No torch."""
 
 from math import prod
 
@@ -9,7 +9,7 @@ from megalith.spec.numbers import SCALE_BYTES, whole_tiles
 
 
 def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers:
-    """Return the bytes of a part's weights as all ranks together send them. `block`: its number, if it is one."""
+    """Return the bytes of a part's weights in a gather, over all ranks. `block`: the part's number, if it is a block."""
     dense, expert = wide(workload, Numbers(profile.weights, profile.expert_weights))
     if (packed := _packed(workload)) is not None and block is not None:
         for weight in _narrow(workload, packed, profile, block):
@@ -19,12 +19,12 @@ def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers
 
 
 def wide(workload: Workload, weights: Numbers) -> Numbers:
-    """Return the bytes of weights that are gathered in the compute format."""
+    """Return the bytes of weights in the compute format."""
     return Numbers(workload.width * weights.dense, workload.width * weights.expert)
 
 
 def widths(workload: Workload, traced: Parts) -> Numbers:
-    """Return the mean bytes of a number that is gathered, over the whole model."""
+    """Return the mean bytes of a gathered number, over the whole model."""
     if _packed(workload) is None:
         return Numbers(workload.width, workload.width)
     ends = (wide(workload, Numbers(traced.embedding.weights, 0)), wide(workload, traced.output))
@@ -36,8 +36,8 @@ def widths(workload: Workload, traced: Parts) -> Numbers:
 
 
 def kept(workload: Workload, profile: Profile, block: int) -> float:
-    """Return the bytes of a rank's messages for a block that ZeRO 3 keeps until the end of the step: rounded once, and sent often.
-    None are kept where the weights are elsewhere."""
+    """Return the bytes of a rank's rounded shards of a block that ZeRO 3 keeps until the end of the step, for all gathers.
+    None are kept if weights are offloaded."""
     if (packed := _packed(workload)) is None or workload.plan.zero < 3 or workload.plan.state.weights_away:
         return 0.0
     experts = {weight.expert for weight in _narrow(workload, packed, profile, block)}
@@ -46,7 +46,7 @@ def kept(workload: Workload, profile: Profile, block: int) -> float:
 
 
 def _packed(workload: Workload) -> Narrow | None:
-    """Return what is narrow if weights of narrow layers are gathered in 8 bits."""
+    """Return the narrow precision if weights of narrow layers are gathered in 8 bits; otherwise None."""
     return workload.narrow if workload.narrow is not None and workload.narrow.choices.gather != "wide" else None
 
 
@@ -62,6 +62,6 @@ def _narrow(workload: Workload, packed: Narrow, profile: Profile, block: int) ->
 
 
 def packed_bytes(shape: tuple[int, ...], tile: int) -> int:
-    """Return the bytes of codes, and of the scales of their tiles."""
+    """Return the bytes of 8-bit codes and of their tiles' scales."""
     *matrices, rows, columns = shape
     return prod(shape) + SCALE_BYTES * prod(matrices) * -(-rows // tile) * -(-columns // tile)

@@ -1,5 +1,5 @@
-"""The host and its disk as places for the optimizer's state: a device's share of the figures in the cluster file (`HostSpec`), or
-assumed figures, because the catalogue of accelerators has none. No torch."""
+"""Offloading to the host's memory and disk: bytes, and seconds of updates and transfers, from a device's share of the cluster
+file's figures (`HostSpec`), or from assumed ones, because the catalogue has none. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec
@@ -9,7 +9,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.state import MASTER, bytes_each
 
 USABLE = 0.5
-"""The part of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
+"""Share of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
 
 MEMORY = 256 * 2**30
 """Bytes of host memory for each device: an eighth of the 2 TiB that a DGX A100, H100 or B200 has."""
@@ -18,20 +18,20 @@ LINK = 25e9
 """Bytes/s between a device and its host's memory, over PCIe 4 x16 or 5 x16 shared by two."""
 
 REACHED = 0.43
-"""The part of its memory's bandwidth that an update on the host reaches: that of ZeRO-Offload's Adam on a DGX-2, 28 bytes of each of 10
-billion parameters in 2.57 s, where the memory has 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
+"""Share of the memory bandwidth that an update on the host reaches: that of ZeRO-Offload's Adam on a DGX-2, which moves 28
+bytes of each of 10 billion parameters in 2.57 s at 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
 
 BANDWIDTH = 614e9 / 8
-"""Bytes/s of host memory for each device, while the seven beside it use theirs: two sockets of eight channels DDR5-4800."""
+"""Bytes/s of host memory for each of eight devices: two sockets of eight channels DDR5-4800."""
 
 DISK = 2.5e9
-"""Bytes/s that a device's share of its host's disks reads, and writes at the same time: one NVMe drive over four lanes of PCIe 4
+"""Bytes/s that a device's share of its host's disks reads while it writes as much: one NVMe drive over four lanes of PCIe 4
 for each device,
 at about 40 % of its 7 GB/s."""
 
 MIB = 1 << 20
 BUFFERS = 3
-"""Chunks in memory at once."""
+"""Number of chunks in memory at once."""
 
 
 def room(cluster: ClusterSpec) -> float:
@@ -57,8 +57,8 @@ def held(workload: Workload, numbers: float) -> float:
 
 
 def streamed(workload: Workload) -> float:
-    """Bytes of the buffers that state on disk passes through: three chunks, each of the same numbers of all of a parameter's tensors, and
-    the master weights of a chunk where weights are made from them at each gather."""
+    """Bytes of the buffers for state on disk: three chunks, each with the same elements of all of a parameter's tensors, and
+    the master weights of a chunk if gathers cast weights from them."""
     state, plan = workload.plan.state, workload.plan
     if state.optimizer != "disk":
         return 0.0
@@ -69,13 +69,13 @@ def streamed(workload: Workload) -> float:
 
 
 def has_weights(workload: Workload) -> bool:
-    """Return True if weights can be made from master weights on the host or on disk. `megalith check` has the same rules."""
+    """Return True if gathers can cast weights from master weights on the host or on disk. `megalith check` has the same rules."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
     return workload.software_profile.ours and narrow and not workload.halved and workload.plan.zero == 3
 
 
 def read_seconds(workload: Workload, numbers: float) -> float:
-    """Return the seconds to read this many master weights there, from which the compute weights are made."""
+    """Return the seconds to read this number of master weights from the host or disk, for a gather."""
     host, devices = workload.cluster.host, _devices(workload.cluster)
     disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     rate = disk if workload.plan.state.optimizer == "disk" else host.link or LINK
@@ -83,7 +83,7 @@ def read_seconds(workload: Workload, numbers: float) -> float:
 
 
 def move_seconds(workload: Workload, size: float) -> float:
-    """Return the seconds to move this many bytes of activations to where they wait (`plan.retain`), or back."""
+    """Return the seconds to move this many bytes of activations to their place (`plan.retain`), or back."""
     host = workload.cluster.host
     link = size / (host.link or LINK)
     if workload.plan.retain.place != "disk":
@@ -92,9 +92,8 @@ def move_seconds(workload: Workload, size: float) -> float:
 
 
 def seconds(workload: Workload, numbers: float) -> float:
-    """Seconds to update this many parameters there: gradients cross the link, are written and read; the state is read and
-    written; weights are
-    written, read, and cross the link."""
+    """Return the seconds to update this number of parameters on the host: gradients cross the link, and are written and read;
+    state is read and written; weights are written, read, and cross the link."""
     carried, host, devices = _carried(workload), workload.cluster.host, _devices(workload.cluster)
     rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)
     link, disk = host.link or LINK, DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
@@ -104,7 +103,7 @@ def seconds(workload: Workload, numbers: float) -> float:
 
 
 def _devices(cluster: ClusterSpec) -> int:
-    """The devices that share the host with the most devices: a cluster may be less than one host."""
+    """Return the largest number of devices of a host; a cluster may be less than one host."""
     return min(cluster.per_node, cluster.count)
 
 

@@ -29,7 +29,7 @@ def folder() -> Path | None:
 
 
 def file(kind: str, subject: Any) -> Path | None:
-    """Return the file of one kind for `subject`, a JSON value; None: nothing is kept."""
+    """Return the cache file of one kind for `subject`, a JSON value; None if the cache is off."""
     where = folder()
     if where is None:
         return None

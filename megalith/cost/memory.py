@@ -34,14 +34,14 @@ class Memory:
     logits: float
     reserve: float
     non_torch: float
-    """Bytes that torch does not report as allocated: the device's context, communicators, buffers of the experts' exchange, and free memory
-    in the pools of graphs."""
+    """Bytes that torch does not report as allocated: the device's context, communicators, buffers of the experts' all-to-all,
+    and free memory in the pools of CUDA graphs."""
     rank: int
-    """The pipeline rank that this is for."""
+    """The pipeline rank."""
     host: float = 0.0
-    """Bytes in the memory of its host, not counted in `total`: state, or buffers for state on disk."""
+    """Bytes in the host's memory, not counted in `total`: state, or buffers for state on disk."""
     disk: float = 0.0
-    """Bytes in a file on its host's disk."""
+    """Bytes in a file on the host's disk."""
 
     @property
     def allocated(self) -> float:
@@ -54,13 +54,14 @@ class Memory:
 
 
 CONTEXT = 1.06e9
-"""Bytes of a device's context and its job's own communicator: 8 H100 before their first all-to-all (NVIDIA/nccl, issue 1685)."""
+"""Bytes of a device's context and the default communicator, as measured on 8 H100 before their first all-to-all (NVIDIA/nccl,
+issue 1685)."""
 
 PAIR, GROUP = 0.544e9, 0.688e9
-"""Bytes of each further communicator, of two ranks and of more: 4 A100 (NVIDIA/nccl, issue 964)."""
+"""Bytes of each further communicator of two ranks, and of more, as measured on 4 A100 (NVIDIA/nccl, issue 964)."""
 
 ALL_TO_ALL = 3.28e9
-"""Bytes of a communicator whose ranks all write to each other: what the first all-to-all took on 8 H100 (NVIDIA/nccl, issue 1685)."""
+"""Bytes of a communicator for all-to-all, as measured at the first all-to-all on 8 H100 (NVIDIA/nccl, issue 1685)."""
 
 
 Chunk = tuple[tuple[int, int], ...]
@@ -72,7 +73,7 @@ PerChunk = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class RankParts:
-    """The parts of a pipeline rank; equal for ranks whose parts take the same memory."""
+    """The parts of a pipeline rank. Ranks whose parts take the same memory compare equal."""
 
     chunks: tuple[Chunk, ...]
     embedding: bool
@@ -83,7 +84,7 @@ class RankParts:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept, as a search asks for it tens of thousands of times."""
+        """The hash, cached because a search needs it tens of thousands of times."""
         return hash((self.chunks, self.embedding, self.head))
 
     @cached_property
@@ -94,16 +95,16 @@ class RankParts:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a schedule divides the model: for each pipeline rank its parts, and for each of its chunks the largest number of
-    microbatches in flight."""
+    """Division of the model by a schedule: `held`, the parts of each pipeline rank; `flying`, for each of its chunks the
+    largest number of microbatches in flight."""
 
     held: tuple[RankParts, ...]
     flying: PerChunk
 
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
-        """Ranks that include the one with the peak memory: every other rank holds the same as one of these, and has no more
-        microbatches of any kind of chunk in flight."""
+        """A set of ranks that contains the one with the peak memory: every other rank has the same parts as one of them, and
+        no more microbatches of any kind of chunk in flight."""
         found: dict[RankParts, dict[int, Counter[Chunk]]] = {}
         for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
             most = Counter[Chunk]()
@@ -116,7 +117,8 @@ class Shares:
 
 
 def shares(workload: Workload, parts: Parts) -> Shares:
-    """Each pipeline rank's share of the model, from the schedule's own placement of stages; both copies of a bidirectional one."""
+    """Return each pipeline rank's share of the model by the schedule's placement of stages. Bidirectional schedules place
+    each stage twice."""
     plan = workload.plan
     stages, flying = _program(plan.schedule, plan.pipeline, workload.representative_microbatches, plan.chunks)
     return _shares(stages, flying, plan.bounds(len(parts.blocks)), parts.kinds)
@@ -135,7 +137,7 @@ def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], .
 
 @kept("schedule/*.py", "cost/memory.py", when=lambda name, *_: name in SCHEDULES)
 def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk]:
-    """Return the stages of each rank, and the most microbatches of each that it holds."""
+    """Return the stages of each rank, and the largest number of microbatches in flight for each stage."""
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = tuple(schedule.stages_of(rank) for rank in range(ranks))
     return stages, tuple(map(_worst_ranks, schedule.rows, stages))
@@ -161,7 +163,7 @@ def memory(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> Me
 
 
 def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads) -> bool:
-    """True if the device has room for the allocator's loss, and the host for its own needs."""
+    """True if the device has room for the memory and the allocator's loss, and the host for offloaded state."""
     cluster = workload.cluster
     limit = cluster.accelerator.memory
     near = limit is None or held.total * (1 + overheads.slack) <= limit
@@ -230,7 +232,7 @@ def _rank(
 
 
 def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
-    """Bytes of the whole gradients of one chunk, which software adds up over a run of microbatches before ZeRO 2 reduces them."""
+    """Bytes of one chunk's whole gradients, which some software adds up over several microbatches before ZeRO 2 reduces them."""
     if workload.plan.zero != 2 or workload.software_profile.reduces == "microbatch":
         return 0.0
     of = [part.weights + part.expert_weights for part in parts.blocks]
@@ -240,7 +242,7 @@ def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
 
 
 def _ends(parts: Parts, here: RankParts) -> tuple[float, float]:
-    """Numbers of the embedding and of the head's own weights, as far as they are here."""
+    """Numbers of weights of the embedding and of the head, if they are on this rank."""
     return float(parts.embedding.weights) if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0
 
 
@@ -253,13 +255,13 @@ def _released(workload: Workload, parts: Parts, here: RankParts) -> float:
 
 
 def updated(workload: Workload, held: Numbers) -> float:
-    """Return how many of the weights that its pipeline rank holds a rank updates itself."""
+    """Return how many of its pipeline rank's weights a rank updates."""
     shards, expert_shards = workload.shards
     return held.dense / shards + held.expert / expert_shards
 
 
 def compared_bytes(workload: Workload, held: Numbers) -> float:
-    """Return the bytes of a rank's share of the gradients that a comparison keeps in addition to those that it computes."""
+    """Return the bytes of the second copy of a rank's gradients that a comparison keeps (`precision.watch_every`)."""
     if not workload.watched:
         return 0.0
     by_shards = zip(held, workload.shards, strict=True)
@@ -270,21 +272,21 @@ class _Own(NamedTuple):
     """Memory of a pipeline rank's parts, before a plan shards it."""
 
     largest: float
-    """Numbers of its largest block."""
+    """Number of weights of the largest block."""
     saved: tuple[float, ...]
-    """Bytes that a microbatch leaves for backward, in each chunk."""
+    """Bytes that a microbatch keeps for backward, in each chunk."""
     working: float
     """Largest temporary bytes of a block."""
     leaves: tuple[float, ...]
-    """Bytes of `saved` that can wait outside the device."""
+    """Bytes of `saved` that can be offloaded."""
     largest_leaves: float
-    """The bytes of one block that can wait there, at most."""
+    """Largest number of bytes of one block that can be offloaded."""
 
 
 def numbers(workload: Workload, parts: Parts, here: RankParts) -> Numbers:
-    """Return how many weights a pipeline rank holds.
+    """Return the number of weights that a pipeline rank holds.
 
-    On the embedding's own rank a tied output has only a norm of its own, and MTP modules share the embedding.
+    On the embedding's rank, a tied head has only its norm in addition, and MTP modules share the embedding.
     """
     tied = workload.model.head.tied and here.embedding and here.head
     return _numbers(parts, here, parts.head.weights - workload.model.dim if tied else 0)
@@ -292,7 +294,7 @@ def numbers(workload: Workload, parts: Parts, here: RankParts) -> Numbers:
 
 @lru_cache(1 << 14)
 def _numbers(parts: Parts, here: RankParts, shared: int) -> Numbers:
-    """`shared`: numbers of the head that are the embedding's as well."""
+    """`shared`: number of the head's weights that are shared with the embedding."""
     held = [(parts.blocks[kind], times) for kind, times in here.blocks]
     if here.embedding or (here.head and parts.ahead):
         held.append((parts.embedding, 1))
@@ -321,8 +323,8 @@ def _own(parts: Parts, here: RankParts) -> _Own:
 
 
 def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, float]:
-    """Bytes that a microbatch leaves in a chunk's segments, and the most that one of them holds in addition while it runs again. Blocks of
-    several kinds count as if each segment had those that hold the most."""
+    """Bytes that a microbatch keeps in a chunk's segments, and the largest additional bytes of a segment while it runs again.
+    With several kinds of blocks, each segment is assumed to have the largest ones."""
     blocks = sum(times for _, times in chunk)
     if not blocks:
         return 0.0, 0.0
@@ -333,7 +335,7 @@ def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, f
 
 
 def _graphed(workload: Workload) -> frozenset[int]:
-    """Numbers of the blocks of which a part is started by a CUDA graph of its own."""
+    """Numbers of the blocks with a part that a CUDA graph launches."""
     blocks = enumerate(workload.model.blocks)
     match workload.software_profile.graphs:
         case "parts":
@@ -345,8 +347,9 @@ def _graphed(workload: Workload) -> frozenset[int]:
 
 
 def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
-    """Bytes that CUDA graphs of parts of blocks keep for themselves: the gradients of what goes in and comes out, as
-    torch.cuda.make_graphed_callables does. Transformer Engine's can share some; that all are kept agrees with what was measured."""
+    """Bytes that CUDA graphs of parts of blocks keep: gradients of their inputs and outputs, as in
+    torch.cuda.make_graphed_callables. Transformer Engine's graphs can share some, but measurements agree with all being
+    kept."""
     if not graphed:
         return 0.0
     recorded = [sum(parts.blocks[kind].output * times for kind, times in chunk if kind in graphed) for chunk in here.chunks]
@@ -354,8 +357,7 @@ def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: f
 
 
 def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset[int]) -> float:
-    """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, which nothing else may
-    use."""
+    """Bytes of the temporary tensors of attention and Mamba-2 in CUDA graphs, whose memory pool nothing else may use."""
     if not graphed:
         return 0.0
     mixers = [
@@ -365,8 +367,8 @@ def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset
 
 
 def non_torch(workload: Workload) -> float:
-    """Bytes of a rank that its allocator never sees: context, a communicator for each axis, buffers of the experts' exchange.
-    Known only for NCCL."""
+    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts'
+    all-to-all. They are only known for NCCL."""
     plan, software_profile = workload.plan, workload.software_profile
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
@@ -385,9 +387,9 @@ def non_torch(workload: Workload) -> float:
 
 
 def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
-    """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
-    of a block where there are three matrices or more. Where no other weights are on the device, the embedding or the head may be one of
-    the two."""
+    """Bytes of the weights that ZeRO 3 has gathered at once: of two blocks, the current and the next; or of one module, at
+    most a third of a block of three or more matrices. If the device keeps no other weights, one of the two may be the
+    embedding or the head."""
     largest, (shards, _) = _own(parts, here).largest, workload.shards
     if workload.plan.zero == 3 and workload.plan.state.weights_away:
         return workload.width * (largest + max(largest, *_ends(parts, here)))
@@ -398,8 +400,8 @@ def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
 
 
 def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
-    """Bytes of weights, gradients and optimizer for this many parameters, as in ZeRO (Rajbhandari et al. 2019), of host memory,
-    and of the host's disk."""
+    """Bytes of weights, gradients, optimizer, host memory and host disk for this number of parameters, as in ZeRO
+    (Rajbhandari et al. 2019)."""
     zero, software_profile, state = workload.plan.zero, workload.software_profile, workload.plan.state
     weights = workload.width * workload.lasting * numbers / (shards if zero == 3 else 1)
     if workload.frozen:

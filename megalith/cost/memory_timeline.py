@@ -1,4 +1,4 @@
-"""Memory of one rank's program, moment by moment: everything beyond the state that lasts, and activations that wait elsewhere
+"""Memory of one rank during its program: everything except persistent state, and activations that are offloaded
 (`plan.retain`). No torch."""
 
 from collections import deque
@@ -24,18 +24,18 @@ class Part(NamedTuple):
     """One part of a stage."""
 
     block: int | None
-    """Its number among the model's blocks; None: the embedding or the head."""
+    """The block's number in the model; None: the embedding or the head."""
     profiles: tuple[Profile, ...]
     weights: Numbers
     gathered: Numbers
-    """The bytes in which its weights are gathered."""
+    """Bytes of the part's weights in a gather."""
     away: float
-    """Bytes of what its forward leaves that wait outside the device until its backward."""
+    """Bytes of the part's activations that are offloaded between forward and backward."""
 
 
 class MemoryPoint(NamedTuple):
-    """Bytes by the categories of a dry run: weights that are gathered for a while, gradients, activations, and buffers of
-    messages. `elsewhere`: activations that wait outside the device."""
+    """Bytes by the categories of a dry run: temporarily gathered weights, gradients, activations, and buffers of messages.
+    `elsewhere`: offloaded activations."""
 
     weights: float
     gradients: float
@@ -56,8 +56,8 @@ def moments(
     stages: Mapping[int, tuple[Part, ...]],
     segments: Mapping[int, tuple[tuple[int, ...], ...]],
 ) -> Iterator[MemoryPoint]:
-    """Yield what a rank holds while its program computes and reduces each part, and during the update. `segments`: the blocks of
-    each segment, by stage."""
+    """Yield the memory of a rank while its program computes and reduces each part, and during the update. `segments`: by
+    stage, the blocks of each segment."""
     timeline = _Timeline(workload, traced, stages, segments)
     for action, then in zip_longest(actions, actions[1:]):
         if action.kind == "F":
@@ -81,17 +81,17 @@ class _Stage:
 
     parts: tuple[Part, ...]
     saved: tuple[float, ...]
-    """Bytes that a microbatch's forward leaves in each part."""
+    """Bytes that a microbatch's forward keeps in each part."""
     inside: tuple[float, ...]
-    """The most that the backward of each part holds in addition to what forward left."""
+    """Largest additional bytes during the backward of each part."""
     coming: tuple[float, ...]
-    """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
+    """Bytes that are fetched when the backward of each part begins: those of the nearest offloaded part before it."""
     last: float
-    """Bytes of the last part that left, which come back before the stage's backward."""
+    """Bytes of the last offloaded part, which are fetched before the stage's backward."""
     shares: list[float]
     """Bytes of this rank's share of each part's reduced gradients."""
     sums: list[float]
-    """Bytes of each part's gradients that are added up until they are reduced."""
+    """Bytes of each part's accumulated gradients before their reduction."""
 
 
 class _Timeline:
@@ -110,11 +110,11 @@ class _Timeline:
         copies, shards = (mesh.state[1], mesh.experts[1]), workload.shards
         once = workload.width * (1 - workload.lasting)
         self.gathers = Numbers(*(0.0 if plan.zero < 3 else workload.width if count > 1 else once for count in shards))
-        """Bytes of a weight that are there only while its part computes: of one that all tokens use, and of an expert's."""
+        """Bytes of a dense weight, and of an expert's weight, that exist only while its part computes."""
         self.sends = Numbers(*(float(plan.zero == 3 and count > 1) for count in shards))
-        """1 if a gather sends messages. If not, the whole weights of the next part are made at once."""
+        """1 if a gather sends messages. If not (0), the whole weights of the next part are made at once."""
         self.joins = Numbers(*(workload.gradient_bytes * (one * count > 1) for one, count in zip(copies, shards, strict=True)))
-        """Bytes of a gradient in the buffer that is reduced."""
+        """Bytes of a gradient in the buffer of a reduction."""
         self.shares = Numbers(*(workload.gradient_bytes / count for count in shards))
         """Bytes of a reduced gradient on this rank."""
         ends = [
@@ -122,9 +122,9 @@ class _Timeline:
         ]
         tied = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
         self.waits = tied if plan.state.release else 0.0
-        """Bytes of a tied embedding's gradient that waits for its other part, where the others are released."""
+        """Bytes of a tied embedding's gradient that waits for its other part, if other gradients are released."""
         self.arrived, self.joined = deque[float](maxlen=released.SHARES), 0.0
-        """Bytes of reduced shares that are not yet added up, and of the last part's gradients in the buffer that is reduced."""
+        """Bytes of reduced shares that are not yet added up, and of the last part's gradients in the buffer of a reduction."""
 
     def _stage(self, parts: tuple[Part, ...], segments: tuple[tuple[int, ...], ...]) -> _Stage:
         head, again = self.traced.head, self.traced.segments
@@ -146,7 +146,7 @@ class _Timeline:
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
-        """Return what the rank holds, with these additional bytes."""
+        """Return the rank's memory, with these additional bytes."""
         held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
@@ -154,12 +154,12 @@ class _Timeline:
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
     def move(self, size: float) -> None:
-        """Count activations that leave the device; a negative size comes back."""
+        """Count offloaded activations; a negative size is fetched."""
         self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
 
     def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:
-        """Count a forward. Activations of a part leave when its forward ends, so the peak may be just before that. Otherwise the peak is
-        in the last part: if it is the head, logits, and gradients that are made of them."""
+        """Count a forward. A part's activations are offloaded when its forward ends, so the peak may be just before that.
+        Otherwise the peak is in the last part; the head also has logits and their gradients."""
         head = self.traced.head
         for number, part in enumerate(stage.parts):
             self.kept += stage.saved[number]
@@ -171,8 +171,9 @@ class _Timeline:
             yield self.moment()  # now the most is elsewhere
 
     def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
-        """Count a backward, or a half of one. `begins`: it is the first half or the whole, which brings activations back. `forms`: it
-        forms gradients of weights, and frees what forward left. `reduces`: each part's gradients are reduced when it is done."""
+        """Count a backward, or a half of one. `begins`: True for the whole or the first half, which fetches activations.
+        `forms`: True if it computes weight gradients and frees activations. `reduces`: True if each part's gradients are
+        reduced after its backward."""
         narrow = self.workload.width < self.workload.gradient_bytes
         for number, part in reversed([*enumerate(stage.parts)]):
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
@@ -189,7 +190,7 @@ class _Timeline:
                 yield held._replace(buffers=messages + held.buffers, gradients=self.waits + held.gradients)
 
     def reduce(self, stage: _Stage) -> Iterator[MemoryPoint]:
-        """Count the reduction of a stage's sums, part by part, if its last backward did not reduce them."""
+        """Count the reduction of a stage's accumulated gradients, part by part, unless its last backward reduced them."""
         for number, size in enumerate(stage.sums):
             if size:
                 yield self.reduced(stage, number)
@@ -210,7 +211,8 @@ class _Timeline:
         return held
 
     def _gathered(self, part: Part, before: Part | None) -> tuple[float, float]:
-        """Return the bytes of gathered weights while a part computes, and those of the messages for the part before it."""
+        """Return the bytes of gathered weights while a part computes, and the bytes of the messages that gather the part
+        before it."""
         weights, messages = _times(part.weights, self.gathers), 0.0
         if before is not None:
             alone = Numbers(*(size * (1 - sends) for size, sends in zip(self.gathers, self.sends, strict=True)))
@@ -220,5 +222,5 @@ class _Timeline:
 
 
 def _times(numbers: Numbers, each: Numbers) -> float:
-    """Return the sum over both kinds of weights."""
+    """Return the sum over dense and expert weights of number times size."""
     return numbers.dense * each.dense + numbers.expert * each.expert

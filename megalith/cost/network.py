@@ -16,18 +16,18 @@ class Line:
     stride: int = 1
 
     def inside(self, domain: int) -> int:
-        """How many of them share one domain of fast links, or one pod of the network."""
+        """Return how many ranks of the line share one domain of fast links, or one pod of the network."""
         return min(self.size, max(1, domain // self.stride))
 
 
 def domain_of(cluster: ClusterSpec) -> int:
-    """Return how many devices have links of their own between them: those of a node, or of a larger domain of fast links."""
+    """Return how many devices fast links join: those of a node, or of a larger domain."""
     return max(cluster.per_node, cluster.accelerator.scale_up_domain)
 
 
 @dataclass(frozen=True)
 class Wires:
-    """Links between devices, at the rates that collectives really reach (bytes/s out of a device)."""
+    """Links between devices, with the rates that collectives achieve (bytes/s out of a device)."""
 
     domain: int
     fast: float
@@ -35,15 +35,15 @@ class Wires:
     latency: float
     hop: float
     pod: int | None = None
-    """Devices that reach each other at the rate of their cards; None: all."""
+    """Number of devices that reach each other at the rate of their network cards; None: all devices."""
     thin: float = float("inf")
-    """A device's share of what leaves its pod."""
+    """A device's share of the rate at which data leaves its pod."""
     torus: int = 0
-    """Dimensions of the torus that the fast links form; 0: each device reaches each other one directly."""
+    """Dimensions of the torus that the fast links form; 0: links join all devices directly."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
-        """Return the wires of a cluster. A link whose speed nobody published counts as 1 MB/s, which is as good as none."""
+        """Return the wires of a cluster. A link with unpublished speed counts as 1 MB/s, which is nearly unusable."""
         accelerator = cluster.accelerator
         slow = (cluster.scale_out or accelerator.scale_up or 1e6) * device.slow
         return cls(
@@ -62,15 +62,15 @@ class Wires:
         return line.size if self.pod is None else line.inside(self.pod)
 
     def sends(self, line: Line, cards: int) -> float:
-        """Return the bytes/s between two domains, if `cards` ranks of the line send from one of them. Between two pods, all ranks of the
-        line in a pod share the rate at its border."""
+        """Return the bytes/s between two domains, if `cards` ranks of the line in each domain send. Between pods, all ranks
+        of the line in a pod share the pod's outgoing rate."""
         below = self.together(line)
         near = min(self.fast, cards * self.slow)
         return near if below == line.size else min(near, below * self.thin)
 
     def hops(self, line: Line) -> float:
-        """Return the mean number of links between two ranks of a line in one domain. On a torus that is a quarter of the side of the block
-        of devices that the line spans, for each dimension."""
+        """Return the mean number of links between two ranks of a line in one domain. On a torus, this is a quarter of the
+        side of the line's block of devices, for each dimension."""
         block = min(self.domain, line.size * line.stride)
         return max(1.0, self.torus * block ** (1 / self.torus) / 4) if self.torus else 1.0
 
@@ -78,15 +78,16 @@ class Wires:
 def rate(line: Line, wires: Wires) -> float:
     """Bytes/s through a rank in a ring over the line.
 
-    A ring enters and leaves each domain once, and its ranks there share their network cards: k ranks of a domain carry k cards' worth
-    (NCCL builds that many rings), up to what the fast links feed.
+    A ring enters and leaves each domain once. NCCL builds one ring for each of the k ranks in a domain, so k network cards
+    carry the traffic, up to the rate of the fast links.
     """
     inside = line.inside(wires.domain)
     return wires.fast if inside == line.size else wires.sends(line, inside)
 
 
 def ring(line: Line, wires: Wires) -> float:
-    """Latency of a ring in seconds: a start, a hundredth of the start for each rank, and a hop for each further domain."""
+    """Latency of a ring in seconds: a start, a hundredth of a start for each rank in a domain, and a hop for each further
+    domain."""
     inside = line.inside(wires.domain)
     return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
 
@@ -109,9 +110,10 @@ def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
 
 
 def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
-    """Seconds of an all-to-all in which each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` counts each token
-    `copies` times, once for each of its experts. It is still sent only once to each rank, and only once to each domain over the network
-    (DeepEP). The router limits a token to `reach` domains. On a torus, each byte occupies one link for each hop."""
+    """Seconds of an all-to-all in which each rank sends `size` bytes evenly to all ranks. With `copies` > 1, `size` counts
+    each token `copies` times, once for each of its experts, but each rank gets a token only once, and each domain gets it
+    only once over the network (DeepEP). The router limits a token to `reach` domains. On a torus, each byte occupies one link
+    for each hop."""
     if line.size == 1 or size == 0:
         return 0.0
     domains, pods = line.size / line.inside(wires.domain), line.size / wires.together(line)
@@ -126,11 +128,12 @@ def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach:
 
 
 def _others(places: float, copies: int) -> float:
-    """Mean number of other places that a token goes to, if its copies are spread at random."""
+    """Mean number of other places that get a token, if its copies are distributed at random."""
     return (places - 1) * (1 - (1 - 1 / places) ** copies)
 
 
 def message(size: float, line: Line, wires: Wires) -> float:
-    """Seconds of a message from one rank of the line to the next. On a torus it uses one of the two links in one dimension."""
+    """Seconds of a message from one rank of the line to the next. On a torus, a message uses one of the two links of one
+    dimension."""
     near = line.inside(wires.domain) == line.size
     return wires.latency + size / (wires.fast / max(1, 2 * wires.torus) if near else wires.sends(line, 1))

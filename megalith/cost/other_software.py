@@ -1,5 +1,4 @@
-"""How other software runs a part differently from this project: which operations are one kernel, what is recomputed, how
-logits become a loss."""
+"""Differences of other software from Megalith in a part: operations that are one kernel, recomputation, and the loss."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan
 
 
 def swap_kernels(part: nn.Module, layout: Layout) -> None:
-    """Swap a part's chains of small kernels for the fused ones that devices, and the software that `layout` describes, have."""
+    """Replace a part's chains of small kernels by the fused kernels of devices and of the software in `layout`."""
     for module in list(part.modules()):
         if isinstance(module, RMSNorm):  # on the meta device torch takes an RMS norm apart into kernels of fp32; devices have one
             module.forward = lambda x, norm=module: fused_norm(x, norm.weight)
@@ -38,7 +37,7 @@ def swap_kernels(part: nn.Module, layout: Layout) -> None:
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Give parts of a block their actions for what they keep for backward."""
+    """Apply the actions of `layout` to the tensors that parts of a block keep for backward."""
     recorder.stays = layout.stays
     if layout.recompute == "full":
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
@@ -59,7 +58,7 @@ def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
-    """Queries, keys and values are not kept for attention's backward: the computation that made them runs again."""
+    """Do not keep queries, keys and values for attention's backward: their computation runs again."""
     once = core.forward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -72,7 +71,7 @@ def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
 
 
 def _form_again(experts: nn.Module, recorder: Recorder) -> None:
-    """The product of activation and gate is not kept for the last product's weight gradients, but formed again from its factors."""
+    """Do not keep the product of activation and gate for weight gradients: compute it again from its factors."""
     once = experts.forward
 
     def forward(rows: Tensor, sizes: Sizes) -> Tensor:
@@ -101,8 +100,8 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class _Softmax(torch.autograd.Function):
-    """The loss of all rows from their logits, which become probabilities in place: Megatron-LM's, in fp32 (`whole`: three passes), or
-    one kernel each way in 16 bits."""
+    """The loss of all rows, which turns logits into probabilities in place: Megatron-LM's in fp32 (`whole`: three passes), or
+    one kernel in forward and one in backward in 16 bits."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, whole: bool) -> Tensor:
@@ -135,7 +134,7 @@ class LossAtOnce(nn.Module):
 
 
 class Copied(nn.Module):
-    """torch's own loss of the logits in fp32, which copies them at each step."""
+    """torch's loss in fp32, which copies the logits at each operation."""
 
     def forward(self, x: Tensor, weight: Tensor, batch: Batch, *, multiply: Multiply, **finishing: float) -> Loss:
         assert batch.targets is not None
@@ -145,24 +144,25 @@ class Copied(nn.Module):
 
 
 PACKING, UNPACKING = (108.0, 50), (40.0, 9)
-"""Bytes that plain operations move to turn a number into 8 bits and back, and their kernels for a tensor."""
+"""(Bytes moved for each number, kernels for each tensor) of plain operations that convert to 8 bits, and back."""
 
 
 class KeepsPacked(Multiply):
-    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row).
-    `recorder`: of wide products, for which numbers are rounded only to be kept. Then so are the factors of the activation before."""
+    """Products whose inputs are kept for backward in 8 bits, with an fp32 scale for each `tile` numbers of a row (0: for a
+    row). `recorder`: given for wide products, whose inputs are only rounded for keeping, together with the factors of the
+    activation before them."""
 
     def __init__(self, tile: int, recorder: Recorder | None = None) -> None:
         super().__init__()
         self.scaling, self.recorder = Scaling(E4M3, (1, tile)), recorder
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [..., columns] as it is kept."""
+        """Return x [..., columns] in its kept form."""
         shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
         return once(x, self.scaling, lambda: self._moving(PACKING, x.new_empty(shape, dtype=torch.uint8)))
 
     def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [rows, columns] of what was kept."""
+        """Return the numbers [rows, columns] of a kept tensor."""
         return self._moving(UNPACKING, kept.new_empty(len(kept), columns, dtype=dtype))
 
     def _moving(self, cost: tuple[float, int], made: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class KeepsPacked(Multiply):
 
 
 class _Activated(torch.autograd.Function):
-    """An activation whose factors are kept in 8 bits: one kernel each way."""
+    """An activation whose factors are kept in 8 bits: one kernel in forward and one in backward."""
 
     @staticmethod
     def forward(ctx, multiply: KeepsPacked, *factors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The traced profiles of a workload's parts, from memory, from disk, or traced now."""
+"""Traced profiles of a workload's parts, cached in memory and on disk."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 4
-"""Version of the figures: a change in what is counted invalidates old files."""
+"""Version of the figures. Raise it if the counting changes, so that old files become invalid."""
 
 TRACED = (
     "models/*.py",
@@ -44,7 +44,7 @@ TRACED = (
 
 
 class Numbers(NamedTuple):
-    """Numbers of weights on a rank: those that every token uses, and the experts'."""
+    """Numbers of dense weights, which every token uses, and of experts' weights, on a rank."""
 
     dense: float
     expert: float
@@ -52,35 +52,35 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How the blocks of a stage keep one input for several of them (`spec.plan.segments`)."""
+    """Segments of blocks that each keep one input (`spec.plan.segments`)."""
 
     size: int
     """Blocks of a segment."""
     inside: tuple[Profile, ...]
-    """For each block of the model its profile while its segment runs again: with its graph, or, nested, with its input alone."""
+    """For each block, its profile while its segment runs again: with its graph, or, if nested, with its input alone."""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that results derived from it can be cached
 class Parts:
-    """Profiles of the distinct parts of a model, and which of its blocks is which."""
+    """Profiles of a model's parts."""
 
     embedding: Profile
     head: Profile
     blocks: tuple[Profile, ...]
-    """One for each block, in order; equal blocks share one value."""
+    """The profile of each block, in order; equal blocks share one object."""
     ahead: Profile | None = None
     """The block of the MTP module."""
     depth: int = 0
     """Number of such modules."""
     joining: int = 0
-    """Numbers of one such module's weights outside its block: the projection of a token's two vectors, and norms."""
+    """Number of weights of one MTP module outside its block: the projection of a token's two vectors, and norms."""
     segments: Segments | None = None
     narrow: tuple[tuple[str, ...], ...] = ()
-    """For each block the layers that multiply in a narrow format; empty: none do."""
+    """For each block, the layers that multiply in a narrow format; empty: no narrow layers."""
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """For each block the number of the first one that is equal to it."""
+        """For each block, the number of the first block that is equal to it."""
         first: dict[tuple[int, tuple[str, ...]], int] = {}
         return tuple(
             first.setdefault((id(block), self.narrow[number] if self.narrow else ()), number)
@@ -89,7 +89,7 @@ class Parts:
 
     @cached_property
     def output(self) -> Numbers:
-        """The weights of the head, with the MTP modules but without their embedding."""
+        """Numbers of weights of the head, including MTP modules without their embedding."""
         if self.ahead is None:
             return Numbers(self.head.weights, self.head.expert_weights)
         each = self.ahead.weights + self.joining
@@ -97,18 +97,18 @@ class Parts:
 
 
 class Key(NamedTuple):
-    """Everything that a part's figures depend on."""
+    """All values that a part's figures depend on."""
 
     kind: Literal["embedding", "head", "block"]
     model: ModelSpec
     block: BlockSpec | None
     layout: Layout
     folder: str | None
-    """Folder of the traces: a trace made for one folder is kept in another as well."""
+    """Cache folder of the traces, so that each folder gets all traces."""
 
 
 def parts(workload: Workload) -> Parts:
-    """The profiles of every part, traced if they are not known yet."""
+    """Return the profiles of all parts; parts that are not cached are traced."""
     embedding, head, blocks, ahead, inside = _keys(workload)
     found = {id(key): _found(key) for key in _once([*blocks, *inside])}
     more, size = workload.model.head.ahead, _segment_size(workload)
@@ -130,15 +130,15 @@ def _segment_size(workload: Workload) -> int:
 
 
 def _joining(model: ModelSpec) -> int:
-    """Numbers of an `MtpModule`'s own weights, which tensor ranks do not split."""
+    """Number of an `MtpModule`'s own weights, which tensor ranks do not split."""
     assert model.head.ahead
     norm = model.dim * (2 if model.head.ahead.block.norm.bias else 1)
     return 2 * model.dim * model.dim + 3 * norm
 
 
 def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Trace the parts of these workloads that are not known yet; if they are many, in several processes. `tick` gets the
-    number of parts done, and of all."""
+    """Trace the parts of these workloads that are not cached; many parts are traced by several processes. `tick` gets the
+    number of traced parts, and of all parts to trace."""
     keys = (key for workload in workloads for key in _every_key(workload))
     unknown = [key for key in dict.fromkeys(keys) if _read(key) is None]
     traced_for = ((on.one, on.other) if (on := _line(key)) else (key,) for key in unknown)
@@ -157,13 +157,13 @@ def _every_key(workload: Workload) -> list[Key]:
 
 
 def _once(keys: list[Key]) -> Iterable[Key]:
-    """Yield each of many repeated values once, by identity: comparing whole specs takes long."""
+    """Return each of many repeated keys once, by identity, because comparing whole specs takes long."""
     return {id(key): key for key in keys}.values()
 
 
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
-    """Return the keys of embedding, head, each block in order, the MTP module, and each block while its segment
-    runs again, if it then keeps its graph."""
+    """Return the keys of embedding, head, each block in order, the MTP module, and, if blocks keep their graph while a
+    segment runs again, each block in that run."""
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
     whole, plain = replace(here, recompute="full", actions=()), here
@@ -202,8 +202,8 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
 
 
 def _sent_in_tiles(workload: Workload, layers: tuple[str, ...]) -> tuple[int, int]:
-    """Return how many numbers share a scale where a block with these narrow layers sends tokens to its experts in 8 bits, and gradients of
-    their results; 0: it sends them as they are."""
+    """Return how many numbers share a scale when a block with these narrow layers sends tokens to its experts in 8 bits, and
+    when it sends gradients of results in 8 bits; 0: not sent in 8 bits."""
     narrow = workload.narrow
     if narrow is None or EXPERTS not in layers:
         return 0, 0
@@ -215,7 +215,7 @@ _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models ke
 
 
 def _bare(model: ModelSpec) -> ModelSpec:
-    """The model without what does not change a single part's figures."""
+    """The model without values that do not affect the figures of a single part."""
     if id(model) not in _bared:
         head = model.head.model_copy(update={"ahead": None, "tied": False})
         bare = {"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02}
@@ -242,19 +242,19 @@ _known: dict[Key, Profile] = {}
 
 
 def _found(key: Key) -> Profile:
-    """Return the profile of a part: from memory, from disk, from those of smaller microbatches, or traced now."""
+    """Return the profile of a part: cached, extrapolated from smaller microbatches, or traced now."""
     return _read(key) or _keep(key, _followed(key) or _trace(key))
 
 
 def _followed(key: Key) -> Profile | None:
-    """Return the profile of a part, extrapolated from those of smaller microbatches."""
+    """Return the profile of a part, extrapolated from smaller microbatches; None if the part must be traced."""
     if on := _line(key):
         return _found(on.one).extrapolate(_found(on.other), on.times)
     return None
 
 
 class _Line(NamedTuple):
-    """Two traces that define a line: a part's figures are those of the first plus `times` the difference between both."""
+    """Two traces that define a line: a part's figures are those of `one` plus `times` the difference of `other` from `one`."""
 
     one: Key
     other: Key
@@ -262,9 +262,8 @@ class _Line(NamedTuple):
 
 
 def _line(key: Key) -> _Line | None:
-    """The two smaller traces from which a part's figures follow; None if the part itself is traced. Sequences of a microbatch are
-    computed
-    alike, and so are the chunks of a head's loss."""
+    """Return the two smaller traces from which a part's figures are extrapolated; None if the part itself is traced. All
+    sequences of a microbatch cost the same, and so do all chunks of a head's loss."""
     layout = key.layout
     if key.kind == "head" and layout.loss == "chunked":
         return _chunks(key)
@@ -276,8 +275,8 @@ def _line(key: Key) -> _Line | None:
 
 
 def _chunks(key: Key) -> _Line | None:
-    """The traces of a head with fewer chunks of logits, whose last chunk is as short. Only the number of tokens matters to it, not
-    their division into sequences or among context ranks."""
+    """Return the traces of a head with fewer chunks of logits and an equally short last chunk. Only the number of tokens
+    affects a head, not their division into sequences or among context ranks."""
     layout, head = key.layout, key.model.head
     tokens = layout.microbatch * (layout.seq_len // layout.context)
     rows = chunk_rows(head.vocab // layout.tensor, capped=head.softcap is not None)
@@ -319,11 +318,11 @@ def _trace(key: Key) -> Profile:
 
 
 MANY = 24
-"""Parts from which on several processes trace sooner than one."""
+"""Number of parts from which several processes are faster than one."""
 
 
 def _traced(keys: list[Key]) -> Generator[Profile, None, None]:
-    """The profile of each, in order; by several processes, if that is faster and possible."""
+    """Yield the profile of each key, in order; several processes trace if this is faster and possible."""
     done, processes = 0, min(8, _cores())
     if len(keys) >= MANY and processes > 1:
         from concurrent.futures import ProcessPoolExecutor  # few searches need other processes
@@ -345,8 +344,8 @@ def _traced(keys: list[Key]) -> Generator[Profile, None, None]:
 
 
 def _cores() -> int:
-    """Processes that may be forked here: only Linux forks safely, and once torch has run a backward with a GPU at hand, in threads of
-    its own, no process forked after can run one."""
+    """Return the number of processes that may be forked. Only Linux forks safely; with a GPU, a process that is forked after
+    torch ran a backward cannot run one."""
     torch = sys.modules.get("torch")
     if sys.platform != "linux" or (torch is not None and torch.cuda.device_count()):
         return 1
@@ -354,8 +353,8 @@ def _cores() -> int:
 
 
 def _helper(parent: int) -> None:
-    """Set up a process that traces: it ends with its parent, leaves interrupts to it, and computes in one thread, as forked
-    processes must."""
+    """Set up a process that traces: it ends with its parent, ignores interrupts, which the parent handles, and computes in
+    one thread, as forked processes must."""
     import torch
 
     parent_watch.die_with_parent(parent)
@@ -365,7 +364,8 @@ def _helper(parent: int) -> None:
 
 @cache
 def _torch() -> str:
-    """The installed PyTorch, whose operations a trace counts. Read from disk: importing it takes seconds."""
+    """Version of the installed PyTorch, whose operations a trace counts. It is read from disk, because importing torch takes
+    seconds."""
     return version("torch")
 
 

@@ -1,5 +1,5 @@
-"""Prediction of what a dry run of one rank would count, from the traced parts and the rank's program: bytes held by category, calls and
-bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch unless a part must be traced."""
+"""Prediction of the figures that a dry run of one rank counts, from traced parts and the rank's program: bytes by category,
+calls and bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch unless a part must be traced."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from megalith.spec.sites import outer_slots, within
 from megalith.spec.state import DISK_SLOTS
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
-"""Exchange of a profile -> the collective under which a dry run counts it. A ring is sends and receives."""
+"""Exchange of a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
 
 WIDE = 4
 """Bytes of a number in fp32."""
@@ -40,7 +40,7 @@ WIDE = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one kind along one axis, and the bytes of the whole tensor each time."""
+    """Calls of one collective along one axis, and the bytes of the whole tensor in each call."""
 
     kind: str
     axis: str
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one rank's step by kind; causal attention without what is masked, and recomputation counted again."""
+    """FLOPs of one rank's step by kind: masked attention scores are not counted; recomputation is."""
 
     products: float
     attention: float
@@ -58,8 +58,8 @@ class Work:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One rank's step. `memory`: bytes by category at the peak. `elsewhere`: bytes by tier of state and activations that are
-    not on the device."""
+    """One rank's step. `memory`: bytes by category at the peak. `elsewhere`: bytes of offloaded state and activations, by
+    tier."""
 
     memory: dict[str, float]
     traffic: tuple[Traffic, ...]
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def gap(self) -> float | None:
-        """Excess of the prediction as a share of the count; None without a count to compare with."""
+        """Relative excess of the prediction over the count; None if either is missing."""
         return None if self.predicted is None or not self.counted else self.predicted / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -86,22 +86,22 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Here:
-    """A pipeline rank's program, and for each of its stages the profiles of its computations and the buckets of weights."""
+    """A pipeline rank's program, and for each of its stages the profiles and the buckets of weights."""
 
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
     parts: dict[int, tuple[Part, ...]]
     weights: dict[int, tuple[Numbers, ...]]
     gathered: dict[int, tuple[Numbers, ...]]
-    """The bytes in which these are gathered."""
+    """Bytes of these buckets in a gather."""
     kept: float
-    """Bytes of messages that are kept until the end of the step, because weights are rounded once and gathered often"""
+    """Bytes of rounded weights that are kept until the end of the step, for all of its gathers"""
     segments: dict[int, tuple[tuple[int, ...], ...]]
     """The blocks of each segment, by their numbers in the model."""
 
 
 def predict(workload: Workload, *, rank: int, figures: Calibration | None = None) -> PredictedStep:
-    """Predict what `rank` of the workload's plan holds, sends and computes in a step."""
+    """Predict memory, traffic and FLOPs of `rank` of the workload's plan in a step."""
     traced = parts(workload)
     place = Mesh.of(workload.plan).coordinates(rank)["pipeline"]
     here = _here(workload, traced, place)
@@ -114,10 +114,10 @@ def predict(workload: Workload, *, rank: int, figures: Calibration | None = None
 
 
 def held(workload: Workload, figures: Calibration | None = None) -> Memory:
-    """Return the memory of the worst rank as the trainer's own program takes it, moment by moment, with what torch does not report.
+    """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report.
 
-    A dry run counts the same categories. The program has the fewest microbatches that represent all of them. `host` and `disk` have the
-    activations that wait there, and no state.
+    A dry run counts the same categories. The program has the smallest representative number of microbatches. `host` and
+    `disk` only count offloaded activations, not state.
     """
     figures, plan = figures or calibration(), workload.plan
     few = replace(workload, global_batch=workload.representative_microbatches * plan.data * plan.microbatch)
@@ -138,7 +138,8 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
 
 
 def workload_of(spec: RunSpec) -> Workload:
-    """A step of a run as this project's trainer takes it. On "local" nothing here depends on the kind of device."""
+    """Return the workload of a step of a run by Megalith's trainer. For "local", a CPU is assumed, because these figures do
+    not depend on the kind of device."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
@@ -187,7 +188,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
 def _away(
     workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
 ) -> tuple[float, ...]:
-    """Bytes that leave the device in each part of a stage: only blocks leave, and of a segment only its first block's input."""
+    """Bytes that each part of a stage offloads. Only blocks offload activations, and a segment only its first block's input."""
     retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
     return tuple(
         0.0 if number is None or number in inside or not retain.leaves(number) else traced.blocks[number].leaves
@@ -199,13 +200,13 @@ def _away(
 def _program(
     schedule: str, ranks: int, microbatches: int, chunks: int, zero: int, retained: frozenset[int]
 ) -> tuple[Schedule, Program]:
-    """Return a schedule and its program, cached: a search asks for few of them, and for each of them often."""
+    """Return a schedule and its program, cached because a search needs few of them often."""
     built = build(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
     return built, lower(built, zero, retained=retained)
 
 
 def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
-    """The segments of a stage with the parts `where`: part 0 is the embedding, block 0 is part 1."""
+    """The segments of a stage with the parts `where`. Part 0 is the embedding, and part 1 is block 0."""
     numbers = range(len(traced.blocks) + 2)[where]
     size = traced.segments.size if traced.segments else 0
     cut = segments([0 < number <= len(traced.blocks) for number in numbers], size)
@@ -228,8 +229,8 @@ def _head(traced: Parts) -> tuple[Profile, ...]:
 
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
-    """Return the state as in `cost.memory`, by the categories of a dry run: the optimizer's own copy of the weights counts as
-    weights. Everything else is that of the program's peak."""
+    """Return memory by the categories of a dry run: persistent state as in `cost.memory`, where the optimizer's copy of the
+    weights counts as weights; all else at the peak of the program."""
     plan, software_profile = workload.plan, workload.software_profile
     found = every_rank(workload, traced, figures.overheads[software_profile.overheads])[place]
     held = shares(workload, traced).held[place]
@@ -257,7 +258,7 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[MemoryP
 
 
 def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> dict[str, float]:
-    """Bytes in the host's memory or on its disk: of state, and of activations at most."""
+    """Bytes in the host's memory or on its disk: state, and the peak of offloaded activations."""
     state, found = workload.plan.state, _waiting(workload, traced, here)
     if state.away:
         held = shares(workload, traced).held[place]
@@ -268,13 +269,13 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
 
 
 def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
-    """The most bytes of activations that wait outside the device, by the tier (`plan.retain`)."""
+    """Peak bytes of offloaded activations, by their tier (`plan.retain`)."""
     retain = workload.plan.retain
     return {retain.place: max(moment.elsewhere for moment in _moments(workload, traced, here))} if retain.away else {}
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
-    """Yield everything that is sent except single numbers: the norm, the loss, and requests to stop."""
+    """Yield all traffic except single numbers (the norm, the loss, and requests to stop)."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, traced, here)):
@@ -302,7 +303,7 @@ def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _times(here: _Here) -> dict[int, Counter[Phase]]:
-    """How often each phase of each stage runs."""
+    """Return the number of times that each phase of each stage runs."""
     found: dict[int, Counter[Phase]] = {stage: Counter() for stage in here.stages}
     for action in computations(here.actions):
         found[action.stage].update(DOES[action.kind])
@@ -310,7 +311,7 @@ def _times(here: _Here) -> dict[int, Counter[Phase]]:
 
 
 def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
-    """Activations and gradients between stages: a tensor rank with a share of the sequence sends that share."""
+    """Yield activations and gradients between stages. A tensor rank with a share of the sequence sends only this share."""
     plan = workload.plan
     split = plan.context * (plan.tensor if plan.sequence else 1)
     size = plan.microbatch * workload.seq_len // split * workload.model.dim * workload.width
@@ -320,7 +321,7 @@ def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
-    """Weights gathered and gradients reduced, part by part: of all tokens' weights, and of the experts'."""
+    """Yield gathers of weights and reductions of gradients, part by part, for dense weights and for experts'."""
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
     moved = [
@@ -343,7 +344,8 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
 
 
 def _gathered_again(workload: Workload, traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
-    """Bytes that ZeRO 3 gathers once more for each backward: a segment's, but for its last block's, whose backward follows at once."""
+    """Bytes that ZeRO 3 gathers once more in each backward: those of a segment's blocks, except the last one, whose backward
+    follows at once."""
     return tuple(gathered(workload, traced.blocks[number], number) for run in here.segments[stage] for number in run[:-1])
 
 
@@ -358,5 +360,5 @@ def _work(here: _Here) -> Work:
 
 
 def _unmasked(core: Core) -> float:
-    """A query attends to itself and to earlier tokens; these pairs are divided evenly among context ranks."""
+    """FLOPs of unmasked pairs: a query attends to itself and to earlier tokens. Context ranks divide these pairs evenly."""
     return core.flops * (core.keys + 1) / (2 * core.keys)

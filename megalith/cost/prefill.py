@@ -1,4 +1,4 @@
-"""Forward alone, predicted: the prefill of long prompts. No torch unless something new must be traced."""
+"""Prediction of a forward without backward: the prefill of long prompts. No torch unless something new must be traced."""
 
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
@@ -15,8 +15,8 @@ from megalith.spec.numbers import PRECISIONS
 def prefill(
     workload: Workload, figures: Calibration | None = None, traced: Parts | None = None, spent: PartTimes | None = None
 ) -> Estimate:
-    """Predict the forward of all sequences, until the last one's keys and values exist. Only the last token's logits are needed;
-    their cost is ignored. `flops` leave out the pairs that the causal mask hides: in long prompts these are half of all."""
+    """Predict the forward of all sequences, until keys and values of the last sequence exist. Only the last token's logits are
+    needed; their cost is ignored. `flops` do not count masked pairs, which are half of all pairs in long prompts."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -34,7 +34,8 @@ def prefill(
 
 
 def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
-    """The worst rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
+    """Return the memory of the worst rank: weights, the keys and values of all its sequences (`activations`), and temporary
+    tensors of one block."""
     reserve = figures.overheads[workload.software_profile.overheads].reserve
     found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(shares(workload, traced).held)]
     return max(found, key=lambda memory: memory.total)
@@ -54,8 +55,8 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: RankParts, reserve
 
 def _cache(workload: Workload, number: int, profile: Profile) -> float:
     """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps the latents, Mamba-2 its state in
-    fp32 (for any length) and the few tokens that its convolution sees. For a user's own attention without a core this is
-    unknown."""
+    fp32 (for any length) and the few tokens that its convolution sees. The bytes are unknown for a user's own attention
+    without a core."""
     block, plan = workload.model.blocks[number], workload.plan
     attention, mamba = block.attention, block.mamba
     tokens = plan.microbatch * workload.seq_len / plan.context
@@ -74,7 +75,8 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
 
 
 def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
-    """The first sequence goes through all pipeline ranks; each other one follows at the pace of the slowest rank."""
+    """Return the seconds by use: the first sequence passes through all pipeline ranks, and further ones follow at the pace of
+    the slowest rank."""
     plan, microbatches = workload.plan, workload.microbatches
     stages = [_stage(here, spent) for here in shares(workload, traced).held]
     slowest = max(stages, key=lambda stage: stage.total)
@@ -99,7 +101,7 @@ def _stage(here: RankParts, spent: PartTimes) -> SpentSeconds:
 
 
 def _flops(workload: Workload, traced: Parts) -> float:
-    """Return the FLOPs of all ranks and sequences."""
+    """Return the FLOPs of all sequences on all ranks."""
     plan = workload.plan
     known: dict[int, float] = {}
     for block in traced.blocks:

@@ -1,4 +1,4 @@
-"""Cost of one part of a model for one microbatch on a rank: a value without torch, cached on disk."""
+"""Profile of one part of a model, for one microbatch on a rank: a value without torch, cached on disk."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -6,21 +6,21 @@ from typing import Any, Literal
 from megalith.spec.plan import Action
 
 Phase = Literal["F", "I", "W"]
-"""Forward; the gradient of the part's input, with whatever is recomputed for it; the gradients of its weights."""
+"""F: forward. I: gradient of the part's input, including recomputation. W: gradients of the part's weights."""
 
 PHASES: tuple[Phase, ...] = ("F", "I", "W")
 
 Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
 
 DENSE_MLP = "mlp.dense"
-"""A part that Megatron-Core recomputes separately (`mlp`), unlike this project's trainer: the feed-forward half of blocks without
-experts."""
+"""The feed-forward half of blocks without experts, which Megatron-Core can recompute separately (`mlp`), but not Megalith's
+trainer."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """`count` matrix products [rows, inner] x [inner, columns], run as one kernel. `weight`: one factor is a weight (or, in W, the
-    result is its gradient), so that it may run in 8 bits."""
+    """`count` matrix products [rows, inner] x [inner, columns], run as one kernel. `weight`: True if a factor is a weight
+    (or, in W, the result is a weight's gradient), so that 8 bits are possible."""
 
     phase: Phase
     rows: int
@@ -30,7 +30,7 @@ class Product:
     weight: bool = True
     expert: bool = False
     times: int = 1
-    """How often this kernel runs."""
+    """Number of times that this kernel runs."""
 
     @property
     def flops(self) -> float:
@@ -39,7 +39,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Core:
-    """One fused attention over `batch` sequences: its scores are never in memory."""
+    """One fused attention over `batch` sequences, whose scores are never in memory."""
 
     phase: Phase
     batch: int
@@ -51,7 +51,7 @@ class Core:
     v_dim: int
     window: int | None = None
     again: bool = False
-    """A forward that runs again in backward."""
+    """True for a forward that runs again in backward."""
 
     @property
     def forward(self) -> bool:
@@ -59,7 +59,8 @@ class Core:
 
     @property
     def flops(self) -> float:
-        """Without the causal mask. Backward computes the scores again and four gradients: 2.5 times forward (Dao 2023)."""
+        """FLOPs without the causal mask. Backward recomputes the scores and computes four gradients: 2.5 times forward (Dao
+        2023)."""
         scores = 2.0 * self.batch * self.heads * self.queries * min(self.keys, 2 * (self.window or self.keys))
         forward = scores * (self.qk_dim + self.v_dim)
         return forward if self.forward else scores * (3 * self.qk_dim + 2 * self.v_dim)
@@ -82,25 +83,25 @@ class MultipliedWeight:
     """A weight that is a factor of products."""
 
     layer: str
-    """The name of its module within the part"""
+    """The name of the weight's module within the part"""
     shape: tuple[int, ...]
-    """[outputs, inputs], or [experts, outputs, inputs], as a rank holds them where ZeRO does not cut them"""
+    """[outputs, inputs], or [experts, outputs, inputs], on a rank without ZeRO's sharding"""
     cut: int
-    """The dim that ZeRO cuts"""
+    """The dim that ZeRO shards"""
 
     @property
     def expert(self) -> bool:
-        """True if it belongs to experts."""
+        """True if the weight belongs to experts."""
         return len(self.shape) > 2
 
 
 AMONG_EXPERTS = frozenset({"expert", "expert_tensor"})
-"""Axes along which tokens are dispatched to experts, or shared by the ranks that split an expert."""
+"""Axes along which tokens are dispatched to experts, or exchanged among ranks that split an expert."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Figures of one rank, one microbatch, one part. Bytes unless said otherwise."""
+    """Figures of one part for one microbatch on one rank, in bytes unless stated otherwise."""
 
     products: tuple[Product, ...]
     cores: tuple[Core, ...]
@@ -110,7 +111,7 @@ class Profile:
     kernels: dict[Phase, int]
     """Kernels launched."""
     apart: dict[Phase, int]
-    """Kernels launched between expert dispatch and combine, whose sizes the host learns late."""
+    """Kernels launched between expert dispatch and combine, for whose sizes the host must wait."""
     apart_moved: dict[Phase, float]
     """Bytes moved by the kernels in `apart`."""
     routed: dict[Phase, int]
@@ -118,20 +119,20 @@ class Profile:
     saved: float
     """Bytes that forward leaves in memory for backward."""
     working: float
-    """Largest sum of temporary tensors at any moment of backward, without what is saved."""
+    """Peak of temporary tensors during backward, without `saved`."""
     weights: int
-    """Numbers held of weights every token uses."""
+    """Number of dense weights on the rank."""
     expert_weights: int
-    """Numbers held of the experts' weights."""
+    """Number of experts' weights on the rank."""
     output: float
     """The part's output."""
     multiplied: tuple[MultipliedWeight, ...] = ()
-    """The weights held that are factors of products"""
+    """The weights on the rank that are factors of products"""
     leaves: float = 0.0
-    """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
+    """Bytes of `saved` that autograd holds, which can be offloaded (`plan.retain`)."""
 
     def flops(self, phase: Phase | None = None) -> float:
-        """Floating-point operations, attention in full."""
+        """FLOPs, with attention in full."""
         return sum(item.flops for item in (*self.products, *self.cores) if phase in (None, item.phase))
 
     def to_json(self) -> dict[str, Any]:
@@ -150,8 +151,8 @@ class Profile:
         return cls(**{**value, **lists})
 
     def extrapolate(self, other: "Profile", times: int) -> "Profile | None":
-        """Extrapolate: this profile plus `times` the difference to `other`. Sequences of a microbatch are computed alike, so
-        figures of larger microbatches lie on a line. None if the two profiles do not have the same operations."""
+        """Extrapolate: this profile plus `times` the difference to `other`. All sequences of a microbatch cost the same, so
+        figures are linear in the microbatch. None if the two profiles do not have the same operations."""
         try:
             return _extrapolate(self, other, times)
         except _UnlikeError:
@@ -181,7 +182,7 @@ def twice(profile: Profile) -> Profile:
 
 
 class _UnlikeError(Exception):
-    """Two profiles are of different operations."""
+    """Two profiles have different operations."""
 
 
 def _extrapolate(one: Any, other: Any, times: int) -> Any:
@@ -205,8 +206,8 @@ def _extrapolate(one: Any, other: Any, times: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """The properties of plan and software that change a part's figures on a rank. With the part itself they are the key of a
-    trace."""
+    """The properties of plan and software that affect a part's figures on a rank. Together with the part they are the key of
+    a trace."""
 
     microbatch: int
     seq_len: int
@@ -216,40 +217,40 @@ class Layout:
     ulysses: int = 1
     context_method: Literal["ring", "gather"] = "ring"
     summed: bool = False
-    """Gradients of keys and values of several context ranks are added up in tensors of their own, as by this project's trainer."""
+    """True if gradients of keys and values are added up over context ranks in separate tensors, as in Megalith's trainer."""
     expert: int = 1
     expert_tensor: int = 1
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts with commas."""
     actions: tuple[tuple[str, Action], ...] = ()
-    """Other actions for what named parts keep (`Plan.actions`)."""
+    """Other actions for tensors that named parts keep (`Plan.actions`)."""
     stays: bool = False
-    """True if tensors of no named part stay on the device, although those of some part leave it."""
+    """True if only named parts offload tensors, so that all other tensors stay on the device."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.
-    2022). The kernel that adds the residual also adds the bias after a sum over ranks."""
+    2022). After a sum over ranks, the kernel that adds the residual also adds the bias."""
     fused: bool = True
-    """Activation and gate are one kernel; an expert's products of one input are one product."""
+    """True if activation and gate are one kernel, and an expert's products of the same input are one product."""
     rotary: bool = True
-    """In software that is `fused`, a rotation is one kernel."""
+    """True if, in `fused` software, a rotation is one kernel."""
     permute: bool = True
-    """Rows are put in the order of their experts by one kernel, in software that is `fused`."""
+    """True if, in `fused` software, one kernel sorts rows by expert."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
-    """How the logits become a loss: `workload.SoftwareProfile.loss`."""
+    """The computation of the loss from logits: `workload.SoftwareProfile.loss`."""
     width: int = 2
-    """Bytes of an activation's number."""
+    """Bytes of one number of an activation."""
     kept: float = 2
-    """Bytes of a number that a product keeps for its weight's gradient: fewer if it computes in a narrow format."""
+    """Bytes of one number of an input that a product keeps for its weight's gradient; fewer in a narrow format."""
     dispatched: int = 0
-    """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
+    """How many numbers share a scale if tokens are sent to experts in 8 bits; 0: not in 8 bits."""
     returned: int = 0
-    """Numbers that share a scale where gradients of experts' results are sent to experts in 8 bits; 0: they are sent as they are."""
+    """How many numbers share a scale if gradients of experts' results are sent in 8 bits; 0: not in 8 bits."""
     packed: tuple[str, ...] = ()
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0
-    """Numbers of such a row that share a scale; 0: all"""
+    """How many numbers of a row of these inputs share a scale; 0: all"""
     packed_activations: bool = False
     """True if these layers' activations keep their factors in 8 bits, too."""
     low_precision_kept: bool = False
-    """Two more tensors are kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""
+    """True if two more tensors are kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""

@@ -1,5 +1,5 @@
-"""Recorder of the operations that reach torch's dispatcher while fake tensors run through a part of a model: operations, bytes moved, and
-bytes of live storages."""
+"""Recorder of the operations that reach torch's dispatcher while meta tensors run through a part of a model: it counts
+operations, bytes moved, and bytes of live storages."""
 
 import weakref
 from collections import Counter
@@ -28,10 +28,10 @@ FREE = frozenset(
         "_unsafe_view",
     }
 )
-"""Operations that start no kernel."""
+"""Operations that launch no kernel."""
 
 FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
-"""Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
+"""Operations that are fused with the multiplication by the gate, so that no result passes through memory."""
 
 
 SENT = frozenset(
@@ -41,7 +41,7 @@ SENT = frozenset(
 """torch's collectives and messages. A trace has no other ranks to send to."""
 
 WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
-"""Elementwise operations that return integers for integers."""
+"""Elementwise operations whose result is an integer if all inputs are integers."""
 
 PLAIN = frozenset({"div", "sigmoid", "sigmoid_backward", *WHOLE, *FUSED})
 """Elementwise operations whose result has the dtype of floating-point inputs."""
@@ -51,11 +51,11 @@ TWELVE_BITS = 1.5
 
 
 Region = Literal["attention", "router", "experts"]
-"""Region of a block: the experts are between dispatch and combine; the router and the permutation come before them."""
+"""Region of a block. "experts": between dispatch and combine; "router": the router and the permutation before dispatch."""
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what reaches the dispatcher, and keeps count of the bytes alive."""
+    """Dispatch mode that records operations and counts the bytes of live storages."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self._packed: Counter[int] = Counter()
         self._staying: set[int] = set()
         self.stays = False
-        """True if what no named part of a block keeps stays on the device"""
+        """True if only named parts of a block offload tensors"""
         self._inner: set[int] = set()
         self.fused = frozenset[str]()
         self.merged = False
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):
         self.routed[self.phase] += self.region == "router"
 
     def _accumulated(self, name: str, inputs: list[Tensor]) -> bool:
-        """True for the sum of two products' results, in software that computes all products of one input as one, or adds inside
-        them."""
+        """True for the sum of two products' results, if the software computes all products of one input as one, or adds
+        inside them."""
         if not self.merged or name != "add" or len(inputs) != 2 or self.phase != "I":
             return False
         return all(tensor.untyped_storage()._cdata in self._results for tensor in inputs)
@@ -183,14 +183,14 @@ class Recorder(TorchDispatchMode):
         self.alive -= self._held.pop(key, 0)
 
     def forget(self, tensor: Tensor) -> int:
-        """Count a result as freed although it is still alive, and return its bytes; 0 if it is not a result, or was already
+        """Count a result as freed although it is alive, and return its bytes; 0 for other tensors and for results already
         counted as freed."""
         freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
         self.alive -= freed
         return freed
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps this tensor for backward."""
+        """Record that autograd keeps this tensor for backward."""
         key = tensor.untyped_storage()._cdata
         self._packed[key] += 1
         if not leaves_now(not self.stays):
@@ -198,14 +198,14 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Return the bytes that autograd keeps for backward and that may leave the device, with those of the input `x`, which are not
-        counted among the living."""
+        """Return the bytes that autograd keeps for backward and that can be offloaded, including those of the input `x`,
+        which are not counted as live."""
         leaving = self._packed.keys() - self._staying
         return sum(self._held.get(key, 0) for key in leaving) + (bytes_of(x) if x.untyped_storage()._cdata in leaving else 0)
 
     def spared(self, layout: Layout) -> float:
-        """Bytes saved by keeping the inputs of products in a narrow format: the wide tensor stays only if another operation keeps
-        it too."""
+        """Bytes saved by keeping the inputs of products in a narrow format: the wide tensor is only kept if another operation
+        keeps it too."""
         found = 0.0
         for key, times in self._factors.items():
             both = TWELVE_BITS if layout.low_precision_kept else layout.width + layout.kept
@@ -220,13 +220,13 @@ class Recorder(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._results
 
     def formed_again(self, size: int) -> None:
-        """One kernel writes `size` bytes from two tensors of that size."""
+        """Count a kernel that writes `size` bytes from two tensors of that size."""
         self.moved[self.phase] += 3 * size
         self.apart_moved[self.phase] += 3 * size if self.region == "experts" else 0
         self._start()
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count this tensor among the living."""
+        """Do not count this tensor as live."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._seen:
@@ -238,7 +238,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _at_once(name: str, args: Sequence[Any]) -> Tensor | None:
-    """Return the output of a plain operation on contiguous tensors of one dtype. Torch's own rules for it take half of a trace."""
+    """Return the output of a plain operation on contiguous tensors of one dtype. torch's shape rules for such operations
+    would take half of a trace's time."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     first = tensors[0]
     if not first.dtype.is_floating_point and not (first.dtype == torch.int64 and name in WHOLE):

@@ -1,4 +1,4 @@
-"""Bytes of gradients that are released inside the backward (`plan.state.release`): those of one part, and those being sent. No
+"""Bytes of gradients that are released inside the backward (`plan.state.release`): of one part, and in buffers of messages. No
 torch."""
 
 from megalith.cost.workload import Workload
@@ -7,14 +7,14 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.state import MASTER
 
 SHARES = 3
-"""Reduced shares of a part in memory at once: of the part that is reduced, and of the two before it, each in its own half."""
+"""Number of reduced shares of parts in memory at once: of the part under reduction, and of the two before it."""
 TOGETHER = 2
-"""Number of buffers of a part's gradients, joined for a reduction, that exist at once."""
+"""Number of buffers that exist at once, each with a part's gradients joined for a reduction."""
 
 
 def can_be(workload: Workload) -> bool:
-    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` has the same
-    rules, and more for run files."""
+    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith
+    check` has the same rules, and further ones for run files."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
     by_element = OPTIMIZERS[workload.optimizer].unit == "element"
     return narrow and by_element and workload.microbatches == 1 and not workload.halved and not workload.watched
@@ -32,8 +32,9 @@ def in_transit(workload: Workload, largest: float) -> float:
 
 
 def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:
-    """Return the bytes of a tied embedding's gradient. From the head's backward on it waits for its other part: in full if both ends are
-    on this rank, else as a reduced share. `embedding`: its number of elements."""
+    """Return the bytes of a tied embedding's gradient. After the head's backward, this gradient waits for that of the
+    embedding: in full if both ends are on this rank, else as a reduced share. `embedding`: number of the embedding's
+    elements."""
     if not workload.model.head.tied or not last:
         return 0.0
     return embedding * (workload.width if first else workload.gradient_bytes / workload.shards[0])

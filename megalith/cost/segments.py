@@ -1,4 +1,4 @@
-"""The size of recomputation's segments for which a run's worst rank needs the least memory (`plan.recompute = "segments:auto"`)."""
+"""The size of recomputed segments with which a run's worst rank needs the least memory (`plan.recompute = "segments:auto"`)."""
 
 from dataclasses import replace
 
@@ -10,11 +10,12 @@ from megalith.spec.plan import AUTO
 
 
 def decided(workload: Workload) -> Workload:
-    """Return the workload with `segments:auto` replaced by the segments that need the least memory; other workloads unchanged.
+    """Return the workload with `segments:auto` replaced by the size that needs the least memory. Other workloads are returned
+    unchanged.
 
-    A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section 4.3). So the
-    best K depends on the bytes of an input and of a block, which are traced, and on the microbatches in flight, which the schedule says.
-    Of equal choices the smallest is taken.
+    A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section
+    4.3). The best K therefore depends on the traced bytes of an input and of a block, and on the schedule's microbatches in
+    flight. Of equally good sizes, the smallest is chosen.
     """
     plan = workload.plan
     if plan.recompute != AUTO:

@@ -1,4 +1,4 @@
-"""Software for which steps can be predicted, by name: this project's trainer, and the programs behind published figures. No
+"""Software whose steps can be predicted, by name: Megalith's trainer, and the programs behind published figures. No
 torch."""
 
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ FUSED_2024 = SoftwareProfile(overheads="fused")
 COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
 TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False)
-"""This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
+"""Megalith's trainer without compilation: plain PyTorch, fp32 gradients, and a loss that is computed for a few rows at a time."""
 COMPILED_TRAINER = replace(TRAINER, overheads="compiled")
 
 OURS = "megalith"
-"""The name of this project's trainer, which plans assume by default."""
+"""The name of Megalith's trainer, the default software of plans."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """A training program: its full name, and how it runs a plan."""
+    """A training program: its full name and its profile."""
 
     title: str
     software_profile: SoftwareProfile
@@ -47,7 +47,7 @@ SOFTWARE: Mapping[str, Software] = {
 
 
 def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
-    """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; other
-    software keeps its own profile."""
+    """Return the profile of the software with this name under a plan. Megalith's trainer compiles blocks if the plan does;
+    other profiles do not depend on the plan."""
     found = SOFTWARE[name].software_profile
     return COMPILED_TRAINER if name == OURS and plan.compile else found

@@ -15,21 +15,20 @@ from megalith.spec.model import MoeSpec, RouterSpec
 from megalith.spec.numbers import BF16, PRECISIONS
 
 TILE = (128, 128)
-"""Rows and columns of a product one processor computes at a time, in the usual large kernels."""
+"""Rows and columns of the tile of a product that one processor computes at a time, in usual large kernels."""
 
 FLASH = {1: 0.5, 2: 1.0}
 """Efficiency of each generation of fused attention, relative to the second."""
 
 GPUS = ("NVIDIA", "AMD")
-"""Vendors of devices with such kernels."""
+"""Vendors of devices with compiled kernels of fused attention."""
 
 CHANNELS = (32, 64, 96, 128, 192, 256)
 """Channels of a head for which fused attention is compiled on GPUs (FlashAttention, csrc/flash_attn/src/static_switch.h)."""
 
 CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
-"""Bytes moved to convert one number of a factor, by the unit that shares a scale. A tensor is read twice, for its largest value
-and to be converted;
-blocks are read once. Both are written twice, along both directions."""
+"""Bytes moved to convert one number of a factor, by the unit that shares a scale. With one scale per tensor, a number is read
+twice, for the maximum and for the conversion; with blocks, once. The result is written twice, once for each direction."""
 
 UNFUSED = 72 - 31
 """Number of kernels that fusing a router's arithmetic saves (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization,
@@ -38,7 +37,7 @@ UNFUSED = 72 - 31
 
 @dataclass(frozen=True)
 class SpentSeconds:
-    """Seconds of one phase, by use. For collectives: the seconds that computation does not hide."""
+    """Seconds of one phase, by use. For collectives: the exposed seconds."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -92,22 +91,22 @@ class Setting:
 
     @property
     def in_turn(self) -> bool:
-        """True if the processor that starts an operation computes it."""
+        """True if the processor that launches an operation also computes it."""
         return self.workload.cluster.measured is not None and self.workload.cluster.measured.in_turn
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s element-wise kernels really move."""
+        """Bytes/s that element-wise kernels achieve."""
         assert self.accelerator.memory_bandwidth is not None, self.accelerator.name
         return self.accelerator.memory_bandwidth * self.device.memory
 
 
 def product_seconds(product: Product, setting: Setting, format: str, *, rate: float = 1.0) -> float:
-    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer. `rate`: that of large products,
-    relative to the device's usual one.
+    """Return the seconds of one product: of its arithmetic at the rate that its shape allows, or of its bytes, whichever is
+    longer. `rate`: rate of large products, relative to the device's usual one.
 
     The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes a
-    fixed time in seconds, so a faster format needs a longer inner dimension.
+    constant time, so a faster format needs a longer inner dimension.
     """
     device, accelerator = setting.device, setting.accelerator
     factors = PRECISIONS[format].factors if product.weight else BF16
@@ -127,8 +126,9 @@ def product_seconds(product: Product, setting: Setting, format: str, *, rate: fl
 
 
 def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple[Product, int]]:
-    """Return the conversions to a narrow format, as products that read the factor, and how often. One conversion of an activation
-    serves all its products, in forward and for the weights' gradients; every gradient needs its own."""
+    """Return the conversions to a narrow format: a product that reads the converted factor, and the number of conversions.
+    One conversion of an activation serves all its products in forward and for weight gradients; every gradient needs its
+    own."""
     if PRECISIONS[format].factors.scale == "none" or phase == "W":
         return []
     weighted = [product for product in products if product.weight]
@@ -138,7 +138,7 @@ def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple
 
 
 def multiplying(products: list[Product], setting: Setting, format: str, ways: Ways | None) -> float:
-    """Seconds of products; `ways`: those of a block with narrow layers of this project's trainer."""
+    """Return the seconds of products. `ways`: given for a block with narrow layers in Megalith's trainer."""
     if ways is None:
         return sum(product_seconds(product, setting, format) for product in products)
     each = ways.computed(products)
@@ -146,20 +146,21 @@ def multiplying(products: list[Product], setting: Setting, format: str, ways: Wa
 
 
 def quantising(products: list[Product], setting: Setting, format: str, phase: Phase) -> float:
-    """Seconds to bring activations and gradients into the products' format."""
+    """Return the seconds to convert activations and gradients to the products' format."""
     numbers = sum(p.rows * p.inner * p.count * times for p, times in _converted(products, format, phase))
     return CONVERSION[PRECISIONS[format].factors.scale] * numbers / setting.bandwidth
 
 
 def rounding(products: list[Product], setting: Setting, ways: Ways) -> float:
-    """Seconds in which this project's trainer rounds the factors of narrow products, with the messages that ask other ranks for maxima."""
+    """Return the seconds in which Megalith's trainer rounds factors of narrow products, including the exchange of maxima
+    between ranks."""
     each = list(ways.roundings(products))
     moved = setting.overheads.passes * sum(one.numbers * one.bytes for one in each) / setting.bandwidth
     return moved + sum(one.kernels * setting.device.gap * 0.5 + one.messages * setting.device.latency for one in each)
 
 
 def core_seconds(core: Core, setting: Setting) -> float:
-    """One fused attention. Half of the scores are masked, and a kernel that knows skips them."""
+    """Return the seconds of one fused attention. Half of the scores are masked, and some kernels skip them."""
     device, software_profile = setting.device, setting.workload.software_profile
     share = device.attention_forward if core.forward else device.attention_backward
     core = _compiled(core, ours=software_profile.ours) if setting.accelerator.vendor in GPUS else core
@@ -169,21 +170,21 @@ def core_seconds(core: Core, setting: Setting) -> float:
 
 
 def _compiled(core: Core, *, ours: bool) -> Core:
-    """Return the attention that a GPU computes: heads of other sizes are padded to the next one that is compiled. This project's trainer
-    also pads values to the channels of keys."""
+    """Return the attention that a GPU computes: head sizes are padded to the next compiled size. Megalith's trainer also pads
+    values to the channels of keys."""
     values = max(core.qk_dim, core.v_dim) if ours else core.v_dim
     qk, v = (next((size for size in CHANNELS if size >= channels), channels) for channels in (core.qk_dim, values))
     return replace(core, qk_dim=qk, v_dim=v)
 
 
 def core_flops(core: Core, *, causal_half: bool = True) -> float:
-    """Return the FLOPs that would take as long at a kernel's full rate. Blocks on the diagonal are computed whole, and short sequences fill
-    few processors."""
+    """Return the equivalent FLOPs at a kernel's full rate. They are more than the real ones, because blocks on the diagonal
+    are computed whole and short sequences occupy few processors."""
     return core.flops * (0.5 if causal_half else 1.0) * (core.queries + 256) / core.queries
 
 
 def line(axis: str, workload: Workload) -> Line:
-    """The ranks an axis joins, as `mesh.py` numbers them."""
+    """The line of ranks of an axis, in the numbering of `mesh.py`."""
     plan = workload.plan
     strides = {
         "tensor": (plan.tensor, 1),
@@ -217,12 +218,12 @@ def exchange_seconds(exchange: Collective, setting: Setting, router: RouterSpec 
 
 
 def _way(exchange: Collective) -> str:
-    """Return the axis of an exchange: an all-to-all of context ranks is that of Ulysses."""
+    """Return the axis of an exchange. An all-to-all of context ranks is on the axis of Ulysses."""
     return "ulysses" if exchange.axis == "context" and exchange.kind == "all_to_all" else exchange.axis
 
 
 def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
-    """Arguments of `all_to_all`: how many copies of a token are sent, and how many domains they may reach."""
+    """Return the arguments of `all_to_all`: the number of copies of a token, and the number of domains that they may reach."""
     if router is None or not setting.workload.software_profile.deduplicated:
         return {}
     return {"copies": router.active, "reach": router.active_groups if router.groups > 1 else None}
@@ -237,7 +238,7 @@ def spend(
     router: RouterSpec | None = None,
     ways: Ways | None = None,
 ) -> SpentSeconds:
-    """Seconds of phases of a part that run one after the other. `ways`: how it multiplies, if some of its layers are narrow."""
+    """Return the seconds of successive phases of a part. `ways`: its products, if some of its layers are narrow."""
     device = SpentSeconds()
     for phase in phases:
         device = device + _on_device(profile, phase, setting, format, router, ways)
@@ -253,10 +254,11 @@ def _lag(
     router: RouterSpec | None,
     ways: Ways | None,
 ) -> float:
-    """Seconds the device waits for the host, which works ahead of it, so that the slower of the two counts.
+    """Return the seconds that the device waits for the host. The host works ahead, so the slower of the two counts.
 
-    In the forward of a layer of experts it cannot work ahead: it waits for the device to learn how many tokens came, and starts the
-    experts' kernels only then. What the device did before does not hide their start. Backward knows the numbers from forward.
+    In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived,
+    and only then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the
+    numbers from forward.
     """
     software_profile = setting.workload.software_profile
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
@@ -303,7 +305,8 @@ def _on_device(
 
 
 def _sorted(profile: Profile, phase: Phase, software_profile: SoftwareProfile) -> float:
-    """Return the bytes moved to sort rows from a plain all-to-all, which arrive by sender, by expert, and back."""
+    """Return the bytes moved to sort rows by expert after a plain all-to-all, which delivers them by sender, and to restore
+    their order."""
     if software_profile.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
         return 0.0
     sent = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")
@@ -313,8 +316,8 @@ def _sorted(profile: Profile, phase: Phase, software_profile: SoftwareProfile) -
 def _started(
     profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: str, ways: Ways | None = None
 ) -> tuple[float, float]:
-    """Seconds an x86 host takes to start operations one by one: around the experts, and between the dispatch of tokens and their
-    return. A loop over experts is one operation, whose further kernels are launched from within."""
+    """Return the seconds in which an x86 host launches operations one by one: outside of dispatch and combine, and between
+    them. A loop over experts counts as one operation that launches further kernels."""
     software_profile, overheads = setting.workload.software_profile, setting.overheads
     if software_profile.graphs == "whole":
         return 0.0, 0.0
@@ -342,7 +345,7 @@ def _started(
 
 @dataclass
 class _Starts:
-    """Launches by a host: operations, and further kernels launched within them."""
+    """Launches by a host: operations, and further kernels within them."""
 
     operations: float = 0
     launches: float = 0
@@ -352,8 +355,8 @@ class _Starts:
 
 
 def _unfused(profile: Profile, phase: Phase) -> int:
-    """Number of additional kernels of a router made of torch's operations, compared with a fused one: 72 against 31 in forward;
-    in backward as many as the traced router has (`UNFUSED`)."""
+    """Number of additional kernels of a router of torch's operations, compared with a fused router: UNFUSED (72 - 31) in
+    forward; in backward, the number of kernels of the traced router."""
     return round(UNFUSED * profile.routed[phase] / profile.routed["F"]) if profile.routed["F"] else 0
 
 

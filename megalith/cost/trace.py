@@ -1,8 +1,8 @@
-"""Parts of a model built from the trainer's own modules on the meta device, run forward and backward, and counted.
+"""Trace of parts of a model: the trainer's own modules run forward and backward on the meta device.
 
 Nothing is computed: the trace needs only shapes. A trace counts the operations that reach the dispatcher, the collectives at the
-boundaries of split modules, and the live storages. So the bytes that a recomputation policy keeps are measured, not derived from
-its name.
+boundaries of split modules, and the live storages. The bytes that a recomputation policy keeps are therefore measured, not
+derived from its name.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
 
 def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
-    """The products of section 6 of Mamba-2's paper, and the bytes that pass between its kernels: the convolution's, those of the states
-    on their way from chunk to chunk, and the norm's. Backward computes the chunks' scores and states again, and twice the
-    products of forward.
+    """The products of section 6 of Mamba-2's paper, and the bytes between its kernels: of the convolution, of the states that
+    pass from chunk to chunk, and of the norm. Backward computes the chunks' scores and states again, and twice the products of
+    forward.
     """
     channels, state, chunk = mamba.head_dim, mamba.state, mamba.chunk
 
@@ -57,7 +57,7 @@ def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
 
 
 def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
-    """Block `number` of the model on one rank."""
+    """Trace block `number` of the model on one rank."""
     block = model.blocks[number]
     one = model.model_copy(update={"blocks": (block,)})
     with torch.device("meta"), _default(layout.width):
@@ -78,7 +78,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
 
 
 def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
-    """Run attention, or Mamba-2, as the device does."""
+    """Replace attention and Mamba-2 by stand-ins for the device's kernels."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
     # a user's own may have none, or another one; of whichever attention this is, the device runs it as one kernel
     if block.attention is not None and type(getattr(module.attention, "core", None)) is CausalCore:
@@ -97,7 +97,7 @@ def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
 
 
 def trace_head(model: ModelSpec, layout: Layout) -> Profile:
-    """Final norm, output and loss on one rank; the forward also forms the gradients."""
+    """Trace final norm, output and loss on one rank; the forward also computes the gradients."""
     one = model.model_copy(update={"head": model.head.model_copy(update={"tied": False, "ahead": None})})
     with torch.device("meta"), _default(layout.width):
         parts = len(model.part_names)
@@ -111,7 +111,7 @@ def trace_head(model: ModelSpec, layout: Layout) -> Profile:
 
 
 def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
-    """The look-up on one rank."""
+    """Trace the embedding's look-up on one rank."""
     with torch.device("meta"), _default(layout.width):
         stage = _unfilled(model, 0, 1)
         recorder = Recorder(layout.width)
@@ -124,7 +124,7 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Weights are not given their first values: only their shapes count."""
+    """Weights are not initialised, because only their shapes count."""
 
     FILLS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
 
@@ -133,7 +133,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _unfilled(model: ModelSpec, first: int, last: int) -> Stage:
-    """Parts `first` up to `last` of the model."""
+    """Build the parts from `first` up to `last` of the model."""
     with _Unfilled():
         return Stage(model, first, last)
 
@@ -158,7 +158,7 @@ def _run(
     stage: Stage, module: nn.Module, recorder: Recorder, layout: Layout, model: ModelSpec,
     *, inputs: tuple[int, int, int] | None, block: BlockSpec | None,
 ) -> Profile:  # fmt: skip
-    """Run forward, backward of the input, and weight gradients; return the recorded operations as a profile."""
+    """Run forward, input gradients and weight gradients, and return the recorded operations as a profile."""
     tokens = torch.empty(layout.microbatch, layout.seq_len // layout.context, dtype=torch.long)
     x = tokens if inputs is None else torch.empty(*inputs, requires_grad=True)
     batch = stage.prepare(Batch(tokens, targets=tokens))
@@ -215,7 +215,7 @@ def _profile(
 
 
 def _multiplied(module: nn.Module) -> Iterator[MultipliedWeight]:
-    """Yield the weights of a part's layers that multiply, split as they are."""
+    """Yield the weights that a part's layers multiply, as they are split."""
     for path, layer in module.named_modules():
         if hasattr(layer, "multiply"):
             named = ((name, weight) for name, weight in layer.named_parameters(recurse=False) if weight.dim() > 1)

@@ -1,4 +1,5 @@
-"""Cost of an update beyond one pass over the state: moments with another rule, whole matrices, and their messages. No torch."""
+"""Additional cost of an update, apart from one pass over the state: moments of another rule, whole matrices, and their
+messages. No torch."""
 
 from functools import lru_cache
 from math import inf
@@ -20,27 +21,27 @@ if TYPE_CHECKING:
     from megalith.cost.parts import Parts
 
 WIDTH = 2
-"""Bytes of a number of a matrix on its way and in the iteration: bf16, as by default."""
+"""Bytes of a number of a matrix in messages and in the iteration: bf16, the default."""
 WIDE_BYTES = 4
 """Bytes of a number in fp32."""
 ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
-"""Bytes of the temporary tensors that round one number of a piece, at their peak, by the format that it is kept in:
-moments (`kernels.moments`), and lower halves of master weights (`kernels.halves`)."""
+"""Kept format -> peak bytes of temporary tensors for the rounding of one number: of moments (`kernels.moments`), and of lower
+halves of master weights (`kernels.halves`)."""
 JOINING = 12
-"""Bytes of the fp32 number that two halves are joined to, and of the temporary tensors on the way."""
+"""Bytes of the fp32 number into which two halves are joined, and of the temporary tensors for it."""
 ITERATIONS = 5
-"""Steps of the iteration, as by default."""
+"""Default steps of the iteration."""
 
 
 class Matrices(NamedTuple):
     """The matrices of a block that an update needs whole."""
 
     numbers: int
-    """How many elements they have."""
+    """The number of their elements."""
     work: float
-    """FLOPs of the iteration on them all."""
+    """FLOPs of the iteration on all these matrices."""
     largest: tuple[int, int]
-    """Rows and columns of the one that takes most."""
+    """Rows and columns of the matrix that takes the most memory."""
 
 
 def matrices(block: BlockSpec, dim: int) -> Matrices:
@@ -58,14 +59,15 @@ def _kept_matrices(block: BlockSpec, dim: int) -> Matrices:
 
 
 def work(rows: int, columns: int) -> float:
-    """Return the FLOPs of the iteration on one matrix: in each step two products over its long side, and one of its short side alone."""
+    """Return the FLOPs of the iteration on one matrix: each step has two products that involve its long side, and one of
+    short sides only."""
     least, most = sorted((rows, columns))
     return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)
 
 
 def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
-    """Return the bytes on one rank beyond the optimizer's own slots: for parameters that another rule updates, and for parameters
-    that keep moments in fp32 although others do not."""
+    """Return the bytes on one rank in addition to the optimizer's usual slots: for parameters that another rule updates, and
+    for small parameters whose moments stay in fp32."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
     if one_rule or workload.frozen or workload.software_profile.moment_bytes is not None:
         return 0.0
@@ -82,7 +84,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
 
 
 def _beyond(parameter: Parameter, workload: Workload) -> float:
-    """Extra bytes for each element of a parameter, beyond the optimizer's own slots."""
+    """Additional bytes for each element of a parameter, compared with the optimizer's usual slots."""
     optimizer = _optimizer(workload.optimizer, workload.moments)
     return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
 
@@ -99,7 +101,7 @@ def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> fl
 
 @lru_cache(maxsize=1024)
 def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    """Extra bytes for all elements of a block, beyond the optimizer's own slots."""
+    """Additional bytes for all elements of a block, compared with the optimizer's usual slots."""
     optimizer = _optimizer(kind, moments)
     each = block_parameters(block, dim)
     own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)
@@ -107,8 +109,8 @@ def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> flo
 
 
 def home_bytes(workload: Workload, here: "RankParts") -> float:
-    """Return the bytes of an update on the rank with the most whole matrices: its shares and send buffers, the receive buffers
-    and the matrices made of them, and the iteration's buffers for the largest matrix."""
+    """Return the bytes of an update on the rank with the most whole matrices: shares and send buffers, receive buffers and
+    the matrices joined from them, and the iteration's buffers for the largest matrix."""
     found = _whole(workload, here)
     if found is None:
         return 0.0
@@ -118,8 +120,8 @@ def home_bytes(workload: Workload, here: "RankParts") -> float:
 
 
 def opened_bytes(workload: Workload) -> float:
-    """Return the most bytes that an update on the device takes to bring a piece of a parameter's state in few bits to fp32, and to
-    round it again."""
+    """Return the largest temporary bytes of an update on the device that expands a piece of a parameter's state from few bits
+    to fp32, and rounds it again."""
     wide = workload.moments.number == "fp32" and not workload.halved and workload.gradient_bytes == bytes_each([GRADIENT])
     if wide or workload.frozen or not workload.software_profile.ours or workload.plan.state.away == 1:
         return 0.0
@@ -137,7 +139,7 @@ def opened_bytes(workload: Workload) -> float:
 def _opened(
     parameters: tuple[Parameter, ...], kind: str, moments: Moments, master: str, gradient_bytes: float
 ) -> tuple[tuple[Parameter, float], ...]:
-    """Return each parameter, and the bytes that its update takes to bring a number's state to fp32, and to round it again."""
+    """Return each parameter with the bytes per number that its update takes to expand state to fp32 and round it again."""
     optimizer, found = _optimizer(kind, moments, master), []
     gradient = 0 if gradient_bytes == WIDE_BYTES else WIDE_BYTES
     for parameter in parameters:
@@ -167,7 +169,7 @@ def seconds(workload: Workload, setting: Setting, here: "RankParts") -> float:
 
 
 def _whole(workload: Workload, here: "RankParts") -> Matrices | None:
-    """All matrices of a pipeline rank; None where the optimizer needs none whole."""
+    """All matrices of a pipeline rank; None if the optimizer needs no whole matrices."""
     if OPTIMIZERS[workload.optimizer].unit != "matrix" or workload.frozen or not here.blocks:
         return None
     each = [(matrices(_block(workload, kind), workload.model.dim), times) for kind, times in here.blocks]
@@ -187,6 +189,6 @@ def _shards(workload: Workload) -> int:
 
 
 def _ranks(workload: Workload) -> int:
-    """The ranks that together hold one copy of a pipeline rank's state."""
+    """The number of ranks that together hold one copy of a pipeline rank's state."""
     mesh = Mesh.of(workload.plan)
     return mesh.state[2] * mesh.state[3]

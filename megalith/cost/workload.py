@@ -18,68 +18,68 @@ from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, by
 
 @dataclass(frozen=True)
 class SoftwareProfile:
-    """How the software runs a plan, where that changes time or memory. Each field is a fact about a program, never a fitted number."""
+    """Properties of the software that affect time or memory. Each field is a fact about a program, never a fitted number."""
 
     overheads: str = "fused"
-    """Row of the calibration with its overheads: see `calibration.toml`."""
+    """Row of `calibration.toml` with the software's overheads."""
     attention: Literal["fused", "plain"] = "fused"
     """`plain` writes the scores to memory (before FlashAttention)."""
     flash: Literal[1, 2] = 2
-    """Generation of the fused kernel: the first reaches half of what the second does (Dao 2023, arXiv:2307.08691, section 4)."""
+    """Generation of the fused kernel: the first has half the speed of the second (Dao 2023, arXiv:2307.08691, section 4)."""
     gradient_bytes: float = bytes_each([GRADIENT])
     """Bytes of an accumulated gradient."""
     moment_bytes: float | None = None
-    """Bytes that the optimizer keeps for a parameter in addition to its own copy of it; None: as in the optimizer's row."""
+    """Bytes that the optimizer keeps for a parameter, without its copy of the weight; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
-    """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    """Bytes of the optimizer's copy of a weight; 2 if it keeps only the bits that bf16 lacks (Apex's distributed Adam)."""
     update_bytes: float = 0.0
     """Bytes of the temporary tensors of an update, for each parameter that a rank updates."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
-    """Logits of all tokens exist at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
-    16 bits with their gradient written over them (`fused`); or logits of a few rows at a time (`chunked`: this project's own
-    trainer)."""
+    """Memory of the loss. Logits of all tokens at once: in fp32 with copies (`copied`: torch), in fp32 in place (`whole`:
+    Megatron-LM), or in 16 bits, overwritten by their gradient (`fused`). Logits of a few rows at a time: `chunked`
+    (Megalith)."""
     gathers: Literal["block", "module", "rank"] = "block"
-    """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: before
-    the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
+    """Unit that ZeRO 3 gathers at a time: `block`, with the next block in advance, or `module` (DeepSpeed). `rank`, for ZeRO 1:
+    before the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
     reduces: Literal["microbatch", "run"] = "microbatch"
-    """When ZeRO 2 reduces a stage's gradients: after each microbatch; or after each run of microbatches that the stage computes one after
-    the other, until which they stay whole (Llama 3)."""
+    """When ZeRO 2 reduces a stage's gradients: after each microbatch, or after each run of successive microbatches of the
+    stage, during which gradients stay whole (Llama 3)."""
     overlap_data: bool = True
-    """Gradient reductions and weight gathers overlap computation."""
+    """True if gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True
-    """The collectives of the tensor axis are pipelined with their matrix products."""
+    """True if the collectives of the tensor axis are pipelined with their matrix products."""
     overlap_expert: bool = False
-    """The experts' all-to-all of one microbatch overlaps another's computation (DualPipe, combined 1F1B)."""
+    """True if the experts' all-to-all of one microbatch overlaps another microbatch's computation (DualPipe, combined 1F1B)."""
     senders: int = 0
-    """Processors of a device that only send and receive tokens while the others compute."""
+    """Number of a device's processors (SMs) that only send and receive tokens."""
     deduplicated: bool = True
-    """A token that goes to several experts of one rank, or of one node, is sent there once (DeepEP, HybridEP)."""
+    """True if a token for several experts of one rank or node is sent there once (DeepEP, HybridEP)."""
     permute: bool = True
-    """Rows are put in the order of their experts by one kernel."""
+    """True if one kernel sorts rows by expert."""
     rotary: bool = True
-    """Queries and keys are rotated by one kernel, in software that is fused."""
+    """True if one kernel rotates queries and keys, in fused software."""
     grouped: bool = False
-    """The products of all experts are one kernel; else one kernel each, launched in turn (Transformer Engine's grouped
-    linear)."""
+    """True if the products of all experts are one kernel; False: one kernel for each expert, launched in turn (Transformer
+    Engine's grouped linear)."""
     router: Literal["fused", "plain"] = "fused"
-    """A router's arithmetic is fused into few kernels, or each step of it is one of torch's operations (`plain`)."""
+    """`fused`: few kernels for the router's arithmetic; `plain`: one of torch's operations for each step of it."""
     quantise_kernels: int = 0
-    """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to reorder them for
-    the products."""
+    """Additional kernels to convert one tensor to a format with scales of blocks: they zero the scales, and reorder them for
+    products."""
     graphs: Literal["none", "router", "parts", "whole"] = "none"
-    """Kernels launched from recorded CUDA graphs: those of the whole step, all but the experts' (`parts`), or the router's."""
+    """Kernels that CUDA graphs launch: of the whole step (`whole`), all except the experts' (`parts`), or only the router's."""
     waits: bool = True
     """True if the host waits in each expert layer for the number of arriving tokens. The host need not wait if each expert takes
     a fixed number of tokens."""
     causal_half: bool = True
-    """The attention kernel skips what the causal mask hides."""
+    """True if the attention kernel skips masked scores."""
     low_precision_kept: bool = False
-    """Keep the inputs of the experts' activations for backward in the products' low precision too, and the output of attention once, in 12
-    bits, for itself and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
+    """True if inputs of the experts' activations are also kept in the products' low precision, and the output of attention is
+    kept once, in 12 bits, for attention and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
 
     @property
     def ours(self) -> bool:
-        """True for this project's own trainer."""
+        """True for Megalith's trainer."""
         return self.loss == "chunked"
 
 
@@ -88,17 +88,17 @@ EXPERTS = "mlp.experts"
 
 
 class Narrow(NamedTuple):
-    """The narrow precision of this project's trainer; `Workload.format` is the one that everything else is computed in. Or bf16, with
-    choices by which its products keep their inputs in 8 bits."""
+    """The narrow precision of Megalith's trainer, or bf16 with choices that keep inputs of products in 8 bits.
+    `Workload.format` is the format of everything else."""
 
     precision: str
     """A name from PRECISIONS."""
     choices: PrecisionSpec
-    """The choices of the run, which say what layers stay wide."""
+    """The run's `[precision]`, which also decides which layers stay wide."""
 
     @property
     def tile(self) -> int:
-        """Numbers along each dim that share a scale; 0: all of a row."""
+        """How many numbers along each dim share a scale; 0: all of a row."""
         return tile_of(self.choices, self.precision) or packed_tile(self.choices, self.precision)
 
     def layers(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
@@ -110,7 +110,7 @@ class Narrow(NamedTuple):
         return self._named(model) if self.choices.kept != "wide" else ((),) * len(model.blocks)
 
     def _named(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
-        """Return for each block the names of the layers that the choices are for."""
+        """Return for each block the names of the layers that the choices apply to."""
         known = (id(model), self)
         if known not in _layers:
             _layers[known] = model, tuple(self._layers_of(number, model) for number in range(len(model.blocks)))
@@ -129,7 +129,8 @@ _layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]]
 
 
 def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
-    """Return the format that this project's trainer computes in, and what is narrower, for a run's precision and its choices."""
+    """Return the compute format of Megalith's trainer, and the narrow precision of some layers (or None), for a run's
+    precision and choices."""
     if packs(choices, precision):
         return precision, Narrow(precision, choices)
     if not is_narrow(precision):
@@ -157,17 +158,17 @@ class Workload:
     master: str = "fp32"
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
-    """The number format in which gradients are added up; fp32: that of the software's profile."""
+    """The number format in which gradients are added up. For fp32, the software's profile decides."""
     narrow: Narrow | None = None
-    """Layers that this project's trainer multiplies in fewer bits; None: none."""
+    """Narrow layers of Megalith's trainer; None: no narrow layers."""
     frozen: bool = False
-    """The weights get no gradient (adapters on frozen weights, LoRA)."""
+    """True if the weights get no gradient (LoRA adapters on frozen weights)."""
     outer: tuple[Slot, ...] = ()
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
 
     @property
     def microbatches(self) -> int:
-        """Microbatches a data rank computes in one step."""
+        """Number of microbatches that a data rank computes in one step."""
         return self.global_batch // (self.plan.data * self.plan.microbatch)
 
     @property
@@ -177,8 +178,8 @@ class Workload:
 
     @property
     def reductions(self) -> int:
-        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule a stage computes as many
-        microbatches one after the other as there are pipeline ranks."""
+        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule, a run of
+        successive microbatches of a stage has one for each pipeline rank."""
         if self.software_profile.reduces == "microbatch":
             return self.microbatches
         return 1 if self.plan.chunks == 1 else -(-self.microbatches // self.plan.pipeline)
@@ -201,8 +202,7 @@ class Workload:
 
     @cached_property
     def master_bytes(self) -> float:
-        """Bytes of the optimizer's own copy of a parameter: only of its lower half if the compute weight is the upper
-        half."""
+        """Bytes of the optimizer's copy of a weight; only of its lower half if the compute weight is the upper half."""
         return bytes_each([LOWER[self.master]]) if self.halved else self.software_profile.master_bytes
 
     @property
@@ -212,20 +212,20 @@ class Workload:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Bytes that the optimizer keeps for a parameter, including its own copy if the weights are narrower."""
+        """Bytes that the optimizer keeps for a parameter, including its copy of the weight if compute weights are narrower."""
         return self.moment_bytes + (self.master_bytes if self.width < 4 else 0)
 
     @cached_property
     def lasting(self) -> float:
-        """Share of the compute weights (under ZeRO 3, of a rank's shard) that stays in memory. A gather makes the rest from the master
-        weights."""
+        """Share of the compute weights (under ZeRO 3, of a rank's shard) that stays in memory. Each gather casts the rest
+        from master weights."""
         if self.plan.zero < 3 or not self.software_profile.ours or self.width == 4 or self.halved:
             return 1.0
         return 0.0 if self.plan.state.weights_away else self.plan.state.away
 
     @cached_property
     def shards(self) -> tuple[int, int]:
-        """The numbers of ranks over which ZeRO shares out the dense weights, and the experts; at least 1."""
+        """The numbers of ranks over which ZeRO shards dense weights and experts; at least 1."""
         mesh = Mesh.of(self.plan)
         return mesh.state[2], max(1, mesh.experts[2])
 
@@ -236,8 +236,8 @@ class Workload:
 
     @property
     def watched(self) -> bool:
-        """True if gradients are compared with those of wide products at times (`precision.watch_every`): then two copies of the
-        gradients exist."""
+        """True if the run sometimes compares gradients with those of wide products (`precision.watch_every`), which takes a
+        second copy of the gradients."""
         return self.narrow is not None and is_narrow(self.narrow.precision) and self.narrow.choices.watch_every > 0
 
     @cached_property

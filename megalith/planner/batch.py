@@ -1,8 +1,8 @@
 """The critical batch size by its definition: the largest batch whose loss after the same tokens is no worse. No torch.
 
 From one checkpoint, branches train on the same samples with a half, once, twice, four times the batch (Merrill et al. 2025,
-arXiv:2505.23971). Where a branch of a larger batch ends with a worse loss, a token has begun to teach less. Replicas begin later
-in the data, which shows the spread over samples.
+arXiv:2505.23971). If a branch with a larger batch ends with a worse loss, each token taught less. Replicas begin later in
+the data, which shows the spread over samples.
 """
 
 import math
@@ -16,7 +16,7 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import BranchSpec, RampSpec, RunSpec
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % on both sides, by degrees of freedom from 1; beyond the last, 2 serves."""
+"""Student's t of two-sided 95 % intervals, by degrees of freedom from 1; beyond the last, 2 is used."""
 
 Scaling = Literal["root", "linear", "none"]
 
@@ -31,12 +31,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """A name for its folder."""
+        """The name of the branch's folder."""
         return f"batch-{self.spec.train.batch_ramp[-1].global_batch}-replica-{self.replica}"
 
 
 def rate_factor(factor: float, scaling: Scaling) -> float:
-    """Return by how much the learning rate grows with the batch."""
+    """Return the factor of the learning rate for a batch that is `factor` times as large."""
     return {"root": factor**0.5, "linear": factor, "none": 1.0}[scaling]
 
 
@@ -51,9 +51,9 @@ def trials(
     replicas: int,
     scaling: Scaling,
 ) -> Iterator[Trial]:
-    """Yield the branches from a checkpoint of a run, each as long as `steps` steps of the run's batch.
+    """Yield the branches from a checkpoint of a run, each with the samples of `steps` steps of the run's batch.
 
-    Raises ValueError for a batch that is not a whole number, or does not read the same samples as the others in whole steps.
+    Raises ValueError if a batch is not a whole number, or does not divide these samples.
     """
     phases = Phases.of(spec)
     now = phases.at(samples)
@@ -67,7 +67,8 @@ def trials(
             if batch != int(batch) or length % int(batch):
                 raise ValueError(
                     f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch "
-                    f"({steps} steps of that batch). Use other --factors, or --steps {math.lcm(*(math.ceil(each) for each in factors))}."
+                    f"({steps} steps of the run's batch). Use other --factors, or --steps "
+                    f"{math.lcm(*(math.ceil(each) for each in factors))}."
                 )
             skip = replica * length
             branch = BranchSpec(
@@ -98,8 +99,8 @@ def _schedule(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class BatchJudgement:
-    """Judgement of one batch size: the mean loss of its branches, its excess over the run's own batch (paired by replica), with half of its
-    95 % interval (None: one replica), and the verdict."""
+    """Judgement of one batch size: the mean loss of its branches; `excess`, this loss minus that of the run's batch (paired
+    by replica); `error`, half of the excess's 95 % interval (None: one replica); and the verdict."""
 
     factor: float
     batch: int
@@ -112,28 +113,29 @@ class BatchJudgement:
 
 @dataclass(frozen=True)
 class Advice:
-    """The batch sizes in their order, and the largest one whose loss after the same tokens is as good as at the run's own."""
+    """The judged batch sizes in ascending order, and the largest one whose loss after the same tokens is as good as with the
+    run's batch."""
 
     rows: tuple[BatchJudgement, ...]
     tolerance: float
     critical: int | None
-    """Sequences a step; None if nothing was decided, or if even the run's own batch is not known to do as well as half of it."""
+    """The largest batch that is as good, in sequences; None if no batch is known to be."""
     begins: int | None
-    """The smallest batch above it whose loss is worse; None: no batch that was tried is worse."""
+    """The smallest batch above `critical` whose loss is worse; None: no tried batch is worse."""
 
     @property
     def words(self) -> str:
         """The advice in a sentence."""
         if self.critical is None:
-            return "Nothing is decided: use more --replicas or --steps."
+            return "The losses decide nothing: use more --replicas or --steps."
         own = next(row.batch for row in self.rows if row.factor == 1)
         if self.begins is None and self.critical <= own:
-            return f"No batch above the run's own {own} sequences is decided: use more --replicas or --steps."
+            return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
         if self.begins is None:
-            return f"Up to {self.critical} sequences a step (the largest batch with a decision), the loss after the same tokens is as good."
+            return f"The loss after the same tokens is as good up to {self.critical} sequences a step, the largest decided batch."
         return (
-            f"The loss per token begins to suffer between {self.critical} and {self.begins} sequences a step: "
-            f"{self.critical} is the largest batch that is as good."
+            f"The loss after the same tokens gets worse between {self.critical} and {self.begins} sequences a step: "
+            f"{self.critical} is the largest batch with a loss as good as the run's."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -142,9 +144,9 @@ class Advice:
 
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
-    """Return the advice from the losses of each factor's replicas, in the order of replicas. `batch`: the run's own, in sequences; factor 1
-    must be there. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch. It is as good
-    if no part of the interval does."""
+    """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`:
+    the run's batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the
+    run's batch, and as good if no part of the interval does."""
     own = losses[1.0]
     rows = list[BatchJudgement]()
     for factor in sorted(losses):

@@ -19,32 +19,32 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("selective", ("mlp",)),
     ("full", ("attention.core",)),
 )
-"""Recomputation: nothing, the feed-forward half, everything. With fused attention the core keeps little, so it has no policy of
-its own."""
+"""Recomputation policies: nothing, the feed-forward half, everything. Fused attention keeps little, so no policy recomputes
+it alone."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
-"""Recomputation that keeps less in memory: in segments of several blocks, and in nested segments."""
+"""Recomputation policies that keep less: segments of several blocks, and nested segments."""
 
 IN_SEGMENTS = (SEGMENTS, NESTED)
-"""Beginnings of the policies that keep the inputs of segments, not of blocks."""
+"""Beginnings of the names of policies that keep inputs of segments instead of inputs of blocks."""
 
 MICROBATCHES = (1, 2, 4, 8)
 
 WIDEST = 72
-"""The most tensor ranks: the devices of the largest domain of fast links that is no pod (NVL72)."""
+"""Largest number of tensor ranks: the devices of the largest domain of fast links below a pod (NVL72)."""
 
 LONG = 16_384
-"""Sequence length in tokens from which context parallelism is usual; a rank gets at least a quarter of it."""
+"""Sequence length in tokens from which context parallelism is tried; a rank gets at least a quarter of this length."""
 
 
 def searched() -> tuple[str, ...]:
-    """Return the schedules that a search tries beside 1F1B and interleaved 1F1B."""
+    """Return the schedules that a search tries in addition to 1F1B and interleaved 1F1B."""
     return tuple(name for name, row in SCHEDULES.items() if row.searched)
 
 
 def suited(names: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return the schedules that suit a model. Without experts there is no token exchange to hide, and ZB-V idles less than the
-    schedules that hide it."""
+    """Return the schedules that suit a model. Schedules that hide the token exchange are left out for models without experts:
+    ZB-V idles less."""
     experts = any(isinstance(block.mlp, MoeSpec) for block in model.blocks)
     return tuple(name for name in names if experts or not SCHEDULES[name].hides_exchange)
 
@@ -60,19 +60,20 @@ class Space:
     schedules: tuple[str, ...] = field(default_factory=searched)
     """Schedules that are tried in addition to 1F1B and interleaved 1F1B."""
     copies: bool = True
-    """Under ZeRO 3, try two copies of the state, or one for each node, for every 8 nodes or for every 64 (HSDP)."""
+    """Under ZeRO 3, also try HSDP: two copies of the state, or one copy for each group of 1, 8 or 64 nodes."""
     exchanges: bool = True
-    """Beside a ring of context ranks, try to gather keys and values, and to exchange heads (Ulysses), where these can be faster."""
+    """Besides a ring of context ranks, try to gather keys and values and to exchange heads (Ulysses), if either may be faster."""
     compile: bool = False
-    """Compile blocks, unless the schedule defers weight gradients, which are compiled with the rest."""
+    """Compile blocks, unless the schedule defers weight gradients: compiled code cannot defer them."""
     compile_split: bool = True
     """Also compile blocks that are split among ranks."""
     again: tuple[str, ...] = (SEGMENTS, NESTED)
-    """Recomputation with less in memory, for plans with full recomputation that do not fit."""
+    """Further recomputation policies for plans with full recomputation that do not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits; if none
-    does, all of it on disk; if that is not enough, with gradients released inside the backward, or, under ZeRO 3, with weights that are
-    made from it at each gather. Also shares of the blocks whose activations wait in host memory, or on disk."""
+    """Shares of the optimizer's state in host memory, for plans that do not fit on the device. The smallest share that fits
+    is used; if none fits, all state is on disk; if that does not fit either, gradients are released inside the backward, or
+    ZeRO 3 casts weights from the offloaded state at each gather. The shares also apply to blocks whose activations are
+    offloaded."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""
@@ -80,8 +81,8 @@ class Space:
 
     @classmethod
     def of_prefill(cls) -> "Space":
-        """Return the space of a prefill. Nothing is kept for a backward or gathered: no recomputation, no ZeRO, one sequence at a
-        time, no interleaving."""
+        """Return the space of a prefill: without recomputation, ZeRO and interleaving, and one sequence at a time, because
+        there is no backward and no gather."""
         return cls(
             policies=POLICIES[:1],
             microbatches=(1,),
@@ -100,8 +101,8 @@ def offloaded(plan: Plan, share: float) -> Plan:
 
 
 def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
-    """Return the plan with activations of these shares of its blocks in host memory, and then with all of them on disk. Segments keep
-    inputs only, all of which leave."""
+    """Return the plan with the activations of these shares of blocks in host memory, and then with all activations on disk.
+    Segments only keep inputs, which are all offloaded."""
     some = [share for share in shares if share == 1 or not plan.recompute.startswith(IN_SEGMENTS)]
     places = [*({"blocks": "host", "share": share} for share in some), *([{"blocks": "disk", "share": 1.0}] if some else [])]
     plans = [plan.model_copy(update={"retain": plan.retain.model_copy(update=place)}) for place in places]
@@ -118,8 +119,8 @@ def segmented(plan: Plan, blocks: int) -> list[Plan]:
 def candidates(
     model: ModelSpec, cluster: ClusterSpec, *, seq_len: int, global_batch: int, space: Space | None = None
 ) -> Iterator[Plan]:
-    """Every valid plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where all
-    stages have equally many blocks."""
+    """Yield every valid plan of the usual kinds: tensor ranks inside fast links, ZeRO 2 and 3 without a pipeline,
+    interleaving only with equal stages."""
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)
@@ -144,8 +145,8 @@ def candidates(
 
 
 def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes of the tensor, context and pipeline axes that divide the devices; context ranks have a part from each end of a sequence.
-    Data ranks are the rest."""
+    """Yield sizes of the tensor, context and pipeline axes that divide the devices; data ranks are the rest. A context rank
+    has a part from each end of a sequence."""
     devices = cluster.count
     for tensor, context, pipeline in product(_tensors(model, cluster), _contexts(seq_len, devices), _pipelines(model, devices)):
         if devices % (tensor * context * pipeline) == 0 and seq_len % (2 * context) == 0:
@@ -153,8 +154,8 @@ def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tup
 
 
 def even_layers(blocks: int, stages: int) -> tuple[int, ...] | None:
-    """Uneven stages that are balanced if embedding and head count as a block each; None if the plan's default division is as good.
-    Llama 3 405B has 126 blocks: in 128 stages, embedding and head have one of their own."""
+    """Return uneven stages that are balanced if embedding and head each count as a block; None if the plan's default division
+    is as good. For the 126 blocks of Llama 3 405B in 128 stages, embedding and head are stages of their own."""
     each, left = divmod(blocks + 2, stages)
     if stages > 1 and blocks % stages and left == 0:
         return (each - 1, *(each,) * (stages - 2), each - 1)
@@ -166,13 +167,13 @@ def _powers(most: int) -> list[int]:
 
 
 def _sizes(devices: int, most: int) -> list[int]:
-    """Return the powers of two, and three times them, that divide the devices: nodes and clusters have such sizes."""
+    """Return the powers of two, and three times powers of two, that divide the devices: usual sizes of nodes and clusters."""
     return sorted(size for size in (*_powers(most), *(3 * power for power in _powers(most // 3))) if devices % size == 0)
 
 
 def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
-    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a head of keys. A domain of
-    72 devices has divisors that are neither powers of two nor three times these."""
+    """Return tensor sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a key
+    head. All divisors of the domain are tried, because one of 72 devices has divisors that `_sizes` lacks."""
     domain = cluster.accelerator.scale_up_domain
     fast = min(domain, cluster.count, WIDEST)
 
@@ -200,20 +201,21 @@ def _contexts(seq_len: int, devices: int) -> list[int]:
 
 
 class ContextExchange(NamedTuple):
-    """How the queries of a context rank meet the keys of others."""
+    """The way in which queries of a context rank reach the keys of other ranks."""
 
     method: Literal["ring", "gather"] = "ring"
     ulysses: int = 1
 
 
 def is_ring(plan: Plan) -> bool:
-    """True if keys and values go around a ring of all context ranks, or there is one of these."""
+    """True if keys and values go around a ring of all context ranks, or there is only one context rank."""
     return (plan.context_method, plan.ulysses) == ContextExchange()
 
 
 def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int) -> list[ContextExchange]:
-    """Return a ring, which hides behind attention; a gather, if several ranks of a domain send into the network, since only one of them
-    does in a ring; and as many ranks of one domain as can exchange heads, if they then send less than in a ring."""
+    """Return the exchanges to try: a ring, which hides behind attention; a gather, if several ranks of a domain can send into
+    the network, of which a ring uses one; and Ulysses on as many ranks of one domain as possible, if it sends less than a
+    ring."""
     found, domain = [ContextExchange()], max(1, domain_of(cluster) // tensor)
     if 1 < domain < context:
         found.append(ContextExchange("gather"))
@@ -225,8 +227,8 @@ def _exchanges(model: ModelSpec, cluster: ClusterSpec, tensor: int, context: int
 
 
 def _sends_less(attention: AttentionSpec | LatentAttentionSpec, tensor: int, ranks: int) -> bool:
-    """True if Ulysses' ranks send fewer bytes than a ring of them: queries, outputs and the keys of each rank's heads once, instead of all
-    keys `ranks - 1` times."""
+    """True if Ulysses sends fewer bytes than a ring of the same ranks: queries, outputs and each rank's keys once, instead of
+    all keys `ranks - 1` times."""
     grouped = isinstance(attention, AttentionSpec)
     if attention.heads % (tensor * ranks) or (grouped and attention.own):
         return False
@@ -240,8 +242,8 @@ def _pipelines(model: ModelSpec, devices: int) -> list[int]:
 
 
 def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]:
-    """Sizes of the expert axis, which divide the experts and the ranks it is taken from; and into how many parts each expert is split:
-    one, or as many as attention where experts are at least as wide as the model (finer ones are small products already)."""
+    """Return sizes of the expert axis, which divide the experts and their ranks, each with the number of parts of an expert.
+    Experts at least as wide as the model may be split like attention; products of smaller ones are small already."""
     mixtures = [block.mlp for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)]
     if not mixtures:
         return [(1, 1)]
@@ -274,14 +276,14 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
 
 
 class Share(NamedTuple):
-    """How the state is sharded: the ZeRO stage, and the number of copies."""
+    """Sharding of the state: the ZeRO stage, and the number of copies."""
 
     zero: Zero
     copies: int
 
 
 def _shares(cluster: ClusterSpec, data: int, context: int, stride: int, pipeline: int, space: Space) -> list[Share]:
-    """Return the shares that a search may choose from."""
+    """Return the shardings that a search tries."""
     if data * context == 1:
         return [Share(0, 1)]
     found = [Share(zero, 1) for zero in space.zero if zero < 2 or pipeline == 1]

@@ -1,4 +1,4 @@
-"""Comparison of a rank's prediction with its dry run, line by line under the names both have. No torch."""
+"""Comparison of a rank's prediction with its dry run, figure by figure under common names. No torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def compare(predicted: PredictedStep, counted: "RankCounts") -> tuple[Comparison, ...]:
-    """Every counted figure, and predicted figures that did not occur (counted: 0)."""
+    """Compare every counted figure, and every predicted figure that the dry run lacks (counted: 0)."""
     memory = [Comparison(f"memory.{name}", predicted.memory[name], size) for name, size in counted.memory.peak.items()]
     memory.append(Comparison("memory.all", sum(predicted.memory.values()), sum(counted.memory.peak.values())))
     memory += [Comparison(f"memory.{tier}", size, counted.state.get(tier, 0)) for tier, size in predicted.elsewhere.items()]
@@ -22,8 +22,8 @@ def compare(predicted: PredictedStep, counted: "RankCounts") -> tuple[Comparison
 
 
 def _traffic(predicted: PredictedStep, counted: "RankCounts") -> Iterator[Comparison]:
-    """Compare the traffic. Axes with the same ranks are one group in the dry run ("world / dp_shard"), so predictions for either
-    count there."""
+    """Compare the traffic. In the dry run, axes with the same ranks are one group ("world / dp_shard"), so predictions for
+    all its axes count."""
     left = list(predicted.traffic)
     for row in counted.traffic:
         mine = [one for one in left if one.kind == row.kind and one.axis in row.axis.split(" / ")]

@@ -1,4 +1,4 @@
-"""How sure an answer is: 80 % intervals around its times and bytes, their evidence, and the effect of the user's measurements. No
+"""Uncertainty of predictions: 80 % intervals of times and bytes, their evidence, and the effect of the user's measurements. No
 torch."""
 
 from collections import Counter
@@ -26,12 +26,11 @@ class Confidence:
     time: Interval
     memory: Interval
     apart: float
-    """Two layouts of one answer whose steps differ by a smaller factor may be equally fast, because their stack's factor is the
-    same."""
+    """Two layouts of one search may be equally fast if their step times differ by less than this factor."""
     words: str
-    """Evidence that the interval of time rests on."""
+    """Evidence for the interval of time."""
     factor: float = 1.0
-    """Factor on a predicted time, from own measurements; the intervals are around the product."""
+    """Factor of predicted times, from the user's measurements; intervals apply to the product."""
 
     def to_json(self) -> dict[str, Any]:
         intervals = {"time": self.time._asdict(), "memory": self.memory._asdict()}
@@ -39,7 +38,7 @@ class Confidence:
 
 
 def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
-    """Return how sure predictions for a request are, given measurements of the same software on the same machines."""
+    """Return the confidence of predictions for a request, given the user's measurements."""
     kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(request.model.blocks)) else "time.dense"
     sizes = {
         "parameters": float(count_model(request.model).total), "tokens a sequence": float(request.run.train.seq_len),
@@ -51,7 +50,7 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
     memory = _wider(doubt.bundled()["memory"], outside["memory"])
     lacking = [] if known else [f"a device like {request.cluster.accelerator.name}"]
     far = " or ".join(lacking + [_amount(one) for one in outside[kind][:1]])
-    far = far and f"no measured row has {far}"
+    far = far and f"no measured row is of {far}"
     peaks = [one.memory for one in own if one.memory is not None and one.software == request.software]
     held = memory.interval(memory.learn(peaks) if peaks else None)
     stack = request.software, request.cluster.machine, kind
@@ -66,8 +65,8 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
 
 
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
-    """Return the spread of predictions for a shape outside of the measured ones. A device's own factor is as uncertain as a stack's (`also`
-    = 1), and we assume that each doubling beyond the measured sizes adds as much."""
+    """Return the spread of predictions for a shape outside of the measured ones. An unmeasured device adds as much variance
+    as a stack (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
     more = also + max((one.doublings for one in outside), default=0.0)
     return replace(spread, between=spread.between * sqrt(1 + more))
 
@@ -87,31 +86,31 @@ def _device(request: ResolvedRequest) -> str | None:
 
 
 def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:
-    """Return the evidence of an interval, and the rows of the same stack that were ignored."""
+    """Return the evidence of an interval as text, with the ignored rows of the same stack."""
     where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
     if learnt is None:
-        return f"{where} was not measured: the interval is the one for unmeasured software{f', and {far}' * bool(far)}"
+        return f"{where} was not measured: the interval is that of unmeasured software{f', and {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"
     for one in wrong:
-        said += f"; {one.name} is ignored: it took {one.ratio:.2f} of its prediction, which is very unlikely given the other rows"
+        said += f"; {one.name} is ignored: its time is {one.ratio:.2f} of the predicted one, which is very unlikely given the other rows"
     return said
 
 
 def _apart(others: Sequence[Own]) -> str:
-    """Describe the rows that do not affect the predicted times, because their software, machine or kind of model differs."""
+    """Describe the rows without effect on predicted times, because their software, machine or kind of model differs."""
     kinds = {"time.dense": "a dense model", "time.expert": "experts"}
     counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
-    return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: not followed" for what, number in counts.items())
+    return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: without effect" for what, number in counts.items())
 
 
 def _rates(cluster: ClusterSpec) -> str:
-    """Return the source of rates that `megalith doctor --calibrate` measured; nothing for fitted ones."""
+    """Return the source of rates that `megalith doctor --calibrate` measured; empty for fitted rates."""
     found = cluster.measured
     if found is None:
         return ""
     beside = found.processor if cluster.accelerator.is_processor else f"{found.device} beside {found.processor}"
     threads = f" of {found.threads} thread{'s' * (found.threads != 1)}" * found.in_turn
     ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}{threads}"
-    return f"; rates were measured on {beside} at {found.at} UTC with {ranks} and torch {found.torch}"
+    return f"; rates of the cluster were measured on {beside} at {found.at} UTC with {ranks} and torch {found.torch}"

@@ -1,4 +1,4 @@
-"""The cluster of a request: the one that it names, with the figures that it sets (`--set cluster.KEY=VALUE`). No torch."""
+"""The cluster that a request names, changed by its settings (`--set cluster.KEY=VALUE`). No torch."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from megalith.spec.files import read_setting
 from megalith.spec.problem import Problem, SpecErrors
 
 TABLE = "cluster."
-"""Prefix of the settings that change the cluster and not the run."""
+"""Prefix of the settings that change the cluster instead of the run."""
 
 
 def of_cluster(settings: Sequence[str]) -> tuple[str, ...]:
@@ -18,8 +18,8 @@ def of_cluster(settings: Sequence[str]) -> tuple[str, ...]:
 
 
 def described(name: str, settings: Sequence[str], problems: list[Problem]) -> ClusterSpec | None:
-    """Return the cluster of a name with the settings that change it; None, with new `problems`, if it is not known, or nobody published a
-    figure that a prediction needs."""
+    """Return the cluster of this name, changed by the settings. If it is unknown, append to `problems` and return None. Also
+    append a problem if a needed figure is unpublished."""
     try:
         found = clusters.load(name)
         for text in of_cluster(settings):

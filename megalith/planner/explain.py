@@ -1,4 +1,4 @@
-"""Why a plan: what each neighbouring choice would cost. No torch unless a part must be traced."""
+"""Explanation of a plan: the cost of each neighbouring choice. No torch unless a part must be traced."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ class Neighbour:
     """One change of the plan, and its effect."""
 
     change: str
-    """The change in words, such as "tensor 8 -> 4"."""
+    """The change as text, such as "tensor 8 -> 4"."""
     plan: Plan
     seconds: float
-    """Seconds of the step minus those of the plan's own step: above 0 is slower."""
+    """Seconds of the changed plan's step minus those of the plan's; above 0 is slower."""
     memory: float
-    """Bytes of the worst rank minus those under the plan itself."""
+    """Bytes of the worst rank under the changed plan minus those under the plan."""
     fits: bool
     grows: str
-    """The term of time that grows most, or shrinks least."""
+    """The term of step time that grows most, or shrinks least."""
 
     @property
     def offload(self) -> float:
@@ -38,7 +38,7 @@ class Neighbour:
 
 
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
-    """Every neighbour of a workload's plan that is valid, the cheapest first."""
+    """Return every valid neighbour of a workload's plan, the fastest first."""
     own, base = scorer.estimate(workload), replace(workload.software_profile, overlap_expert=False)
     here = Candidate(workload.plan, own)
     plans = [(change, replace(workload, plan=plan, software_profile=hiding(plan, base))) for change, plan in neighbours(workload)]
@@ -56,7 +56,7 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
 
 
 def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """The same plan with none of the optimizer's state in host memory, and with all of it; and with none or all of the activations."""
+    """Yield the plan with none and with all of the optimizer's state in host memory, and likewise for activations."""
     plan, here = workload.plan, workload.plan.state.away
     for share in (0.0, 1.0):
         if share != here:
@@ -91,7 +91,7 @@ def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
 
 
 def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
-    """Return the plan under other schedules, with as many chunks as each of them has."""
+    """Yield the plan under other schedules, each with a number of chunks that the schedule supports."""
     plan = workload.plan
     for name in ("1f1b", "interleaved", *suited(searched(), workload.model)):
         known = SCHEDULES[name].chunks
@@ -103,7 +103,7 @@ def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
 
 
 def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
-    """The plan with some fields changed, or None where that is not valid."""
+    """Return the plan with some fields changed; None if the result is not valid."""
     plan = workload.plan.model_copy(update=change)
     split = plan.tensor * plan.context * plan.pipeline
     blocks = len(workload.model.blocks)

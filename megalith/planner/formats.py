@@ -1,4 +1,5 @@
-"""The number format of a plan: what the trainer computes on the devices, and the recipe that a short name stands for there. No torch."""
+"""The number format of a plan: formats that the devices support, and the `[precision]` values that `--format` stands for on
+them. No torch."""
 
 import json
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 
 RECIPES = (PrecisionSpec(multiply="codes"), PrecisionSpec(multiply="codes", granularity="tensor"))
-"""Choices with products in 8 bits. The first that a device has is taken."""
+"""Values of `[precision]` with 8-bit products; the first that a device supports is used."""
 
 
 def format_of(
     named: str | None, own: str | None, cluster: ClusterSpec | None, problems: list[Problem], *, ours: bool
 ) -> str | None:
-    """Return the number format that was named, else the run's own. `ours`: this project's trainer computes in it."""
+    """Return the named number format, else the run's. `ours`: Megalith's trainer computes in it."""
     found = named or own or "bf16"
     if found not in PRECISIONS:
         problems.append(problem("--format", found, "is not known", f"Known: {', '.join(PRECISIONS)}."))
@@ -31,25 +32,25 @@ def format_of(
 
 
 def unable(format: str, cluster: ClusterSpec, *, ours: bool) -> list[Problem]:
-    """Return the problem that a cluster's devices do not compute in a number format. `ours`: narrow ones are computed by this project's
-    trainer, in the wide format too."""
+    """Return a problem if a cluster's devices do not compute in a number format. `ours`: Megalith's trainer also computes
+    narrow formats by wide products."""
     peak = cluster.accelerator.peak
     rates = {name: one.rate if ours else one.factors.rate for name, one in PRECISIONS.items()}
     if not peak or rates[format] in peak:
         return []
     able = ", ".join(name for name, rate in rates.items() if rate in peak)
-    reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
-    return [problem("--format", format, reason, f"It computes in {able}.")]
+    reason = f"{cluster.accelerator.name} does not compute in this format, according to published figures"
+    return [problem("--format", format, reason, f"This device computes in {able}.")]
 
 
 def multiplies_in_8_bits(run: RunSpec, cluster: ClusterSpec) -> bool:
-    """Return True if dense layers of a run multiply codes on a cluster's devices."""
+    """Return True if dense layers of a run multiply 8-bit codes on a cluster's devices."""
     capability = cluster.accelerator.compute_capability
     return run.precision.multiply == "codes" and in_codes(run.precision, run.train.precision, capability)
 
 
 def is_rehearsed(run: RunSpec, cluster: ClusterSpec) -> bool:
-    """Return True if a run in a narrow precision multiplies rounded factors in the wide format."""
+    """Return True if a run in a narrow precision multiplies its rounded factors in the wide format."""
     return is_narrow(run.train.precision) and not multiplies_in_8_bits(run, cluster)
 
 
@@ -59,8 +60,8 @@ def follows_others(run: RunSpec) -> bool:
 
 
 def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
-    """Return the choices that the short name of a run's precision stands for on a cluster's devices. If they have 8-bit products, every
-    layer uses them unless they make it slower; otherwise the choices are the defaults."""
+    """Return the `[precision]` values that `train.precision` alone stands for on a cluster's devices. If the devices have
+    8-bit products, all layers that gain use them; otherwise the values are the defaults."""
     choices = _able(run, cluster)
     if choices is None:
         return PrecisionSpec()
@@ -69,14 +70,14 @@ def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
 
 
 def _able(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec | None:
-    """Return the first choices with 8-bit products that a cluster's devices support for the precision of a run."""
+    """Return the first values of RECIPES that a cluster's devices support for the precision of a run; None if there are none."""
     capability = cluster.accelerator.compute_capability
     return next((choices for choices in RECIPES if in_codes(choices, run.train.precision, capability)), None)
 
 
 def losing(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Return patterns of the layers that 8-bit products make slower under the run's plan, and that are not wide yet. Return no pattern if
-    they make the run slower as a whole: leaving layers out is then no remedy."""
+    """Return patterns of narrow layers that 8-bit products make slower under the run's plan. Return none if no choice of
+    layers makes the run faster."""
     layers = pays(run, cluster, run.precision)
     lost = losers(layers)
     if gained(layers, lost) <= 0:
@@ -85,7 +86,8 @@ def losing(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, ...]:
-    """Return notes on how the trainer computes in a run's narrow precision. `chosen`: its choices are not the run file's."""
+    """Return notes on how the trainer computes in a run's narrow precision. `chosen`: the planner, not the run file, chose
+    the values of `[precision]`."""
     precision, device, choices = run.train.precision, cluster.accelerator.name, run.precision
     if not is_narrow(precision):
         return ()
@@ -95,9 +97,9 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
             for name in ("fp8", "mxfp8", "nvfp4", "mxfp4")
             if name == precision and PRECISIONS[name].factors.rate in cluster.accelerator.peak
         ]
-        other = f"; --software megatron-te predicts software that multiplies in {precision} there" if real else ""
+        other = f"; --software megatron-te predicts software that multiplies in {precision} on this device" if real else ""
         return (
-            f"{precision} is emulated on {device}: the trainer computes the same numbers by products in bf16, "
+            f"{precision} is emulated on {device}: the trainer computes the same numbers by bf16 products, "
             f"which takes longer than training in bf16{other}",
         )
     shared = {"tile": "a tile", "row": "a row", "tensor": "a tensor"}[choices.granularity]
@@ -106,14 +108,14 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
         f'{precision} on {device}: dense layers multiply in 8 bits (precision.multiply = "codes"), with a scale for {shared}{own}'
     ]
     if chosen and choices.wide:
-        found.append(f"layers that {precision} would make slower stay wide: precision.wide = {list(choices.wide)}")
+        found.append(f"layers stay wide if {precision} would make them slower: precision.wide = {list(choices.wide)}")
     elif not losing(run, cluster) and gained(pays(run, cluster, choices), choices.wide) <= 0:
-        found.append(f"no layer gains from {precision} here: bf16 is as fast or faster")
+        found.append(f"no layer gains from {precision} on this device: bf16 is as fast or faster")
     return tuple(found)
 
 
 def precision_problems(run: RunSpec) -> list[Problem]:
-    """Return the errors of a run's narrow precision that no plan avoids."""
+    """Return the errors of a run's narrow precision that occur under every plan."""
     case = Case(run.model_copy(update={"plan": Plan()}), None, files=False)
     found = found_by(case, ("narrow", "packed"))  # all rules would also look for a way to make this plan fit
     return [one for one in found if one.severity == "error" and one.key.startswith("precision.")]
@@ -121,26 +123,26 @@ def precision_problems(run: RunSpec) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Gains:
-    """Time that 8-bit products save or cost in each layer of a run on its devices, and the choices that save most."""
+    """Time that 8-bit products save or cost in each layer of a run on its devices, and the values that save most."""
 
     device: str
     choices: PrecisionSpec
-    """The run's own choices if it multiplies in 8 bits, else the recipe for its devices."""
+    """The run's `[precision]` if it multiplies in 8 bits, else the recipe for its devices."""
     layers: tuple[Layer, ...]
 
     @property
     def wide(self) -> tuple[str, ...]:
-        """Patterns of all layers that stay wide: those that a run names, and those that lose."""
+        """Patterns of all layers that stay wide: layers that the run names, and layers that 8-bit products slow down."""
         return tuple(dict.fromkeys((*self.choices.wide, *losers(self.layers))))
 
     @property
     def saved(self) -> float:
-        """Seconds of a microbatch, over all blocks, that narrow products save if layers that lose stay wide."""
+        """Seconds that narrow products save in a microbatch, over all blocks, if the layers of `wide` stay wide."""
         return gained(self.layers, self.wide)
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The keys of `[precision]` that are proposed; empty if no layer gains."""
+        """The proposed values of `[precision]`; empty if no layer gains."""
         return self.choices.model_copy(update={"wide": self.wide}).model_dump(exclude_defaults=True) if self.saved > 0 else {}
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class Gains:
 
 
 def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
-    """Return the gains of a run's layers; None if its devices have no 8-bit products for it."""
+    """Return the gains of a run's layers; None if its devices have no suitable 8-bit products."""
     if not multiplies_in_8_bits(run, cluster):
         run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp8"}), "precision": PrecisionSpec()})
         choices = _able(run, cluster)

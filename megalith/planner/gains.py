@@ -1,4 +1,4 @@
-"""Gains of other plans for a run, given how far its own step is from its prediction. No torch, and nothing that takes long to import."""
+"""Predicted gains of other plans for a run, corrected by the measured step of its own plan. No torch, and no slow imports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ TERMS = {
     "compute": ("forward", "backward"), "communication": ("communication",), "bubble": ("bubble",), "optimizer": ("optimizer",),
     "other": ("other", "data"),
 }  # fmt: skip
-"""A term of a predicted step -> the kinds of measured time that it covers."""
+"""Term of a predicted step -> the kinds of measured time that the term covers."""
 
 NOTABLE = 0.01
 """Share of a step below which a difference or a gain counts as zero."""
@@ -15,16 +15,16 @@ NOTABLE = 0.01
 
 @dataclass(frozen=True)
 class Try:
-    """A change of the plan, and the seconds of a step that it should save. Each term is scaled by its measured over its predicted
-    time."""
+    """A change of the plan, and the seconds of a step that the change should save. Each predicted term is scaled by the ratio
+    of measured to predicted time under the run's plan."""
 
     change: str
     gain: float
 
 
 def tries(here: Mapping[str, float], measured: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> tuple[Try, ...]:
-    """Return which of `others` are worth a try, the most gain first. All are seconds of a step by term: those predicted for the run's own
-    plan, those that were measured, and those predicted for each other plan."""
+    """Return the changes in `others` that are worth a try, the largest gain first. The arguments are seconds of a step by
+    term: predicted for the run's plan, measured under it, and predicted for each other plan."""
     ratios = {name: measured[name] / here[name] if here[name] else 1.0 for name in TERMS}
     found = (Try(change, sum(ratios[name] * (here[name] - there[name]) for name in TERMS)) for change, there in others.items())
     worth = (one for one in found if one.gain > NOTABLE * sum(measured.values()))

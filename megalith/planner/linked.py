@@ -1,4 +1,4 @@
-"""The link between the sites of a run: the method that is chosen for it, and whether more than one site pays. No torch."""
+"""Choice of a merge method for the link between sites, and the gain over a single site. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.state import Slot
 
 KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
-"""Keys of `[sites]` that mean the same whether weights or gradients are exchanged."""
+"""Keys of `[sites]` with the same meaning whether weights or gradients are exchanged."""
 
 
 @dataclass(frozen=True)
 class LinkChoice:
-    """Prediction for a run across sites. `said`: with the run file's own table; `chosen`: that table, with missing keys chosen for the
-    link; `proposed`: the prediction with it. Both are None if no key is missing. `gain`: tokens a second of all sites, as proposed or
-    else as the file says, over those of one site that trains the whole batch; None if one alone cannot. `together`: the prediction with
-    gradients exchanged in every step; None if the run could not do that, or does."""
+    """Predictions for a run across sites. `said`: with the run file's table. `chosen`: this table with its missing keys
+    chosen for the link, and `proposed`: the prediction with it; both are None if no key is missing. `gain`: tokens/s of all
+    sites (as proposed, else as in the file), divided by those of one site that trains the whole batch; None if one site
+    cannot. `together`: with gradients exchanged in every step; None if the run cannot do so, or already does."""
 
     said: Across
     chosen: SitesSpec | None
@@ -41,8 +41,8 @@ class LinkChoice:
 
 
 def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | None]) -> LinkChoice | None:
-    """Predict the sites of a run, the slowest of which takes `step` seconds for a step; None without a link between several. `alone`:
-    seconds of a step of one site that trains the whole batch, or None if none can."""
+    """Predict the sites of a run whose slowest site takes `step` seconds for a step; None without a link or with one site.
+    `alone` returns the seconds of a step of one site that trains the whole batch, or None if no site can."""
     sites = request.sites
     shapes = {name: each.shape for name, each in model_parameters(request.model).items()}
     steps = request.run.train.steps
@@ -62,7 +62,7 @@ def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | No
 
 
 def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
-    """The table of sites that exchange gradients; None if they do so already, or the run could not."""
+    """The run's table of sites, changed to exchange gradients; None if it already does, or if the run cannot."""
     run = request.run.model_copy(update={"sites": sites})
     experts = any(isinstance(block.mlp, MoeSpec) for block in request.model.blocks)
     if sites.exchanges_gradients or any(made_apart(run, experts=experts)):
@@ -72,12 +72,12 @@ def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
 
 
 def _is_every_step(sites: SitesSpec) -> bool:
-    """True if sites send all of their weights after each step and wait for them."""
+    """True if sites exchange all weights after each step and wait for the merge."""
     return (sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k) == (1, 1, 0, FULL, None)
 
 
 def whole_batch(request: ResolvedRequest) -> RunSpec:
-    """The run that was asked for with the batch of all its sites."""
+    """The requested run with the batch of all its sites."""
     train, sites = request.run.train, request.sites
     mine = sites.shares[sites.site or 0] if sites is not None and sites.shares else 1
     batch = train.global_batch * (1 if sites is None else sites.parts) // mine
@@ -85,12 +85,12 @@ def whole_batch(request: ResolvedRequest) -> RunSpec:
 
 
 def outer(sites: SitesSpec | None) -> tuple[Slot, ...]:
-    """The tensors that merges keep for each weight; the largest possible set if the bits are not chosen yet."""
+    """The tensors that merges keep for each weight; the largest possible set if `bits` is not chosen yet."""
     return outer_slots(sites.model_copy(update={"bits": 4}) if sites is not None and "bits" in _free(sites) else sites)
 
 
 def _free(sites: SitesSpec) -> tuple[str, ...]:
-    """The keys that are chosen for the link: those that the run file leaves out."""
+    """The keys that the run file leaves out, so that values are chosen for the link."""
     if sites.link is None or sites.count == 1 or sites.exchanges_gradients:
         return ()
     return tuple(key for key in CHOSEN if key not in sites.model_fields_set)

@@ -1,4 +1,4 @@
-"""Measurements of a user, from rows of a table or finished runs, as logarithms of measured over predicted values. No torch unless
+"""A user's measurements, from tables or finished runs, as logarithms of measured over predicted values. No torch unless
 a part must be traced."""
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megalith.events import Step
 
 WARM = 3
-"""Number of first steps of a run that do not count, because of compilation and caches."""
+"""Number of first steps of a run that are not measured, because of compilation and caches."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class Own:
 
     name: str
     software: str
-    """Name of the software that took the step."""
+    """Name of the software that trained."""
     machine: str
-    """Kind of machine that it ran on (`ClusterSpec.machine`)."""
+    """Kind of machine that it trained on (`ClusterSpec.machine`)."""
     kind: str
     """time.dense or time.expert."""
     time: float | None
-    """Logarithm of the measured step time over the predicted one; None if it was not measured."""
+    """Logarithm of measured over predicted step time; None if time was not measured."""
     memory: float | None
-    """Logarithm of the measured peak memory of a rank over the predicted one; None if it was not measured."""
+    """Logarithm of measured over predicted peak memory of a rank; None if memory was not measured."""
 
     @property
     def ratio(self) -> float:
-        """The measured step over the predicted one."""
+        """Measured over predicted step time."""
         return exp(self.time or 0.0)
 
 
 def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
-    """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders, for software of this name. Raises
-    SpecErrors with everything that cannot be used."""
+    """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders. The rows of tables are
+    for software of this name. Raises SpecErrors with every unusable file."""
     found, problems = list[Own](), list[Problem]()
     for path in paths:
         try:
@@ -81,7 +81,7 @@ def _table(path: Path, software: str) -> list[Own]:
 
 
 def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
-    """Return the row as a workload of this software. If the row leaves something open, take the workload nearest to the
+    """Return the row as a workload of this software. If the row leaves settings open, return the workload nearest to the
     measurement."""
     known = [replace(one, software_profile=assumed(one.plan, software)) for one in choices]
     seconds = measured_seconds(row, known[0])
@@ -93,32 +93,32 @@ def _of_row(row: Row, workload: Workload, software: str) -> Own:
 
 
 def _run(folder: Path) -> Own:
-    """Return the row of a run: the median of its steps after the first ones, and the peak of its first rank."""
+    """Return the row of a run: its median step time after the first steps, and the peak memory of its first rank."""
     spec, steps = spec_of(folder), steps_of(folder)
     peak = max(step.memory.get("peak", 0) for step in steps)
     return _over(folder.name, OURS, workload_of(spec), median(step.seconds for step in steps), peak)
 
 
 def spec_of(folder: Path) -> RunSpec:
-    """Return the run in a folder. Raises ValueError if the run names no cluster, or if this version cannot read its description;
-    OSError if the folder is not a run's."""
+    """Return the run in a folder. Raises ValueError if the run names no cluster, or if this version cannot read its
+    description; OSError if the folder has no run."""
     try:
         spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ValueError(unreadable(error)) from error
     if spec.cluster == "local":
-        raise ValueError('the run names no cluster to predict it for (cluster = "local")')
+        raise ValueError('a prediction needs a named cluster, but the run has cluster = "local"')
     return spec
 
 
 def unreadable(error: ValidationError) -> str:
-    """Return the reason why this version cannot predict a run, from the keys of its description that it does not take."""
+    """Return the reason why this version cannot read a run's description, with the keys that it refuses."""
     keys = dict.fromkeys(".".join(map(str, one["loc"])) for one in error.errors())
-    return f"another version of Megalith wrote the run's {SPEC_FILE}: this one does not take {', '.join(keys) or 'it'}"
+    return f"another version of Megalith wrote the run's {SPEC_FILE}: this version refuses {', '.join(keys) or 'this file'}"
 
 
 def steps_of(folder: Path) -> "list[Step]":
-    """Return the last attempt of each step of a run, without the first steps. Raises ValueError if there is none."""
+    """Return the last attempt of each step of a run, without the first steps. Raises ValueError if no step is left."""
     from megalith import events  # most searches measure nothing, and these take long to import
 
     tries = {step.step: step for step in events.of_kind(events.read(folder), events.Step)}

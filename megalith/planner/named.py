@@ -1,7 +1,8 @@
-"""Predictions for published trainings of named models, with their layouts: `python -m megalith.planner.named` prints them side by side.
+"""Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints both
+figures side by side.
 
-No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
-predicted, and the fastest that fits is taken, as for the rows of measurements.
+No torch unless a part must be traced. For settings that a source leaves open (chunks, the microbatch), every choice is
+predicted, and the fastest that fits counts, as for the rows of measurements.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
-"""Unit of a figure, a device except for the last two. `hardware` counts recomputation, by the source's own formula."""
+"""Unit of a figure: per device, except for the last two. `hardware` counts recomputation, by the source's formula."""
 
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A published training. `plans` are the choices its source leaves open."""
+    """A published training. `plans` are all plans that its description allows."""
 
     name: str
     preset: str
@@ -42,10 +43,10 @@ class NamedRun:
     format: str = "bf16"
     software_profile: SoftwareProfile = field(default_factory=SoftwareProfile)
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Keys of `[model]` that differ from the preset's."""
+    """Values of `[model]` that differ from the preset's."""
     forward_only: bool = False
     network: dict[str, float] = field(default_factory=dict[str, float])
-    """Keys of the cluster that differ from the catalogue's: bytes a second out of a device."""
+    """Values of the cluster that differ from the catalogue's, such as bytes/s out of a device."""
 
     def workloads(self) -> list[Workload]:
         """One for each choice."""
@@ -60,7 +61,7 @@ class NamedRun:
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """The fastest of the choices that fit, and its figure in the source's unit."""
+    """Prediction for the fastest plan that fits."""
 
     named: NamedRun
     workload: Workload
@@ -68,12 +69,12 @@ class PredictedRun:
 
     @property
     def figure(self) -> float:
-        """The figure that the source would have printed."""
+        """The predicted figure, in the source's unit."""
         return UNITS[self.named.unit](self.workload, self.estimate)
 
     @property
     def error(self) -> float:
-        """Error of the figure, over the published one."""
+        """Relative error of the predicted figure."""
         return self.figure / self.named.published - 1
 
 
@@ -102,7 +103,7 @@ def replay(named: NamedRun) -> PredictedRun:
 
 
 def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
-    """ZeRO 1, one sequence at a time, unless said otherwise."""
+    """Return a plan of these sizes; by default with ZeRO 1 and one sequence at a time."""
     plan = Plan(schedule=name, **sizes)
     assert plan.schedule in SCHEDULES, plan.schedule
     return plan
@@ -116,22 +117,22 @@ def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
 LLAMA3 = "arXiv:2407.21783, table 4"
 
 PYTORCH_2024 = SoftwareProfile(overlap_tensor=False, reduces="run")
-"""Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
-parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2). Gradients are added up in fp32
-over microbatches, and then reduced."""
+"""Llama 3's software. According to its paper, it hides the communication of ZeRO and the messages between stages, but exposes
+the gather of keys and values (section 3.3.2); the paper does not mention hidden communication of tensor parallelism.
+Gradients are added up in fp32 over microbatches, and then reduced."""
 
 DEEPSEEK = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
-"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20 processors
-of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
+"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20
+SMs of each device (section 3.2.2). Moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
 
 CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
-"""LLaMA's: xformers' attention of the first generation; activations that are expensive to recompute are kept (arXiv:2302.13971,
-section 2.4)."""
+"""LLaMA's software: xformers' attention of the first generation; expensive activations are kept, others recomputed
+(arXiv:2302.13971, section 2.4)."""
 
 
 def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> NamedRun:
-    """One of the paper's layouts. Optimizer states and gradients are sharded, weights are not. The first chunk has only the embedding and
-    the last only the output, so that each of the other 126 has one block (section 3.3.2)."""
+    """One of the layouts of Llama 3's paper. Optimizer states and gradients are sharded, weights are not. The first chunk has
+    only the embedding and the last only the output, so each of the other 126 chunks has one block (section 3.3.2)."""
     data = devices // (8 * 16 * context)
     plan = _plan(
         "interleaved", data=data, zero=2, context=context, context_method="gather", tensor=8, pipeline=16, chunks=8,
@@ -217,11 +218,11 @@ NAMED: tuple[NamedRun, ...] = (
         2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "fp8", forward_only=True,
     ),
 )  # fmt: skip
-"""The published trainings. The chunks of interleaved stages are left open if no source states them."""
+"""The published trainings. If no source states the number of chunks, several are tried."""
 
 
 def table() -> str:
-    """All rows, as lines of a Markdown table."""
+    """Return all predictions as a Markdown table."""
     lines = ["| run | published | predicted | | GiB of the worst rank |", "|---|---|---|---|---|"]
     for named in NAMED:
         found = replay(named)

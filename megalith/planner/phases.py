@@ -1,6 +1,6 @@
-"""A plan over all phases of a run: does it fit in each, and what do they take together?
+"""Prediction of a plan over all phases of a run: whether it fits in each phase, and the total time.
 
-The search finds the plan that is best in the phase with the most tokens. It must fit, and be valid, in all of them.
+The search finds the plan that is best in the phase with the most tokens. This plan must fit, and be valid, in all phases.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from megalith.spec.plan import Plan
 
 @dataclass(frozen=True)
 class InPhase:
-    """A plan in one phase of a run, and how many of the run's steps are in it."""
+    """Prediction of a plan in one phase of a run, and the number of the run's steps in this phase."""
 
     phase: Phase
     steps: int
@@ -34,7 +34,7 @@ class InPhase:
 
 
 def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
-    """Return a step of a phase under a plan."""
+    """Return the workload of a step of a phase under a plan."""
     optimizer, (format, narrow) = request.run.optimizer, request.computes
     return Workload(
         request.model,
@@ -54,7 +54,7 @@ def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
 
 
 def fits_all(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
-    """Return True if the plan fits in every other phase. The search itself only finds plans that fit in its own phase."""
+    """Return True if the plan fits in every phase. The search only looks at one phase."""
     if request.whole is None:
         return True
     workloads = (workload_in(request, plan, phase) for phase in Phases.of(request.whole).shapes)
@@ -62,7 +62,7 @@ def fits_all(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
 
 
 def in_phases(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
-    """Return the plan in each phase that the run enters; none for a run of one phase."""
+    """Return the prediction in each phase that the run enters; empty for a run of one phase."""
     if request.whole is None:
         return ()
     spans = Phases.of(request.whole).spans(request.whole.train.steps)
@@ -70,7 +70,7 @@ def in_phases(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> tuple[InP
 
 
 def whole_training(choice: Candidate, request: ResolvedRequest, scorer: Scorer) -> Training:
-    """Return what the whole training takes: the sum over its phases. Raises AssertionError if no length is known."""
+    """Return time and cost of the whole training, summed over its phases. Raises AssertionError if no length is known."""
     assert request.tokens is not None
     found = list(_trainings(choice, request, scorer))
     if not found:

@@ -1,4 +1,4 @@
-"""The best plans for a request, as a value: for a table, for programs, and for a run file. No torch unless a part must be
+"""The best plans for a request, as a value from which tables, JSON and run files are made. No torch unless a part must be
 traced."""
 
 from collections.abc import Callable, Sequence
@@ -33,17 +33,17 @@ from megalith.spec.numbers import BF16
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 
-PREFILL = "FLOPs of forward, attention without what the causal mask hides, over the bf16 peak"
+PREFILL = "FLOPs of forward, without attention scores that the causal mask hides, over the bf16 peak"
 
-CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
-"""Definition of MFU here (PaLM's, Chowdhery et al. 2022, appendix B)."""
+CONVENTION = "model FLOPs, with attention counted in full and recomputation not counted, over the bf16 peak"
+"""Megalith's definition of MFU, which is PaLM's (Chowdhery et al. 2022, appendix B)."""
 
 OFF = "errors of predictions: docs/planner.md"
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Result of a search. `own` is the run file's plan, predicted in the same way; `trainings` belong to `found.choices`, if a
+    """Result of a search. `own`: prediction for the run file's plan; `trainings`: whole trainings under `found.choices`, if a
     length is known."""
 
     request: ResolvedRequest
@@ -54,24 +54,24 @@ class PlanResult:
     frontier: "tuple[Point, ...]" = ()
     what_ifs: "tuple[WhatIf, ...]" = ()
     phases: tuple[InPhase, ...] = ()
-    """The best plan in each phase of the run, if it has several."""
+    """The best plan in each phase of the run, if the run has several phases."""
     measured: tuple[Own, ...] = ()
-    """The user's own rows; predicted times move toward them as far as they can be trusted."""
+    """The user's measured rows. Predicted times move toward them, depending on their uncertainty."""
     linked: LinkChoice | None = None
-    """Prediction of the run's sites; None without a link between them."""
+    """Prediction of the run's sites; None without a link between sites."""
     site_plans: SitesResult | None = None
-    """Result for each site; None where sites have no clusters of their own."""
+    """Result for each site; None if sites have no clusters of their own."""
     gains: Gains | None = None
-    """Time that 8-bit products save in each layer under the best plan; None if the trainer does not use them."""
+    """Time that 8-bit products save in each layer under the best plan; None if the trainer does not use 8-bit products."""
 
     @cached_property
     def confidence(self) -> Confidence:
-        """How far off the figures may be."""
+        """The uncertainty of the figures."""
         return confidence_of(self.request, self.measured)
 
     @property
     def convention(self) -> str:
-        """The FLOPs that MFU counts, and the peak it divides by."""
+        """The FLOPs that MFU counts, and the peak that it divides them by."""
         return (PREFILL if self.request.forward_only else CONVENTION).replace("bf16", self.request.cluster.accelerator.half)
 
     @property
@@ -83,7 +83,7 @@ class PlanResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything by name, with each plan also in short form."""
+        """Return all figures by name, with each plan also in short form."""
         request, cluster = self.request, self.request.cluster
         found, best = self.found.to_json(), self.found.runnable
         found["runnable"] = None if best is None else best.to_json() | self._said(best)
@@ -139,9 +139,10 @@ def best_plans(
     measured: Sequence[Own] = (),
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> PlanResult:
-    """Search; with `why` also compute the cost of each neighbour of the best plan; with `pareto` also search fewer devices; and
-    find the best plan for each of `what_ifs` (words, the changed request). `tick` gets the number of new parts that the search
-    has traced, and of all new parts. `measured` are the user's own rows. Raises SpecErrors where nothing fits."""
+    """Search for the best plans. `why`: also compute the cost of each neighbour of the best plan. `pareto`: also search on
+    fewer devices. `what_ifs`: pairs of a text and a changed request, which is searched too. `measured`: the user's rows.
+    `tick` gets the number of new parts that the search has traced, and the number of all new parts. Raises SpecErrors if
+    nothing fits."""
     request = replace(request, factor=confidence_of(request, measured).factor)
 
     def must(other: ResolvedRequest) -> SearchResult:
@@ -178,7 +179,7 @@ def best_plans(
 
 
 def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> SearchResult:
-    """The search that was asked for."""
+    """Return the result of the requested search."""
     train, scorer = request.run.train, scorer_of(request)
 
     known: dict[Plan, Memory] = {}
@@ -208,7 +209,7 @@ def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None]
 
 
 def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
-    """Return a plan with its prediction, its memory as the trainer's own program takes it."""
+    """Return a plan with its prediction. Its memory is that of the trainer's schedule of operations."""
     workload = workload_of(request, plan)
     return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
 
@@ -218,8 +219,8 @@ def _held(request: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estima
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return the essential properties of a layout. Microbatch, chunks, order, copies of the state and the segments of full
-    recomputation are not among them."""
+    """Return the essential properties of a layout, which do not include microbatch, chunks, schedule, copies of the state,
+    and segments of full recomputation."""
     split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
     whole = plan.recompute.startswith(("full", *Space().again))
     return *split, plan.zero == 3, "full" if whole else plan.recompute
@@ -237,7 +238,7 @@ def space_of(request: ResolvedRequest) -> Space:
 
 
 def scorer_of(request: ResolvedRequest) -> Scorer:
-    """Return the scorer of the requested plans."""
+    """Return the scorer for the plans of a request."""
     return Scorer(calibration(), forward_only=request.forward_only, factor=request.factor)
 
 
@@ -248,7 +249,7 @@ class Point:
     devices: int
     choice: Candidate
     dollars: float | None
-    """Cost of a billion tokens; None if no price is known."""
+    """US dollars for a billion tokens; None if no price is known."""
 
     @property
     def device_hours(self) -> float:
@@ -261,8 +262,8 @@ class Point:
 
 
 def frontier(request: ResolvedRequest, found: SearchResult) -> tuple[Point, ...]:
-    """The fastest first: on all devices, and on a half, a quarter and an eighth of them, unless a processor was measured with all of
-    them at work. Fewer take longer and waste less."""
+    """Return the Pareto frontier, the fastest layout first, on all devices and on a half, a quarter and an eighth of them
+    (only on all if figures were measured on a CPU). Fewer devices take longer and waste less."""
     points = [_point(request.cluster, choice) for choice in found.pareto]
     for share in (2, 4, 8):
         if request.cluster.count % share:
@@ -282,7 +283,7 @@ def _point(cluster: ClusterSpec, choice: Candidate) -> Point:
 
 
 def _beats(one: Point, other: Point) -> bool:
-    """True if `one` is nowhere worse than `other`, and somewhere better."""
+    """True if `one` is worse than `other` in nothing, and better in something."""
     pairs = [(key(one), key(other)) for key in (_seconds, lambda p: p.device_hours, lambda p: p.choice.estimate.memory.total)]
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
@@ -293,7 +294,7 @@ def _seconds(point: Point) -> float:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best layout after one change of the request; None if nothing fits then."""
+    """The best layout after one change of the request; `choice` is None if nothing fits."""
 
     change: str
     choice: Candidate | None
@@ -313,7 +314,7 @@ def _what_if(words: str, request: ResolvedRequest) -> WhatIf:
 
 
 def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
-    """A step of the request's training under a plan."""
+    """Return the workload of a step of the request's training under a plan."""
     train, optimizer, (format, narrow) = request.run.train, request.run.optimizer, request.computes
     return decided(
         Workload(
@@ -335,7 +336,7 @@ def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
 
 
 def assumption(software: str, *, compiled: bool = False) -> str:
-    """Return the software that is planned for, and where to read how far off predictions are."""
+    """Return the assumed software, and the page about the errors of predictions, as text."""
     return f"runs as {SOFTWARE[software].title} does{', compiled' if compiled else ''}; {OFF}"
 
 
@@ -345,13 +346,13 @@ def headroom() -> float:
 
 
 def short(plan: Plan) -> str:
-    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; values of 1 are left out, except for data, ZeRO and microbatch. A
-    schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
-    each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Context ranks that
-    exchange heads (Ulysses) stand behind all of them, and then a gather of keys and values: c16u4 d8 z1 m1, c16 gather d8 z1 m1.
-    Behind all, percents of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100; with
-    gradients released: d8 z1 m1 disk100 released; with weights made from it there: d8 z3 m1 disk100 weights. Last, percents of the
-    blocks whose activations wait in host memory: d8 z1 m1 a50; or on disk: d8 z1 m1 a-disk100.
+    """Return a layout as a short text: t8 c2 p16x4 e64 d128 z1 m1. Values of 1 are left out, except for data, ZeRO and
+    microbatch. A schedule other than (interleaved) 1F1B follows the pipeline: p16x2 zb-v d8 z1 m1. Copies of the state (HSDP)
+    follow the ZeRO stage: d64 z3 r8 m1. Parts of each expert follow the expert ranks: t4 e8x4 d16 z1 m1. Ulysses ranks, or a
+    gather of keys and values, follow the context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. Then comes the percentage of the
+    optimizer's state in host memory (d8 z1 m1 o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from it
+    and "released" if gradients are released. Last is the percentage of blocks whose activations are in host memory (d8 z1 m1
+    a50) or on disk (d8 z1 m1 a-disk100).
     """
     tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
     context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""
@@ -391,7 +392,7 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
     room = f"{host.room(request.cluster) / 2**30:.0f} GiB a device"
     away = f", nor with state and activations in host memory ({room}) or on disk" if space_of(request).offload else ""
     reason = (
-        f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
+        f"nothing fits{away}: of {found.looked_at:,} plans, the one with the least memory ({short(found.closest.plan)}, recompute "
         f"{found.closest.plan.recompute}) "
         f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its worst rank, most of it {largest} ({parts} GiB)"
     )
@@ -399,7 +400,8 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
 
 
 def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
-    """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
+    """Return changes with which a plan would fit: a cheap change on the same devices, more devices, larger devices, or a
+    smaller task."""
     activations = largest in ("activations", "working")
     remedy = cheapest_remedy(request, activations=activations) if request.ours and not request.forward_only else ""
     ways = [f"{remedy} would fit on these devices"] if remedy else []
@@ -408,23 +410,23 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
         if (larger := cluster.resized(cluster.count * times)) is None:
             break
         if any(_fits(request, larger, plan, scorer) for plan in _plans(request, larger)):
-            ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough, at {batch:,} sequences a step")
+            ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough for {batch:,} sequences a step")
             break
     need = memory.total * (1 + headroom())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
         ways.append(f"the same number of {' or '.join(roomy)} would be enough")
     if activations or largest == "logits":
-        ways.append(f"so may shorter sequences than {request.run.train.seq_len:,}")
+        ways.append(f"sequences shorter than {request.run.train.seq_len:,} may be enough")
     else:
-        ways.append("so would a smaller model")
+        ways.append("a smaller model would be enough")
     text = "; ".join(ways)
     return f"{text if remedy else text[0].upper() + text[1:]}."
 
 
 def cheapest_remedy(request: ResolvedRequest, *, activations: bool = False) -> str:
-    """Return the first of a few changes, the cheapest in time first, with which a valid plan fits; empty if none helps. `activations`: they
-    are too large, so fewer bits for them are tried."""
+    """Return the change with the lowest cost in time with which a valid plan fits; empty if none helps. `activations`: also
+    try to keep activations in fewer bits."""
     run = request.run
     wide = run.train.precision == BF16.name and run.precision.kept == "wide"
     can = {"small": run.optimizer.moments != "fp8", "kept": activations and wide, "offload": not request.offload}

@@ -1,4 +1,4 @@
-"""Price of breaking the field's rules on a cluster: each piece of advice beside the plan that follows it. No torch unless a part must be
+"""Cost of breaking the field's rules on a cluster, relative to plans that follow them. No torch unless a part must be
 traced."""
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,32 +21,33 @@ GAINED = 1e-3
 
 @dataclass(frozen=True)
 class Price:
-    """A broken rule, and what the plan that follows it would take. `instead` is None where no such plan passes megalith check."""
+    """A broken rule, and the cost relative to a plan that follows it. `instead`: that plan; None if no such plan passes
+    megalith check."""
 
     problem: Problem
     change: str
     instead: Plan | None
     seconds: float
-    """Seconds by which a step is longer than with the rule followed; below 0: following it would be slower."""
+    """Seconds of a step minus those under `instead`; below 0: following the rule would be slower."""
     share: float
-    """These seconds, relative to the step of the unchanged plan."""
+    """`seconds` divided by the step of the unchanged plan."""
     memory: float
-    """Bytes of the worst rank in excess of those with the rule followed."""
+    """Bytes of the worst rank minus those under `instead`."""
     fits: bool
-    """True if the plan that follows the rule fits."""
+    """True if `instead` fits."""
     dollars: float | None
-    """Cost of the whole training; None if no price is known."""
+    """US dollars that the broken rule costs in the whole training; None if no price is known."""
 
     @property
     def verdict(self) -> str:
         """Return the verdict in a few words."""
         if self.instead is None:
-            return "no plan that follows it passes megalith check"
+            return "no plan that follows the rule passes megalith check"
         if not self.fits:
-            return "following it would not fit"
+            return "a plan that follows the rule would not fit"
         if abs(self.share) < GAINED:
             return "costs no time"
-        return "costs" if self.share > 0 else "pays: following it is slower"
+        return "costs" if self.share > 0 else "pays: following the rule is slower"
 
     def to_json(self) -> dict[str, Any]:
         plan = None if self.instead is None else self.instead.model_dump()
@@ -55,7 +56,7 @@ class Price:
 
 
 Followed = Iterator[tuple[str, Plan]]
-"""Changes in words, each with the resulting plan."""
+"""Changes as text, each with the resulting plan."""
 
 
 def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
@@ -72,7 +73,7 @@ def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
 
 
 def _more_microbatches(plan: Plan, request: ResolvedRequest) -> Followed:
-    """Give each stage more microbatches: smaller ones, fewer stages, or several stages a rank."""
+    """Raise microbatches per stage: smaller microbatches, fewer stages, or several stages a rank."""
     if plan.microbatch > 1:
         yield "microbatch 1", _with(plan, request, microbatch=1)
     if plan.pipeline % 2 == 0:
@@ -107,12 +108,12 @@ REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
     "plan.recompute": _recomputed,
     "plan.expert": _experts_near,
 }
-"""Key of a piece of advice -> plans that follow it. Advice about other things has no price in time."""
+"""Key of an advice -> plans that follow it. Advice about other keys has no cost in time."""
 
 
 def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
-    """Each broken rule that has a price, the most expensive first; if a rule can be followed in several ways, the fastest that
-    fits."""
+    """Return each broken rule that has a cost in time, the most expensive first. Of several plans that follow a rule, the
+    fastest that fits counts."""
     found = check(request.run.model_copy(update={"plan": plan}), files=False)
     advice = [problem for problem in found if problem.severity == "advice" and problem.key in REMEDIES]
     scorer = Scorer(calibration())
@@ -120,7 +121,7 @@ def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
 
 
 def prices_of(result: PlanResult) -> tuple[Price, ...]:
-    """Return the prices of the run file's own plan, or, without one, of the best plan found."""
+    """Return the prices of the run file's plan; without one, of the best plan."""
     subject = result.own or result.found.best
     if subject is None or result.request.forward_only:
         return ()

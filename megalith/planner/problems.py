@@ -1,4 +1,4 @@
-"""Questions that have no plan: what `megalith check` refuses for a run, and what nobody published of a cluster. No torch."""
+"""Problems of requests for a plan: plans that `megalith check` refuses, and unpublished figures of a cluster. No torch."""
 
 from typing import Any
 
@@ -18,42 +18,42 @@ def problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
 
 
 def plan_problems(spec: RunSpec, plan: Plan) -> list[Problem]:
-    """Return why `megalith check` would not accept a plan for a run; only what concerns the plan counts."""
+    """Return the errors for which `megalith check` would refuse a plan for a run; only errors that concern the plan count."""
     found = check(spec.model_copy(update={"plan": plan}), files=False)
     mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
     return [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
 
 
 def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | str | None) -> list[Problem]:
-    """Return why options do not suit a run across sites. `out`: the best plan is to be written; `cluster` and `batch`: other devices, and
-    another batch, than the run file's."""
+    """Return the problems of command-line options in a run across sites. `out`: --out was given; `cluster` and `batch`:
+    values of --cluster and --global-batch."""
     sites = spec.sites
     if sites is None:
         return []
     found, named = list[Problem](), any(one.cluster is not None for one in sites.each)
     if out and (len(Phases.of(spec).all) > 1 or (sites.plans and not named)):
         reason = (
-            "writes the plan and batch of one site, and this run has phases, or tables of sites (sites.each) without clusters"
+            "writes the plan and batch of one site, but this run has phases, or tables of sites (sites.each) without clusters"
         )
-        way_out = "Give each of sites.each a cluster, or leave out --out, and write the plan that is printed into the run file."
+        way_out = "Give each of sites.each a cluster; or leave out --out, and write the printed plan into the run file."
         found.append(Problem("error", "--out", True, reason, way_out, "command line"))
     for option, value in (("--cluster", cluster), ("--global-batch", batch)):
         if named and value is not None:
-            reason = "is for one site, and this run names the cluster of each site and shares its batch out among them"
+            reason = "is for one site, but this run names a cluster for each site and divides its batch among them"
             found.append(Problem("error", option, value, reason, "Change the run file instead.", "command line"))
     if named and len(Phases.of(spec).all) > 1:
-        reason = "name clusters, and the run has phases: shares would be chosen for the batch of one of them"
+        reason = "has clusters, but the run has phases: shares would only suit the batch of one phase"
         found.append(
             Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the ramp.")
         )
     if own_batch(spec) == 0:
-        reason = f"leaves sites without samples: they share a step's samples out in {sites.parts} parts"
+        reason = f"leaves sites without samples: they divide a step's samples into {sites.parts} parts"
         found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))
     return found
 
 
 def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
-    """Return the problem that a prediction needs figures of a cluster that nobody published."""
+    """Return a problem if nobody published figures of a cluster that a prediction needs."""
     device = cluster.accelerator
     needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
     if cluster.count > 1 and device.scale_up_domain > 1:
@@ -62,14 +62,14 @@ def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
         needed["scale_out"] = cluster.scale_out
     missing = ", ".join(what for what, value in needed.items() if value is None)
     unknown = needed.get("scale_out", 0) is None
-    own = "If you know it, in bytes/s out of a device: --set cluster.scale_out=25e9, say. " if unknown else ""
+    own = "If you know scale_out, give it in bytes/s out of a device, such as --set cluster.scale_out=25e9. " if unknown else ""
     way_out = f"{own}Measure this machine with `megalith doctor --calibrate machine.toml`, and use --cluster machine.toml. {OWN}"
     return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []
 
 
 REMEDIES = {
     "small": "--small-state, which rounds moments,",
-    "kept": 'precision.kept = "fp8" with plan.compile = false in a run file, which rounds what backward reads,',
+    "kept": 'precision.kept = "fp8" with plan.compile = false in a run file, which rounds tensors kept for backward,',
     "offload": "--offload",
 }
-"""Changes of a request, in words"""
+"""Changes of a request, as text"""

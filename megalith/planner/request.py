@@ -1,4 +1,4 @@
-"""Request for a plan, from a run file or from a few words: every mistake in it is found at once. No torch."""
+"""Request for a plan, from a run file or from command-line options. All mistakes in it are reported at once. No torch."""
 
 import re
 from dataclasses import dataclass, replace
@@ -35,18 +35,18 @@ OPTIMAL = 20
 """Tokens a parameter of a compute-optimal training (Hoffmann et al. 2022, arXiv:2203.15556, table 3)."""
 
 LENGTH, BATCH_TOKENS = 8192, 4 * 2**20
-"""Default limit for the tokens of a sequence, and default tokens of a step, as in most large trainings."""
+"""Default limit of tokens a sequence, and default tokens a step, as in most large trainings."""
 
 SIZE = re.compile(r"[\d.]+[bBmMtT]")
-"""A number of parameters, as people write it: 7b."""
+"""A number of parameters such as 7b."""
 
 STEPS = 10_000
-"""Default length of a run that is written."""
+"""Default number of steps in a written run file."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options of the command line; None where nothing was given."""
+    """The options of the command line; None for an option that was not given."""
 
     path: Path | None = None
     model: str | None = None
@@ -56,16 +56,16 @@ class PlanRequest:
     global_batch_tokens: str | None = None
     tokens: str | None = None
     compute_optimal: bool = False
-    """Train on as many tokens as Chinchilla's rule gives."""
+    """Train on the number of tokens that Chinchilla's rule gives."""
     format: str | None = None
     forward_only: bool = False
-    """The prefill of long prompts instead of training."""
+    """Predict the prefill of long prompts instead of training."""
     offload: bool = False
-    """Also look at layouts with some of the optimizer's state, or of the activations, in host memory or on disk."""
+    """Also search layouts with some of the optimizer's state or of the activations in host memory or on disk."""
     small: bool = False
     """Keep moments in 8 bits, which rounds them."""
     software: str = OURS
-    """Whose steps are predicted: a name of `cost.software`."""
+    """The software whose steps are predicted: a name in `cost.software`."""
     overrides: tuple[str, ...] = ()
     out: bool = False
     """True if the best plan will be written as a run."""
@@ -73,7 +73,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A request that can be answered. `run` has everything except the plan to search for."""
+    """A complete and valid request. `run` has all values except the plan to search for."""
 
     run: RunSpec
     model: ModelSpec
@@ -88,22 +88,22 @@ class ResolvedRequest:
     offload: bool = False
     software: str = OURS
     factor: float = 1.0
-    """Factor on predicted times, from own measurements."""
+    """Factor of predicted times, from the user's measurements."""
     whole: RunSpec | None = None
-    """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
+    """The run with all its phases, if it has several; `run` is then limited to the phase that reads the most tokens."""
     sites: SitesSpec | None = None
-    """The table `[sites]` of the run file; `run` is then one site's."""
+    """The table `[sites]` of the run file; `run` is then the run of one site."""
     chosen: bool = False
-    """True if the choices within a narrow precision are not the run file's: layers that it makes slower then become wide."""
+    """True if the planner chooses `[precision]` for a narrow format; layers that the format makes slower then become wide."""
 
     @property
     def ours(self) -> bool:
-        """True if this project's trainer is planned for."""
+        """True if the plan is for Megalith's trainer."""
         return self.software == OURS
 
     @property
     def compiles(self) -> bool:
-        """True if blocks are to be compiled: as the run file says; else on GPUs."""
+        """True if blocks are compiled: as the run file states; without one, on GPUs."""
         if self.ours and (formats.is_rehearsed(self.run, self.cluster) or packs(self.run.precision, self.run.train.precision)):
             return False  # a compiler may leave out roundings, and decides what is kept
         if self.resolved is not None:
@@ -112,19 +112,19 @@ class ResolvedRequest:
 
     @property
     def computes(self) -> tuple[str, Narrow | None]:
-        """The number format that most is computed in, and what this project's trainer computes in fewer bits."""
+        """The main number format, and the layers that Megalith's trainer computes in fewer bits."""
         if not self.ours or self.forward_only:
             return self.format, None
         return computed(self.run.train.precision, self.run.precision)
 
     @property
     def own(self) -> Plan | None:
-        """The plan that the run file has, if it uses the cluster as it is."""
+        """The run file's plan, if it uses all devices of the cluster."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
     def changed(self, *, small: bool = False, offload: bool = False, kept: bool = False) -> "ResolvedRequest":
-        """Return the request with moments in 8 bits, with inputs of products kept in 8 bits, or with state or activations in host memory
-        or on disk, as well."""
+        """Return the request with 8-bit moments (`small`), with inputs of products kept in 8 bits (`kept`), and with state or
+        activations in host memory or on disk (`offload`)."""
         found = replace(self, offload=self.offload or offload)
         for asked, change in ((small, _small), (kept, _kept)):
             if asked:
@@ -132,13 +132,15 @@ class ResolvedRequest:
         return found
 
     def gains(self, plan: Plan) -> formats.Gains | None:
-        """Return the time that 8-bit products save in each layer under a plan; None if the trainer does not use them."""
+        """Return the time that 8-bit products save in each layer under a plan; None if the trainer does not use 8-bit
+        products."""
         run = self.run.model_copy(update={"plan": plan})
         codes = self.ours and not self.forward_only and formats.multiplies_in_8_bits(run, self.cluster)
         return formats.gains(run, self.cluster) if codes else None
 
     def widened(self, plan: Plan) -> "ResolvedRequest | None":
-        """Return the request with every layer wide that the chosen recipe makes slower under a plan; None if there is no further one."""
+        """Return the request with all layers wide that the chosen recipe makes slower under a plan; None if no further layer
+        is."""
         more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
         if not more:
             return None
@@ -147,12 +149,12 @@ class ResolvedRequest:
         whole = self.whole and self.whole.model_copy(update=changed)
         notes = (
             *self.notes,
-            f"layers that narrow products would make slower under the best layout stay wide too: {', '.join(more)}",
+            f"layers also stay wide if narrow products would make them slower under the best layout: {', '.join(more)}",
         )
         return replace(self, run=self.run.model_copy(update=changed), whole=whole, notes=notes)
 
     def is_valid(self, plan: Plan) -> bool:
-        """True if `megalith check` would accept the plan; problems that do not concern it do not count."""
+        """True if `megalith check` would accept the plan; only problems that concern the plan count."""
         return not self.problems(plan)
 
     def problems(self, plan: Plan) -> list[Problem]:
@@ -164,7 +166,7 @@ class ResolvedRequest:
 
 
 def resolve(plan_request: PlanRequest) -> ResolvedRequest:
-    """Resolve a request. Raises SpecErrors with everything that is wrong with it."""
+    """Resolve a request. Raises SpecErrors with all problems of the request."""
     problems: list[Problem] = []
     resolved = _loaded(plan_request, problems)
     spec = resolved.spec if resolved else None
@@ -182,7 +184,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     ours = plan_request.software == OURS and not plan_request.forward_only
     format_ = formats.format_of(plan_request.format, spec and spec.train.precision, cluster, problems, ours=ours)
     if plan_request.out and plan_request.software != OURS:
-        reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
+        reason = "is not Megalith, but --out writes a run file for Megalith, which needs other memory and time"
         problems.append(problem("--software", plan_request.software, reason, "Leave out --out or --software."))
     if plan_request.software not in SOFTWARE:
         problems.append(problem("--software", plan_request.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
@@ -190,7 +192,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     batch, notes = _batch(plan_request, spec, seq_len, problems)
     notes = (*taken, *noted, *notes)
     if plan_request.out and (own := of_cluster(plan_request.overrides)):
-        notes = (*notes, f"--out writes the cluster's name without {', '.join(own)}; a cluster file can hold it")
+        notes = (*notes, f"--out writes the cluster's name without {', '.join(own)}; a cluster file can contain these values")
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if plan_request.forward_only else _tokens(plan_request, spec, whole, problems)
@@ -236,34 +238,34 @@ def _small(run: RunSpec) -> RunSpec:
 
 
 def _kept(run: RunSpec) -> RunSpec:
-    """The run with inputs of products, and factors of activations, kept in 8 bits, which compiled blocks cannot do."""
+    """The run with inputs of products and of activations kept in 8 bits, without compilation, which prevents this."""
     precision, plan = run.precision.model_copy(update={"kept": "fp8"}), run.plan.model_copy(update={"compile": False})
     return run.model_copy(update={"precision": precision, "plan": plan})
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:
-    """Return the tokens that a phase and its number of steps read."""
+    """Return the number of tokens that a phase reads in its number of steps."""
     phase, steps = span
     return steps * phase.global_batch * phase.seq_len
 
 
 def compute_optimal(model: ModelSpec) -> tuple[float, str]:
-    """Return the compute-optimal tokens for this model (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and the
-    calculation in words. Of the experts, only the active ones count."""
+    """Return the compute-optimal tokens for this model (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and
+    the calculation as text. Only active experts count."""
     parameters = active_parameters(model)
     tokens = float(f"{OPTIMAL * parameters:.3g}")
     return tokens, (
-        f"--compute-optimal: {OPTIMAL} tokens for each of {parameters / 1e9:,.4g}B parameters a token meets = {tokens / 1e12:,.3g}T "
+        f"--compute-optimal: {OPTIMAL} tokens for each of {parameters / 1e9:,.4g}B active parameters = {tokens / 1e12:,.3g}T "
         f"tokens; 6 x {parameters / 1e9:,.4g}B x {tokens / 1e12:,.3g}T = {6 * parameters * tokens:.2g} FLOP"
     )
 
 
 def _not_of_prefill(plan_request: PlanRequest) -> list[Problem]:
-    """Options that only trainings have."""
+    """Return a problem for each option that only applies to training."""
     given = {
         "--tokens": plan_request.tokens, "--compute-optimal": plan_request.compute_optimal or None, "--out": plan_request.out or None,
     }  # fmt: skip
-    reason = "is about a training, and --forward-only predicts none"
+    reason = "applies to training, but --forward-only predicts none"
     return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 
@@ -278,7 +280,7 @@ def _loaded(plan_request: PlanRequest, problems: list[Problem]) -> ResolvedRun |
 
 
 def _model(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
-    """Return the model's flat spec, or None, and a note where a size was taken for one of several models."""
+    """Return the model's flat spec, or None, and a note if the given size fits several models."""
     if plan_request.model is None:
         if spec is None and plan_request.path is None:
             problems.append(
@@ -293,13 +295,14 @@ def _model(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Probl
     others = [name for name in meant(plan_request.model) if name != found.name]
     if plan_request.model in presets() or not others:
         return found, ()
-    return found, (f"--model {plan_request.model}: taken as {found.name}; also {', '.join(others)}",)
+    return found, (f"--model {plan_request.model}: means {found.name}; other models of this size: {', '.join(others)}",)
 
 
 def named_model(name: str) -> Any:
-    """Return the flat spec of the preset that a name, or a unique shorter one such as "405b", stands for. Raises SpecErrors.
+    """Return the flat spec of the preset with this name, or of the only preset that a shorter name such as "405b" can mean.
+    Raises SpecErrors.
 
-    A size alone, such as "7b", stands for the newest Llama that has it.
+    A size alone, such as "7b", means the newest Llama of this size.
     """
     known = presets()
     found = [name] if name in known else meant(name)
@@ -308,8 +311,8 @@ def named_model(name: str) -> Any:
     if len(found) == 1:
         return known[found[0]].build()
     if found:
-        reason = f"may be {', '.join(found[:-1])} or {found[-1]}"
-        raise SpecErrors([problem("--model", name, reason, f"Name one, such as --model {found[-1]}.")])
+        reason = f"may mean {', '.join(found[:-1])} or {found[-1]}"
+        raise SpecErrors([problem("--model", name, reason, f"Name one of them, such as --model {found[-1]}.")])
     nearest = near(name, known)
     way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
@@ -321,18 +324,18 @@ def _cluster(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Pro
         name = spec.cluster if clusters.counted(spec.cluster) else f"{spec.cluster}:{spec.plan.ranks}"
     if name is None:
         if spec is not None or plan_request.path is None:
-            problems.append(problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
+            problems.append(problem("--cluster", None, "is missing", "Name the devices to plan for, such as --cluster h100:64."))
         return "", None
     return name, described(name, plan_request.overrides, problems)
 
 
 def _length(plan_request: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the tokens of a sequence, and a note if it was not given: the model's context, but at most LENGTH."""
+    """Return the tokens of a sequence. If they were not given, use the model's context, but at most LENGTH, with a note."""
     length = plan_request.seq_len or (spec.train.seq_len if spec else None)
     if length is not None or model is None or plan_request.path is not None:
         return length, ()
     length = min(model.context, LENGTH)
-    return length, (f"--seq-len was not given: {length:,}, of the model's context of {model.context:,}",)
+    return length, (f"--seq-len was not given: planned with {length:,} tokens of the model's context of {model.context:,}",)
 
 
 def _batch_key(plan_request: PlanRequest) -> str:
@@ -345,7 +348,7 @@ def _batch(
     """Return the sequences of a step, and notes on rounding."""
     text = plan_request.global_batch_tokens
     if text and plan_request.global_batch:
-        way_out = "Leave one of them out."
+        way_out = "Leave one of the two out."
         problems.append(
             problem("--global-batch-tokens", text, f"means the same as --global-batch {plan_request.global_batch}", way_out)
         )
@@ -355,7 +358,9 @@ def _batch(
         if batch is not None or seq_len is None or plan_request.path is not None:
             return batch, ()
         batch = max(1, BATCH_TOKENS // seq_len)
-        return batch, (f"--global-batch was not given: {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",)
+        return batch, (
+            f"--global-batch was not given: planned with {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",
+        )
     wanted = quantity(text, thousand=1024)
     if wanted is None:
         way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
@@ -372,9 +377,9 @@ def _batch(
 
 def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if plan_request.tokens is not None and plan_request.compute_optimal:
-        way_out = "Leave one of them out."
+        way_out = "Leave one of the two out."
         problems.append(
-            problem("--tokens", plan_request.tokens, "and --compute-optimal both set the length of training", way_out)
+            problem("--tokens", plan_request.tokens, "conflicts with --compute-optimal: both set the length of training", way_out)
         )
     if plan_request.tokens is None:
         if spec is None:
@@ -394,14 +399,14 @@ def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | No
 
 
 def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
-    """Return the problems of the model, or of sequences of this length, whatever the plan."""
+    """Return the problems that the model, or sequences of this length, have under every plan."""
     run = _run(None, model, "local", seq_len, 1, "bf16", None)
     found = [
         one for one in check(run, files=False) if one.severity == "error" and one.key.startswith(("model.", "train.seq_len"))
     ]
     if seq_len % 2:
         way_out = f"Use {seq_len + 1} or {seq_len - 1}."
-        found.append(problem("train.seq_len", seq_len, "is odd, and layouts that split sequences halve them first", way_out))
+        found.append(problem("train.seq_len", seq_len, "is odd, but layouts that split sequences need an even length", way_out))
     return found
 
 
@@ -420,13 +425,13 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
     )
     key = "--global-batch"
     note = f" ({said} was rounded to {batch})" if said != key else ""
-    return [problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two leave the most choice.")]
+    return [problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two allow the most layouts.")]
 
 
 def _run(
     spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, precision: str, tokens: float | None
 ) -> RunSpec:
-    """The run that the plan is for: the file's own, or one from the given values and defaults."""
+    """Return the run to plan for: the run file's, or a run of the given values and defaults."""
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})

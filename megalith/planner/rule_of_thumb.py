@@ -1,4 +1,4 @@
-"""The rule of thumb by model size: how many devices a model needs, and its best split on them, as the planner finds it.
+"""Table of devices by model size: the number of devices that a model needs, and its best layout according to the planner.
 
     python -m megalith.planner.rule_of_thumb
 
@@ -29,11 +29,11 @@ MODELS = (
 DEVICE = "h100"
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TYPICAL = (64, 1024)
-"""Numbers of devices that a column shows the fastest layout on."""
+"""Numbers of devices, each with a column for the fastest layout on them."""
 
 
 class FewestDevices(NamedTuple):
-    """The fewest devices that hold a model, and the simplest techniques with which they do."""
+    """The fewest devices on which a model fits, and the simplest technique with which it fits."""
 
     devices: int
     techniques: str
@@ -48,11 +48,11 @@ class RuleOfThumb:
     parameters: int
     least: FewestDevices | None
     typical: tuple[Candidate | None, ...]
-    """The fastest layout on each number of devices in TYPICAL; None where nothing fits."""
+    """The fastest layout on each number of devices in TYPICAL; None if nothing fits."""
 
 
 def thumb(model: str, *, counts: Sequence[int] = COUNTS, typical: Sequence[int] = TYPICAL) -> RuleOfThumb:
-    """Return the line of a model, with its own context of at most 8,192 tokens, and 4M tokens a step."""
+    """Return the line of a model, for its context but at most 8,192 tokens, and 4M tokens a step."""
     request = resolve(PlanRequest(model=model, cluster=f"{DEVICE}:{typical[-1]}"))
     return RuleOfThumb(
         model, count_model(request.model).total, _least(model, counts), tuple(_best(model, count) for count in typical)

@@ -1,4 +1,4 @@
-"""The best plan in a run file. No torch unless a part must be traced."""
+"""Run file with the best plan. No torch unless a part must be traced."""
 
 from megalith.planner.linked import whole_batch
 from megalith.planner.plan_result import PlanResult, short
@@ -11,7 +11,7 @@ from megalith.spec.validate import leaves
 
 
 def as_run(result: PlanResult) -> str:
-    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
+    """Return a run file with the best plan, which `megalith check` accepts and `megalith train` runs once its data exists."""
     request, best = result.request, result.found.best
     assert best is not None
     plan, sites = _written(best.plan), (result.linked and result.linked.chosen) or request.sites
@@ -29,16 +29,16 @@ def as_run(result: PlanResult) -> str:
     text = files.dump(ResolvedRun(spec, origins), brief=True)
     estimate = best.estimate
     head = (
-        f"# {request.run.model.name} on {request.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "
+        f"# {request.run.model.name} on {request.run.cluster}, planned by `megalith plan`: {short(plan)}, predicted "
         f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the worst rank.\n"
     )
     if request.resolved is None:
-        head += f"# data.path = {DATA!r} is a guess: put your own"
-        head += "." if request.tokens else f"; so is train.steps = {STEPS}."
+        head += f"# data.path = {DATA!r} is a guess: write your own"
+        head += "." if request.tokens else f"; train.steps = {STEPS} is one, too."
         head += "\n"
     return head + text.partition("\n")[2]
 
 
 def _written(plan: Plan) -> Plan:
-    """The plan without parts to be recomputed that have no effect."""
+    """The plan without `recompute_parts` that have no effect."""
     return plan if plan.recompute == "selective" else plan.model_copy(update={"recompute_parts": Plan().recompute_parts})

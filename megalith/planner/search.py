@@ -1,5 +1,5 @@
-"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form; a schedule
-without one is simulated if the plan could be among the best. No torch unless a part must be traced."""
+"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form. A
+schedule without a closed form is simulated if the plan could be among the best. No torch unless a part must be traced."""
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
@@ -48,25 +48,25 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search, best first."""
+    """Result of a search; `choices` are sorted by step time."""
 
     choices: tuple[Candidate, ...]
     pareto: tuple[Candidate, ...]
     """Pareto frontier of step time and free memory."""
     looked_at: int
     too_large: int
-    """Plans that do not fit. Exchanges of context ranks that are too slow to be shown are not counted."""
+    """Number of plans that do not fit, except plans whose context exchange is too slow to be shown."""
     closest: Candidate | None
-    """The plan that is least too large, if nothing fits."""
+    """The plan that needs the least memory, if nothing fits."""
     refused: int = 0
-    """Plans that `valid` refused although they are as fast as those shown."""
+    """Number of plans that `valid` refused although they are as fast as the shown ones."""
     offloaded: int = 0
-    """Number of plans that fit only with some of the optimizer's state or of the activations in host memory or on disk. `too_large` does
-    not count them."""
+    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. They
+    are not in `too_large`."""
     runnable: Candidate | None = None
-    """The best that leaves everything on the devices."""
+    """The best plan that leaves all state and activations on the devices."""
     recomputed: int = 0
-    """Number of plans that fit only with recomputation in segments. `too_large` does not count them."""
+    """Number of plans that only fit with recomputation in segments. They are not in `too_large`."""
 
     @property
     def best(self) -> Candidate | None:
@@ -107,9 +107,9 @@ def search(
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; the result
-    leaves out plans that `valid` refuses, and plans with the same value of `differ` as a faster one. `tick` gets the number of
-    new parts that are traced, and of all new parts."""
+    """Return the `top` fastest plans that fit, for the software of this name in `cost.software`. `global_batch` counts
+    sequences. The result leaves out plans that `valid` refuses, and plans with the same value of `differ` as a faster plan.
+    `tick` gets the number of new parts traced so far, and of all new parts."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
@@ -154,8 +154,8 @@ def search(
 
 
 class BoundedCandidate(NamedTuple):
-    """A plan that is estimated only if it could be among the best: `bound` is a lower bound of its step's seconds, and `close`
-    says that the bound is tight."""
+    """A plan that is only estimated if it could be among the best. `bound`: lower bound of its step's seconds; `close`: True
+    if the bound is tight."""
 
     bound: float
     workload: Workload
@@ -164,8 +164,8 @@ class BoundedCandidate(NamedTuple):
 
 
 class _Sorter:
-    """Workloads sorted by the form in which they fit: with a closed form of their time, without one, or with some state or activations
-    elsewhere."""
+    """Workloads that fit, sorted into those whose time has a closed form, those without one, and those with offloaded state
+    or activations."""
 
     def __init__(self, scorer: "Scorer", space: Space) -> None:
         self.scorer, self.space = scorer, space
@@ -173,13 +173,13 @@ class _Sorter:
         self.waiting: list[BoundedCandidate] = []
         self.offloaded: list[BoundedCandidate] = []
         self.least: Sized | None = None
-        """The workload that is least too large."""
+        """The workload with the least memory of those that do not fit."""
         self.too_large = self.recomputed = self.away = 0
         self._smallest: dict[tuple[Any, ...], int] = {}
-        """The least microbatch that does not fit, by all other choices: no larger one does."""
+        """By all other choices, the smallest microbatch that does not fit; larger ones do not fit either."""
 
     def add(self, workload: Workload) -> None:
-        """Sort in a workload. Workloads that differ in the microbatch alone come in its order."""
+        """Sort in a workload. Workloads that only differ in the microbatch must come in ascending order."""
         scorer, space = self.scorer, self.space
         size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
         if self._smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
@@ -204,7 +204,8 @@ class _Sorter:
                 self.least = again[-1]
 
     def _keep(self, workload: Workload, held: Memory) -> None:
-        """Keep a workload that fits; if little is left, also forms that need less, because the final count of memory may be higher."""
+        """Keep a workload that fits. If it leaves little memory free, also keep forms that need less, because the exact count
+        may be higher."""
         scorer = self.scorer
         if kind(workload.plan.schedule).fills_and_drains:
             insort(self.fitting, _choice(workload, held, scorer), key=_step)
@@ -233,8 +234,8 @@ Sized = tuple[Workload, Memory]
 
 
 def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
-    """Return forms of a workload that hold less and compute the same. First the workload itself, or, if all its blocks are
-    recomputed, the segments that hold least; then nested segments, which compute more, if they hold less."""
+    """Return forms of a workload that need less memory: first the workload itself, or, if it recomputes all blocks, the
+    segments with the least memory; then nested segments, which compute more, if they need less memory."""
     plan, found = workload.plan, [(workload, held)]
     if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
         return found
@@ -253,8 +254,8 @@ def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequenc
 def _elsewhere(
     again: Sequence[Sized], near: Sized | None, moved: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]
 ) -> list[Sized]:
-    """Return the forms of a workload that fit because some of it is not on the device: of its state, of its activations, or, if
-    neither is enough, of both. `near`: the form that fits on the device; `moved`: those with activations elsewhere."""
+    """Return the forms of a workload that fit with offloaded state or activations, or, if neither is enough, with both.
+    `near`: the form that fits without offloading; `moved`: forms with offloaded activations."""
     # nested segments compute more than others: with these, and state elsewhere, a step may be shorter
     lighter = None if near and near[0].plan.recompute != NESTED else _lighter(again, scorer, shares)
     fitting = [one for one in (lighter, *moved) if one is not None and scorer.fits(*one)]
@@ -264,8 +265,8 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
-    host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
+    """Return the first workload that fits with offloaded optimizer state, and its memory; None if none fits. Tried in order:
+    the least share in host memory; all state on disk; also released gradients; also offloaded weights under ZeRO 3."""
     gathering = [(other, held) for one, held in bases if host.has_weights(other := _gathered(one))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
@@ -287,8 +288,9 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 
 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
-    """Return the workload with activations elsewhere, if it then fits: with each share of its blocks in host memory, because `valid` may
-    count more than here, or with all of them on disk. If it does not fit, return the forms with all elsewhere, unless they hold no less."""
+    """Return the forms of a workload with offloaded activations that fit: each share of blocks in host memory, because the
+    exact count may be higher, else all blocks on disk. If none fits, return the forms with all activations offloaded that
+    need less memory."""
     if (
         not shares
         or not workload.software_profile.ours
@@ -304,13 +306,13 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
 
 
 def _gathered(workload: Workload) -> Workload:
-    """Return the workload under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
+    """Return the workload under ZeRO 3 if it has a single data rank, for which the search only tries ZeRO 0."""
     plan = workload.plan
     return replace(workload, plan=plan.model_copy(update={"zero": 3})) if plan.dp_size == 1 else workload
 
 
 def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
-    """Return how software of a name runs a plan."""
+    """Return the software profile of the software with this name under a plan."""
     return hiding(plan, software_profile_of(software, plan))
 
 
@@ -321,8 +323,8 @@ def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
 
 
 def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
-    """Simulate the candidates in `waiting`, and return them with those in `known`, the fastest first. A plan that would not be among the
-    first `most` even without idle time is left out, and not simulated."""
+    """Simulate the candidates in `waiting`, and return them with those in `known`, the fastest first. A plan that would not
+    be among the first `most` even without idle time is left out."""
     ranked = sorted(known, key=_step)
     queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
     heapify(queue)
@@ -349,7 +351,7 @@ def _first_valid(
     valid: Callable[[Plan], bool] | None,
     differ: Callable[[Plan], Hashable] | None = None,
 ) -> tuple[tuple[Candidate, ...], int]:
-    """The first `most` choices (None: all) that are valid and differ, and the number of refused plans that were faster."""
+    """Return the first `most` choices (None: all) that are valid and differ, and the number of faster plans that were refused."""
     found: list[Candidate] = []
     seen = set[Hashable]()
     refused = 0
@@ -367,7 +369,7 @@ def _first_valid(
 
 
 def pareto(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return those choices, in order of time, that need less memory than every faster one."""
+    """Return the choices, in order of time, that need less memory than every faster choice."""
     found: list[Candidate] = []
     least = float("inf")
     for choice in ranked:
@@ -378,9 +380,8 @@ def pareto(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 class Scorer:
-    """Estimates many plans of one model, and computes common quantities once. `forward_only`: the prefill of prompts instead of
-    training.
-    `factor`: correction of all predicted times by measured steps."""
+    """Estimator for many plans of one model, which computes common quantities once. `forward_only`: the prefill of prompts
+    instead of training. `factor`: correction of all predicted times by measured steps."""
 
     def __init__(self, figures: Calibration, *, forward_only: bool = False, factor: float = 1.0) -> None:
         self.figures, self.forward_only, self.factor = figures, forward_only, factor
@@ -405,7 +406,7 @@ class Scorer:
         return memory(workload, self.parts(workload), self.figures.overheads[workload.software_profile.overheads])
 
     def held(self, workload: Workload) -> Memory:
-        """Return memory by `cost.predicted.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
+        """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, by `memory`."""
         if self.forward_only or not workload.software_profile.ours or workload.plan.state.away:
             return self.memory(workload)
         return predicted.held(workload, self.figures)
@@ -415,7 +416,7 @@ class Scorer:
         return fits(workload, held, self.figures.overheads[workload.software_profile.overheads])
 
     def estimate(self, workload: Workload, held: Memory | None = None) -> Estimate:
-        """See `cost.estimate.estimate`. `held`, if it is known already, saves work."""
+        """See `cost.estimate.estimate`. `held`: the memory, if it is already known."""
         traced = self.parts(workload)
         if self.forward_only:
             found = prefill(workload, self.figures, traced, self._part_times(workload, traced))
@@ -429,7 +430,7 @@ class Scorer:
         return self.factor * busy_seconds(workload, traced, self._part_times(workload, traced))
 
     def bound(self, workload: Workload) -> float:
-        """Lower bound of a training step in seconds: that of a schedule with a closed form whose ranks never idle."""
+        """Lower bound of the seconds of a training step: the step without idle time."""
         plan, traced = workload.plan, self.parts(workload)
         plain = plan.model_copy(update={"schedule": interleaving(plan.chunks)})
         closed = replace(workload, plan=plain)

@@ -1,4 +1,5 @@
-"""Sites on clusters of their own: how many samples each reads, so that none waits long for another, and the best plan for it. No torch."""
+"""Plans for sites on clusters of their own: shares of samples with which no site waits long for another, and the best plan
+for each site. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,23 +19,23 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec
 
 PARTS = 64
-"""The most parts into which a step's samples are cut."""
+"""Largest number of parts into which a step's samples are divided."""
 CLOSE = 1.02
-"""Shares of fewer parts are taken although a step would take this many times as long."""
+"""A division into fewer parts is chosen if its step is at most this many times as long."""
 TRIES = 4
-"""Most times that shares are corrected by the steps that their plans would take."""
+"""Largest number of corrections of shares by the step times of their plans."""
 
 
 @dataclass(frozen=True)
 class SiteRequest(ResolvedRequest):
-    """The request for one site. `part`: the samples of one part of a step, which the site's data ranks must share out evenly."""
+    """The request for one site. `part`: samples in one part of a step, which the site's data ranks must divide evenly."""
 
     part: int = 1
 
     def problems(self, plan: Plan) -> list[Problem]:
         """See `ResolvedRequest.problems`."""
         if self.part % (plan.data * plan.microbatch):
-            reason = f"does not divide {self.part}, the samples of one part that sites share out"
+            reason = f"does not divide {self.part}, the samples in one part of a step"
             return [problem("plan.data", plan.data, reason, "Use another global batch.")]
         return super().problems(plan)
 
@@ -53,7 +54,7 @@ class SitesResult:
 
     @property
     def sites(self) -> SitesSpec:
-        """The table `[sites]` with the plans and shares that were found."""
+        """The table `[sites]` with the found plans and shares."""
         sites = self.asks[0].sites
         assert sites is not None
         plans = (one.choices[0].plan for one in self.found)
@@ -81,8 +82,9 @@ class SitesResult:
 
 
 def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], SearchResult]) -> SitesResult | None:
-    """Share a step's samples out among sites on clusters of their own, so that the slowest site takes as little time as was found; None
-    where the run file names no such clusters. `search` finds the best plan of a request. Raises SpecErrors where a site has none."""
+    """Divide a step's samples among sites on clusters of their own, so that the slowest site takes the least time; None if
+    the run file names no such clusters. `search` finds the best plan of a request. Raises SpecErrors if a site has no
+    plan."""
     sites, resolved = request.sites, request.resolved
     if sites is None or resolved is None or not sites.each or sites.each[0].cluster is None:
         return None
@@ -96,7 +98,7 @@ def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], Sea
                 f"cannot be divided among the {sites.count} sites, in up to {PARTS} parts, so that each cluster "
                 f"distributes its share evenly"
             )
-            raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two leave the most choice.")])
+            raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two allow the most layouts.")])
         if shares in known:
             break
         try:
@@ -111,7 +113,7 @@ def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], Sea
 
 
 def _clusters(request: ResolvedRequest, sites: SitesSpec) -> list[ClusterSpec]:
-    """Return the clusters of the sites. Raises SpecErrors for those that steps cannot be predicted on."""
+    """Return the clusters of the sites. Raises SpecErrors for clusters on which steps cannot be predicted."""
     there, problems = list[ClusterSpec](), list[Problem]()
     for number, name in enumerate(str(one.cluster) for one in sites.each):
         try:
@@ -126,14 +128,14 @@ def _clusters(request: ResolvedRequest, sites: SitesSpec) -> list[ClusterSpec]:
 
 
 def single_site(request: ResolvedRequest, batch: int) -> ResolvedRequest:
-    """The request for a site that trains the whole batch without the others."""
+    """Return the request for a site that trains the whole batch alone."""
     return ResolvedRequest(**_fields(request) | {"run": _with_batch(request.run, batch), "sites": None})
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
-    """Return whole shares of a batch for sites that train at these rates, in samples a second: of few parts, and with a step that is
-    hardly longer than the shortest. `able`: True if all sites can divide a part of so many samples. Return None if no number of parts
-    works."""
+    """Return shares of a batch, as numbers of equal parts, for sites that train at these rates in samples/s. Of all divisions
+    whose step is nearly the shortest, the one with the fewest parts is chosen. `able`: True if all sites can divide a part of
+    this number of samples. Return None if no division works."""
     found = list[tuple[float, tuple[int, ...]]]()
     for parts in range(len(rates), PARTS + 1):
         if batch % parts or not able(batch // parts):
@@ -151,7 +153,7 @@ def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -
 
 
 def _deals_out(request: ResolvedRequest, cluster: ClusterSpec, part: int) -> bool:
-    """True if some split of a cluster leaves data ranks that can divide this many samples evenly."""
+    """True if a cluster has a split whose data ranks divide this number of samples evenly."""
     return any(
         part % (cluster.count // (tensor * context * pipeline)) == 0
         for tensor, context, pipeline in splits(request.model, cluster, request.run.train.seq_len)

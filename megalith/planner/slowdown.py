@@ -1,5 +1,5 @@
-"""Why a run is slower than predicted: the terms of its step compared with the prediction, and changes to try, ordered by gain. No
-torch unless a part must be traced."""
+"""Analysis of a run that is slower than predicted: the terms of its step compared with the prediction, and changes to try, sorted
+by gain. No torch unless a part must be traced."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,14 +27,13 @@ class Term:
 
     @property
     def over(self) -> float:
-        """Seconds by which it exceeds its prediction."""
+        """Measured minus predicted seconds."""
         return self.measured - self.predicted
 
 
 @dataclass(frozen=True)
 class SlowdownReport:
-    """A run's step compared with its prediction: the terms with the largest excess first, and the changes with the largest gain
-    first."""
+    """A run's step compared with its prediction. `terms` begin with the largest excess, `tries` with the largest gain."""
 
     name: str
     predicted: float
@@ -44,7 +43,7 @@ class SlowdownReport:
 
     @property
     def to_blame(self) -> Term | None:
-        """The term that exceeds its prediction most; None if none does notably."""
+        """The term that exceeds its prediction most; None if the excess is not notable."""
         first = self.terms[0]
         return first if first.over > NOTABLE * self.predicted else None
 
@@ -58,8 +57,8 @@ class SlowdownReport:
 
 
 def slowdown(folder: Path, *, tried: bool = True) -> SlowdownReport:
-    """Compare the run in a folder with its prediction. `tried`: predict other plans too. Raises ValueError if it names no cluster or has
-    too few steps."""
+    """Compare the run in a folder with its prediction. `tried`: predict other plans too. Raises ValueError if the run names
+    no cluster or has too few steps."""
     spec, steps = spec_of(folder), steps_of(folder)
     here = by_term(Scorer(calibration()).estimate(workload_of(spec)).time)
     measured = {
@@ -73,8 +72,8 @@ def slowdown(folder: Path, *, tried: bool = True) -> SlowdownReport:
 
 
 def alternatives(spec: RunSpec) -> dict[str, dict[str, float]]:
-    """Predict a step by term under each plan that differs from the run's in one choice, can train it and fits. Raises ValueError for a
-    run that cannot be predicted."""
+    """Predict the terms of a step under each plan that differs from the run's in one choice, is valid and fits. Raises ValueError
+    for a run that cannot be predicted."""
     workload, scorer, found = workload_of(spec), Scorer(calibration()), dict[str, dict[str, float]]()
     for change, plan in neighbours(workload):
         other = replace(
@@ -86,7 +85,7 @@ def alternatives(spec: RunSpec) -> dict[str, dict[str, float]]:
 
 
 def by_term(time: Time) -> dict[str, float]:
-    """Return the seconds of a predicted step by the names of TERMS."""
+    """Return the seconds of a predicted step by term; the names are those of TERMS."""
     return {
         "compute": time.compute, "communication": time.exposed, "bubble": time.bubble, "optimizer": time.optimizer, "other": time.other,
     }  # fmt: skip

@@ -18,14 +18,14 @@ class Training:
     days: float
     device_hours: float
     dollars: float | None
-    """None where no price is known."""
+    """None if no price is known."""
     megawatt_hours: float | None
     flops: float
-    """FLOPs that the model needs, with attention in full."""
+    """Model FLOPs of the training, with attention in full."""
 
 
 def training(choice: Candidate, cluster: ClusterSpec, *, tokens: float) -> Training:
-    """Days, hours, dollars and energy of a training on this many tokens."""
+    """Return the cost of a training on this number of tokens."""
     steps = -(-int(tokens) // choice.estimate.tokens)
     seconds = steps * choice.estimate.time.step
     hours = seconds / 3600 * cluster.count

@@ -1,4 +1,4 @@
-"""A request with one thing changed, for what-ifs. No torch."""
+"""A request with one value changed, for what-ifs. No torch."""
 
 from dataclasses import replace
 
@@ -8,13 +8,14 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import SpecErrors, near
 from megalith.spec.quantity import quantity
 
-LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
-"""Bandwidths of the fabric that a what-if may assume, in GB/s one way."""
+LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "bytes/s out of a device over the fast links"}
+"""Bandwidths that a what-if may change, in GB/s in one direction."""
 
 
 def vary(plan_request: PlanRequest, change: str) -> ResolvedRequest:
-    """The request with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
-    "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s one way a device). Raises SpecErrors."""
+    """Return the request with one value changed, such as "accelerator=h200", "cluster=h100:8192", "seq_len=16384",
+    "global_batch=1024", "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s out of a device). Raises
+    SpecErrors."""
     key, equals, value = change.partition("=")
     key = key.strip().replace("-", "_")
     known = ("accelerator", "cluster", "seq_len", "global_batch", "global_batch_tokens", "format", *LINKS)
@@ -26,7 +27,7 @@ def vary(plan_request: PlanRequest, change: str) -> ResolvedRequest:
     ):
         nearest = near(key, known)
         hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
-        way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
+        way_out = f"{hint}Write KEY=VALUE, such as accelerator=h200 or scale_out=25 (GB/s). Known keys: {', '.join(known)}."
         raise SpecErrors([problem("--what-if", change, "is not a known change", way_out)])
     if key in LINKS:
         request = resolve(plan_request)

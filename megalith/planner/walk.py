@@ -1,4 +1,5 @@
-"""Walk to a first plan: does the model fit, which batch, what makes it fast. One technique at a time. No torch unless parts are traced."""
+"""Guided way to a first plan, one technique at a time: how the model fits, which microbatch it takes, and what makes it fast.
+No torch unless parts are traced."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from megalith.spec.state import MASTER, bytes_each, kept
 from megalith.spec.treatment import kept_of, slots_of
 
 CLOSE = 3
-"""Number of smallest layouts, by the quick count of memory, whose memory is then counted exactly, by the trainer's program."""
+"""Number of layouts, the smallest by the quick count of memory, whose memory is then counted exactly."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,37 @@ PLAIN = Technique(
 TECHNIQUES: tuple[Technique, ...] = (
     Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to them", lambda plan: plan.expert > 1),
     Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
-    Technique("ZeRO 2", "also of the gradients", lambda plan: plan.zero == 2),
-    Technique("ZeRO 3", "also of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
-    Technique("recomputation", "activations are computed again in the backward", lambda plan: plan.recompute != "none"),
-    Technique("tensor parallelism", "each product is split inside the fast links", lambda plan: plan.tensor > 1),
-    Technique("pipeline", "each rank holds some of the blocks, and microbatches pass through", lambda plan: plan.pipeline > 1),
+    Technique("ZeRO 2", "each data rank also keeps a share of the gradients", lambda plan: plan.zero == 2),
+    Technique("ZeRO 3", "each data rank also keeps a share of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
+    Technique("recomputation", "the backward computes activations again", lambda plan: plan.recompute != "none"),
+    Technique("tensor parallelism", "each matrix product is split over ranks on fast links", lambda plan: plan.tensor > 1),
+    Technique("pipeline", "each rank holds some of the blocks, through which microbatches pass", lambda plan: plan.pipeline > 1),
     Technique("context parallelism", "each sequence is split", lambda plan: plan.context > 1),
     Technique("HSDP", "the state has several copies, each sharded over nearby ranks", lambda plan: plan.replicate > 1, spares=False),
-    Technique("interleaving", "a pipeline rank holds several short stages, and waits less", lambda plan: plan.chunks > 1, spares=False),
+    Technique("interleaving", "a pipeline rank holds several short stages and idles less", lambda plan: plan.chunks > 1, spares=False),
 )  # fmt: skip
-"""Techniques in the order in which they are tried: the simpler ones first."""
+"""Techniques in the order of trial, the simplest first."""
 
 ELSEWHERE = Technique(
-    "state in host memory", "the optimizer's state waits in the hosts' memory", lambda plan: plan.state.away > 0
+    "state in host memory", "the optimizer's state is kept in the hosts' memory", lambda plan: plan.state.away > 0
 )
-"""These are tried if nothing else fits."""
+"""The technique that is tried if nothing else fits."""
 
 SCHEDULES_TOO = Technique(
-    "other schedules", "the order of forwards and backwards fills the pipeline's gaps", lambda plan: False, spares=False
+    "other schedules", "another order of forwards and backwards fills the pipeline's bubble", lambda plan: False, spares=False
 )
-"""Schedules without a closed form of their idle time, which the whole search looks at."""
+"""Schedules whose idle time has no closed form; only the full search tries them."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The best layout with one technique more. `choice` is None where no layout of this kind exists; `why` says so."""
+    """The best layout with one more technique than the row before. `choice` is None if no such layout exists; `why` is the
+    reason."""
 
     technique: Technique
     choice: Candidate | None
     gain: float = 0.0
-    """Share by which a step is shorter than in the row before."""
+    """Relative reduction of the step time compared with the row before."""
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -80,18 +82,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The three stages of a walk. `result` is None if nothing fits; `problems` then say which change would make a plan fit."""
+    """The three stages of a walk. `result` is None if nothing fits; `problems` then name changes with which a plan fits."""
 
     request: ResolvedRequest
     parameters: int
     state: float
-    """Bytes of weights, gradients and the optimizer's state of the whole model."""
+    """Bytes of the whole model's weights, gradients and optimizer state."""
     fit: tuple[Row, ...]
-    """The smallest layout with each technique more, until one fits."""
+    """The smallest layout after each further technique, until one fits."""
     batch: tuple[Candidate, ...]
-    """The layout that fits, with each size of a microbatch that it can have."""
+    """The layout that fits, with each possible microbatch."""
     throughput: tuple[Row, ...]
-    """The fastest layout with each technique more."""
+    """The fastest layout after each further technique."""
     result: PlanResult | None
     problems: tuple[Problem, ...] = ()
 
@@ -117,7 +119,7 @@ class Walk:
 def walk(
     request: ResolvedRequest, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None
 ) -> Walk:
-    """Walk through fit, batch and throughput for a request. `measured` and `tick` as `planner.plan_result.best_plans` takes them."""
+    """Walk through fit, batch and throughput for a request. `measured` and `tick`: as in `planner.plan_result.best_plans`."""
     parameters = count_model(request.model).total
     state = parameters * _state(request)
     request = replace(request, offload=False)
@@ -137,17 +139,17 @@ def walk(
 
 
 def rounds(plan: Plan, request: ResolvedRequest) -> int:
-    """Return the microbatches that a data rank computes in a step."""
+    """Return the number of microbatches that a data rank computes in a step."""
     return request.run.train.global_batch // (plan.data * plan.microbatch)
 
 
 def a_parameter(request: ResolvedRequest) -> str:
-    """Return the bytes that a parameter takes in all, as a sum: weights, gradient, moments."""
+    """Return the bytes of a parameter's state as text, with the terms of the sum: weights, gradient, moments."""
     return kept_of(request.run.optimizer, _compute(request), gradients=request.run.train.gradients)
 
 
 def _state(request: ResolvedRequest) -> float:
-    """Return these bytes for the whole model. Weights that compute in the format in which they are kept count once."""
+    """Return the bytes of state per parameter. Weights whose compute format is that of the master weights count once."""
     compute = _compute(request)
     optimizer, gradients = request.run.optimizer, request.run.train.gradients
     slots = kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients)
@@ -160,7 +162,7 @@ def _compute(request: ResolvedRequest) -> str:
 
 @dataclass(frozen=True)
 class _Spread:
-    """All layouts whose schedule has a closed form, with the quick count of their memory."""
+    """All layouts whose schedule has a closed form of its time, with the quick count of their memory."""
 
     request: ResolvedRequest
     scorer: Scorer
@@ -175,18 +177,18 @@ class _Spread:
         return cls(request, scorer, tuple((one, scorer.memory(one)) for one in workloads))
 
     def smallest(self, allowed: Sequence[Technique]) -> Candidate | None:
-        """Return the layout that holds least, of those that use only allowed techniques."""
+        """Return the layout with the least memory that only uses allowed techniques."""
         mine = sorted(self._with(allowed), key=lambda one: one[1].total)
         few = [choice_of(self.request, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
         return min(few, key=lambda one: (not one.estimate.fits, one.estimate.memory.total), default=None)
 
     def elsewhere(self) -> Candidate | None:
-        """Return the layout that holds least with the optimizer's state in host memory."""
+        """Return the layout that needs the least memory with the optimizer's state in host memory."""
         mine = min(self.workloads, key=lambda one: one[1].total - one[1].optimizer, default=None)
         return None if mine is None else choice_of(self.request, offloaded(mine[0].plan, 1.0), self.scorer)
 
     def fastest(self, allowed: Sequence[Technique]) -> Candidate | None:
-        """Return the fastest layout that fits and is valid, of those that use only allowed techniques."""
+        """Return the fastest valid layout that fits and only uses allowed techniques."""
         mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
         for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
             if self.request.is_valid(one.plan):
@@ -196,7 +198,7 @@ class _Spread:
         return None
 
     def sizes(self, choice: Candidate) -> tuple[Candidate, ...]:
-        """Return a layout with each size of a microbatch that a search tries and that divides the batch evenly."""
+        """Return a layout with each microbatch that the search tries and that divides the batch evenly."""
         plans = [choice.plan.model_copy(update={"microbatch": size}) for size in MICROBATCHES]
         dealt = [plan for plan in plans if self.request.run.train.global_batch % (plan.data * plan.microbatch) == 0]
         return tuple(choice_of(self.request, plan, self.scorer) for plan in dealt if self.request.is_valid(plan))
@@ -207,14 +209,15 @@ class _Spread:
 
 
 def _fit(spread: _Spread) -> Iterator[Row]:
-    """Yield the smallest layout with each technique that saves memory, until one fits; techniques that save nothing are left out."""
+    """Yield the smallest layout after each technique that saves memory, until one fits. Techniques that save nothing are left
+    out."""
     allowed: list[Technique] = []
     before: Candidate | None = None
     for technique in (PLAIN, *(one for one in TECHNIQUES if one.spares)):
         allowed.append(technique)
         choice = spread.smallest(allowed)
         if choice is None and technique is PLAIN:
-            yield Row(technique, None, why="no layout has the whole model on each device and divides the batch evenly")
+            yield Row(technique, None, why="no layout with the whole model on each device divides the batch evenly")
         if choice is None or (before is not None and choice.plan == before.plan):
             continue
         yield Row(technique, choice)
@@ -229,11 +232,15 @@ def _host_too_small(found: Estimate) -> str:
     """Return a note if a layout would fit its devices, but not their hosts; otherwise empty."""
     here = found.limit is None or found.memory.total * (1 + headroom()) <= found.limit
     held = found.memory.host / 2**30
-    return f"it would fit the device, but needs {held:,.0f} GiB of host memory for each device" if here and not found.fits else ""
+    return (
+        f"the layout fits the devices, but needs {held:,.0f} GiB of host memory for each device"
+        if here and not found.fits
+        else ""
+    )
 
 
 def _throughput(spread: _Spread, fit: Sequence[Row], found: PlanResult) -> Iterator[Row]:
-    """Yield the fastest layout with what makes it fit, then with each technique more that makes a step shorter."""
+    """Yield the fastest layout with the techniques that make it fit, then after each further technique that shortens a step."""
     best = found.found.best
     assert best is not None
     allowed = [

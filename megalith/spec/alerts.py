@@ -1,4 +1,4 @@
-"""When and how a person gets alerts of a run."""
+"""Settings of the alerts that a person gets about a run."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from megalith.spec.base import Spec
 
 Sign = Literal["ended", "silent", "loss", "slow", "memory", "experts", "disk", "finished"]
-"""A sign: something wrong with a run, or its end."""
+"""A kind of alert: something is wrong with a run, or the run has ended."""
 
 ENVIRONMENT = "env:"
 
@@ -17,14 +17,14 @@ SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 
 class AlertsSpec(Spec):
-    """Signs that are sent to a person, and their limits. The live page uses the same limits."""
+    """Kinds of alert that are sent to a person, and their limits. The live page uses the same limits."""
 
     run: str | None = Field(default=None, description="shell command; it gets the alert as a JSON object on its standard input")
     post: str | None = Field(
         default=None, description="address that gets the alert as JSON by HTTP; `env:NAME` takes it from an environment variable"
     )
     on: tuple[Sign, ...] = Field(
-        default=("ended", "silent", "loss", "slow", "memory", "experts", "disk"), description="signs that are sent"
+        default=("ended", "silent", "loss", "slow", "memory", "experts", "disk"), description="kinds of alert that are sent"
     )
     silent: NonNegativeFloat = Field(
         default=0.0, description="seconds without an event; 0: 20 times the usual time between steps, 10 s at least"
@@ -33,19 +33,23 @@ class AlertsSpec(Spec):
         default=0.8, lt=1.0, description="share of the usual tokens per second below which a run is slow"
     )
     predicted: float = Field(default=1.25, gt=1.0, description="times the predicted step time above which a run is slow")
-    memory: PositiveFloat = Field(default=0.95, le=1.0, description="share of the device's memory above which a peak is reported")
-    experts: NonNegativeFloat = Field(
-        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which they count as collapsed"
+    memory: PositiveFloat = Field(
+        default=0.95, le=1.0, description="share of the device's memory above which a memory peak is reported"
     )
-    disk: NonNegativeFloat = Field(default=2.0, description="checkpoints that the run folder's disk must have room for")
+    experts: NonNegativeFloat = Field(
+        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which the routing counts as collapsed"
+    )
+    disk: NonNegativeFloat = Field(
+        default=2.0, description="number of further checkpoints that the run folder's disk must have room for"
+    )
     again: NonNegativeFloat = Field(
-        default=3600.0, description="seconds before the same alert is sent again, once its cause was gone for a minute"
+        default=3600.0, description="seconds before the same alert is sent again; its cause must have been gone for a minute"
     )
 
 
 def address_of(target: str, environment: Mapping[str, str]) -> str:
-    """Return the address that `alerts.post` names. Raises ValueError if it is not an address. The message leaves the address out,
-    because anyone who knows it may post there."""
+    """Return the address that `alerts.post` names. Raises ValueError for anything else. The message leaves the value out,
+    because anyone who knows the address may post there."""
     address, what = target, "alerts.post"
     if target.startswith(ENVIRONMENT):
         name = target.removeprefix(ENVIRONMENT)

@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class AbsentError(AttributeError):
-    """A value of a spec is absent, because the given one was faulty."""
+    """A value of a spec is absent, because the user gave a faulty one."""
 
 
 class Spec(BaseModel):
-    """A frozen value. Unknown keys are errors; a list in TOML is a tuple here. Where some values are faulty, `spec.validate.examine` gives
-    a spec of the others: reading one of these raises AbsentError."""
+    """A frozen value. Unknown keys are errors; a list in TOML is a tuple here. If some values are faulty,
+    `spec.validate.examine` returns a spec without them: reading a missing value raises AbsentError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -25,21 +25,21 @@ class Accelerator(Spec):
     name: str
     title: str
     vendor: str
-    device_names: tuple[str, ...] = Field(default=(), description="what torch calls it, in full")
+    device_names: tuple[str, ...] = Field(default=(), description="full names that torch reports for the device")
     peak: dict[Rate, PositiveFloat] = Field(description="dense FLOP/s by precision, without sparsity")
     memory: PositiveInt | None = Field(default=None, description="bytes")
     memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s")
     scale_up: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over its fast links, one direction")
-    scale_up_domain: PositiveInt = Field(default=1, description="devices that reach each other over the fast links")
+    scale_up_domain: PositiveInt = Field(default=1, description="devices that the fast links join")
     torus: int = Field(
         default=0, ge=0, le=6, description="dimensions of the torus of the fast links; 0: a switch, or links between all"
     )
     per_node: PositiveInt = Field(default=1, description="devices of one host")
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
-    power: PositiveFloat | None = Field(default=None, description="watts it is designed for")
-    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; a default: give your own price")
+    power: PositiveFloat | None = Field(default=None, description="thermal design power, in watts")
+    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; an assumed price: give your own")
     compute_capability: PositiveFloat | None = Field(default=None, description="NVIDIA's compute capability, such as 9.0")
-    source: dict[str, str] = Field(description="where peak, memory, links, power and price come from")
+    source: dict[str, str] = Field(description="sources of peak, memory, links, power and price")
 
     @property
     def is_processor(self) -> bool:
@@ -53,12 +53,12 @@ class Accelerator(Spec):
 
     @property
     def half(self) -> Rate:
-        """The 16-bit format that its matrix units compute in: fp16 on a device without bf16 (V100)."""
+        """The 16-bit format that the device's matrix units compute in: fp16 on a device without bf16 (V100)."""
         return "fp16" if "bf16" not in self.peak and "fp16" in self.peak else "bf16"
 
     @property
     def wide(self) -> float:
-        """Dense FLOP/s in `half`. Raises KeyError if they are not published."""
+        """Dense FLOP/s in `half`. Raises KeyError if the rate is not published."""
         return self.peak[self.half]
 
 
@@ -69,10 +69,10 @@ class Measured(Spec):
     """
 
     device: str = Field(description="the device that was measured, as torch calls it")
-    processor: str = Field(description="the host processor, or the processor that computed")
+    processor: str = Field(description="name of the host's CPU, which is the device itself if the ranks compute on a CPU")
     at: str = Field(description="date and time of the measurement, in UTC")
-    torch: str = Field(description="version of PyTorch that was measured with")
-    ranks: PositiveInt = Field(description="ranks that computed at once")
+    torch: str = Field(description="version of PyTorch used in the measurement")
+    ranks: PositiveInt = Field(description="ranks that computed at the same time")
     threads: PositiveInt = Field(default=1, description="compute threads of each rank")
     wide: PositiveFloat = Field(description="share of peak that a large product reaches")
     ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that share")
@@ -87,38 +87,41 @@ class Measured(Spec):
     )
     launch: PositiveFloat = Field(description="seconds to start an operation")
     in_turn: bool = Field(
-        description="true where an operation is computed by the processor that starts it, so nothing hides the start"
+        description="true on a CPU: the processor that launches an operation also computes it, so launches are not hidden"
     )
 
 
 class HostSpec(Spec):
-    """One host of a cluster, with the resources that its devices share. None: an assumed figure for each device (`cost.host`)."""
+    """One host of a cluster, with the resources that its devices share. For a key that is None, `cost.host` assumes a figure
+    for each device."""
 
     memory: PositiveInt | None = Field(default=None, description="bytes of memory; training state may take half of it")
-    memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s that its memory reads and writes at most")
+    memory_bandwidth: PositiveFloat | None = Field(
+        default=None, description="largest rate at which its memory is read and written, in bytes/s"
+    )
     link: PositiveFloat | None = Field(
         default=None, description="bytes/s between one device and its host's memory, one direction"
     )
     disk: PositiveInt | None = Field(default=None, description="bytes on its disks that training state may take")
-    disk_bandwidth: PositiveFloat | None = Field(
-        default=None, description="bytes/s that its disks read, and write at the same time"
-    )
+    disk_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s that its disks read while they write as much")
 
 
 class ClusterSpec(Spec):
-    """A number of equal accelerators, with their links, faults and prices. None: as in the accelerator's own entry."""
+    """A number of equal accelerators, with their links, faults and prices. A key that is None has the value of the
+    accelerator's entry."""
 
     accelerator: Accelerator
     count: PositiveInt
     per_node: PositiveInt
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     pod: PositiveInt | None = Field(
-        default=None, description="devices of a part of the network that reach each other at the rate of scale_out; unset: all"
+        default=None,
+        description="devices of a pod, in which all reach each other at the rate of scale_out; unset: one pod has all devices",
     )
     oversubscription: float = Field(
         default=1.0,
         ge=1,
-        description="rate at which all devices of a pod can send, over the rate at which data can leave the pod",
+        description="summed rate of all devices of a pod, divided by the rate at which data can leave the pod",
     )
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
     interruptions: NonNegativeFloat = Field(
@@ -126,7 +129,7 @@ class ClusterSpec(Spec):
         description="unexpected interruptions a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
     )
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
-    measured: Measured | None = Field(default=None, description="what `megalith doctor --calibrate` measured")
+    measured: Measured | None = Field(default=None, description="figures that `megalith doctor --calibrate` measured")
     host: HostSpec = Field(default=HostSpec(), description="memory, links and disks of a host")
 
     @model_validator(mode="after")
@@ -135,7 +138,7 @@ class ClusterSpec(Spec):
         if self.pod is None and self.oversubscription > 1:
             raise ValueError(f"oversubscription = {self.oversubscription:g} applies to a pod: set pod, in devices")
         if self.pod is not None and self.pod % near:
-            raise ValueError(f"pod = {self.pod} is not a multiple of the {near} devices that have links of their own: use one")
+            raise ValueError(f"pod = {self.pod} is not a multiple of the {near} devices that fast links join: use a multiple")
         return self
 
     @property
@@ -145,13 +148,13 @@ class ClusterSpec(Spec):
 
     @property
     def machine(self) -> str:
-        """Name of the kind of machine: of its accelerator, or of the processor that was measured."""
+        """Name of the accelerator, or of the CPU if the figures were measured on one."""
         found = self.measured
         return self.accelerator.name if found is None or not found.in_turn else found.processor
 
     def resized(self, count: int) -> "ClusterSpec | None":
-        """Return the cluster with another number of devices. None if its figures were measured on a processor, which other ranks would
-        share otherwise."""
+        """Return the cluster with another number of devices. Return None if its figures were measured on a CPU, because they
+        only hold for the number of ranks that shared it."""
         shared = self.measured is not None and self.measured.in_turn
         return None if shared and count != self.count else self.model_copy(update={"count": count})
 
@@ -180,16 +183,17 @@ ALIASES = {
     "tpuv6e": "tpu-v6e",
     "trillium": "tpu-v6e",
 }
-"""Short names of accelerators in the catalogue. If there are several sizes, the name means the most common one."""
+"""Short names of accelerators in the catalogue. If an accelerator has several memory sizes, the short name means the most
+common one."""
 
-OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
+OWN = 'Any other device can be described in a cluster file (cluster = "mine.toml"), as in clusters/own-accelerator.toml of the sources.'
 
 
 CALIBRATE = "Measure with megalith doctor --calibrate FILE.toml"
 
 
 COUNTED = re.compile(r"(\d+) ?[x*×] ?(\S+)")
-"""Eight of a device, as people write it: 8xh100."""
+"""A number of devices before their name, such as 8xh100."""
 
 
 @cache
@@ -205,7 +209,7 @@ def _accelerator(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def find(device_name: str) -> Accelerator | None:
-    """Return the accelerator that torch calls `device_name`; None if the catalogue does not contain it, because peaks are not
+    """Return the accelerator that torch calls `device_name`. Return None if the catalogue does not contain it: peaks are not
     guessed."""
     wanted = device_name.strip().lower()
     for accelerator in catalogue().values():
@@ -218,8 +222,8 @@ def load(text: str) -> ClusterSpec:
     """Return the cluster that `text` names: "h100" (one node), "h100:16384" or "16384xh100" (that many devices), or a TOML file
     (`clusters/mine.toml`).
 
-    The file's keys are those of ClusterSpec, with `accelerator` a name from the catalogue or a table of its own.
-    Raises SpecErrors for a name that is not in the catalogue, with the nearest name that is.
+    The file's keys are those of ClusterSpec, where `accelerator` is a name from the catalogue or a table that describes a device.
+    Raises SpecErrors for a name that is not in the catalogue; the message suggests the nearest known name.
     """
     if text.endswith(".toml"):
         return _read(Path(text))
@@ -231,7 +235,7 @@ def load(text: str) -> ClusterSpec:
 
 
 def counted(text: str) -> bool:
-    """True if a text that `load` takes gives the number of devices; a bare name in a run file stands for any number."""
+    """True if `text`, an argument of `load`, states the number of devices. A bare name in a run file does not."""
     return ":" in text or text.endswith(".toml") or COUNTED.fullmatch(text) is not None
 
 
@@ -254,7 +258,7 @@ def _read(path: Path) -> ClusterSpec:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SpecErrors([_problem("cluster", str(path), f"cannot be read: {error}", "Give a TOML file that can.")]) from error
+        raise SpecErrors([_problem("cluster", str(path), f"cannot be read: {error}", "Give a readable TOML file.")]) from error
     given = values.pop("accelerator", None)
     try:
         own = isinstance(given, dict)
@@ -276,13 +280,13 @@ def changed(cluster: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
 
 
 def _laid(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree with other values where `above` has some."""
+    """Return the tree `below` with the values of `above` in place of its own."""
     held = below if isinstance(below, dict) else {}
     return held | {key: _laid(held.get(key), value) if isinstance(value, Mapping) else value for key, value in above.items()}
 
 
 def _invalid(error: ValidationError, where: str) -> SpecErrors:
-    """Return the problems of a faulty description; `where` comes before each key."""
+    """Return the problems of a faulty description, each with its key after the prefix `where`."""
     found = ((".".join(map(str, each["loc"])), each) for each in error.errors())
     return SpecErrors(
         [
@@ -299,7 +303,7 @@ def _correct(key: str) -> str:
 
 
 def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
-    """Return a problem for each sign that a file's measured figures come from other devices."""
+    """Return a problem for each value that shows that a file's measured figures come from other devices."""
     found, device = cluster.measured, cluster.accelerator
     if found is None:
         return []

@@ -12,20 +12,20 @@ from megalith.spec.base import Spec
 Shows = Literal[
     "crash", "bug", "hang", "node lost", "preemption", "straggler", "corrupt state", "not finite", "wrong gradient", "full disk"
 ]
-"""Symptom of a fault in a run: a rank's process dies; its program raises; no rank makes progress; and so on."""
+"""Symptom of a fault in a run. "crash": a rank's process dies; "bug": its program raises; "hang": no rank makes progress."""
 
 Repair = Literal["none", "reboot", "part", "node", "maintenance"]
-"""Repair of a node: none, because nothing is broken; a reset or a reboot; replacement of a part; of the whole node; the end of
-its maintenance."""
+"""Repair of a node: none, a reset or reboot, replacement of a part, replacement of the whole node, or the end of its
+maintenance."""
 
 
 class FaultCause(Spec):
-    """One row of a table."""
+    """One row of a fault table."""
 
     name: str
     count: NonNegativeFloat
     shows: Shows
-    repair: Repair = Field(description="what the node needs before it can be used again")
+    repair: Repair = Field(description="repair that the node needs before it can be used again")
 
 
 class FaultTable(Spec):
@@ -35,7 +35,9 @@ class FaultTable(Spec):
     title: str
     devices: PositiveInt
     days: PositiveFloat
-    planned: NonNegativeFloat = Field(default=0.0, description="planned interruptions in that time, not among the causes")
+    planned: NonNegativeFloat = Field(
+        default=0.0, description="planned interruptions in that time; the causes do not include them"
+    )
     source: str
     causes: tuple[FaultCause, ...]
 
@@ -51,7 +53,7 @@ class FaultTable(Spec):
 
 
 class Reliability(Spec):
-    """Fault rates of a cluster's nodes, single and in groups, and repair times. A default of 0: no figure is
+    """Fault rates of a cluster's nodes, single and in groups, and repair times. A default of 0 means that no figure is
     published."""
 
     faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")
@@ -64,9 +66,11 @@ class Reliability(Spec):
     )
     maintenance_hours: PositiveFloat = Field(default=4.0, description="time until a node taken for maintenance is back; assumed")
     idle_factor: NonNegativeFloat = Field(
-        default=0.25, le=1.0, description="how often the hardware of an idle node fails, as a share of a busy one's rate; assumed"
+        default=0.25, le=1.0, description="hardware failure rate of an idle node, divided by that of a busy node; assumed"
     )
-    slow_factor: PositiveFloat = Field(default=1.3, ge=1.0, description="how much longer a step takes with a straggler")
+    slow_factor: PositiveFloat = Field(
+        default=1.3, ge=1.0, description="time of a step with a straggler, divided by that of a normal step"
+    )
     rack_nodes: PositiveInt = Field(
         default=2, description="nodes of a rack; Llama 3: two servers of eight (arXiv:2407.21783, 3.3.1)"
     )
@@ -81,7 +85,9 @@ class Reliability(Spec):
     )
     lemon_share: NonNegativeFloat = Field(default=0.0, lt=1.0, description="share of nodes that fail much more often")
     lemon_factor: PositiveFloat = Field(
-        default=1.0, ge=1.0, description="how much more often these nodes fail; the mean over all nodes stays the same"
+        default=1.0,
+        ge=1.0,
+        description="failure rate of these nodes, divided by that of the others; the mean over all nodes stays the same",
     )
     person_hours: PositiveFloat = Field(default=0.5, description="time until a person has dealt with a run that stopped; assumed")
 

@@ -1,9 +1,8 @@
-"""Run files: from TOML to a checked RunSpec, with the origin of each value. Values override each other in this order: defaults <
-preset (`[model] preset = "llama3-8b"`) < file < command line
-(`--set train.steps=100`). Tables are merged key by key, all other values are replaced. Paths inside a run file, if relative,
-start at
-the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies. The
-exception is a cluster's file, which is usually beside run files: it is looked for in the run file's folder first.
+"""Run files: from TOML to a checked RunSpec, with the origin of each value. Later values override earlier ones in this order:
+defaults, preset (`[model] preset = "llama3-8b"`), file, command line (`--set train.steps=100`). Tables are merged key by key;
+all other values are replaced. Relative paths in a run file start at the current directory, as on the command line: the same
+`data.path` means the same folder wherever the run file lies. The exception is a cluster file, which is usually beside run
+files: `read` looks in the run file's folder first.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ FILE = "run.toml"
 SPEC_FILE = "spec.json"
 PROVENANCE_FILE = "provenance.json"
 STARTED = "started."
-"""Prefix of the keys that say where a run was started."""
+"""Prefix of the keys in provenance.json that record the start of a run."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading: a spec and its problems. Values that are faulty are not in the spec: reading one raises AbsentError."""
+    """Result of reading: a spec and its problems. Faulty values are not in the spec: reading one raises AbsentError."""
 
     resolved: ResolvedRun
     problems: list[Problem]
@@ -73,8 +72,8 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedRun:
 
 
 def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False) -> Reading:
-    """The same, but return the problems together with the valid values. `saved`: the file is a run folder's own, in which renamed
-    keys keep their old meaning. Raises SpecErrors where the file or a setting is not TOML."""
+    """Like `load`, but return the problems together with the valid values. `saved`: the file is that of a run folder, where
+    renamed keys keep their old meaning. Raises SpecErrors where the file or a setting is not TOML."""
     path = Path(path)
     problems: list[Problem] = []
     layers: list[Layer] = []
@@ -91,7 +90,7 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
 
 
 def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
-    """Return the problem of a cluster's file that the run file names and that is in neither possible place; else empty."""
+    """Return a problem if the run file names a cluster file that is in neither possible folder."""
     source = resolved.provenance.get("cluster", "")
     if not source.startswith("file "):
         return []
@@ -99,11 +98,20 @@ def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
     if not _is_relative_file(named) or Path(named).is_file():
         return []
     reason = f"no such file in {path.parent.absolute()}, where the run file is, nor in {Path.cwd()}, the current directory"
-    return [Problem("error", "cluster", named, reason, "Correct the path, relative to either, or write it in full.", source)]
+    return [
+        Problem(
+            "error",
+            "cluster",
+            named,
+            reason,
+            "Correct the path (it may be relative to either folder), or give an absolute path.",
+            source,
+        )
+    ]
 
 
 def _tables_of_sites(values: Tree) -> list[Tree]:
-    """The tables of single sites in a run file that may be faulty."""
+    """The table of each site in the values of a run file; faulty values are skipped."""
     sites = values.get("sites")
     each = sites.get("each") if isinstance(sites, dict) else None
     return [one for one in each if isinstance(one, dict)] if isinstance(each, list) else []
@@ -114,8 +122,8 @@ def _is_relative_file(cluster: Any) -> TypeGuard[str]:
 
 
 def resolve(layers: Sequence[Layer]) -> ResolvedRun:
-    """Merge layers of values, the preset that they name first; later layers override earlier ones. Raises SpecErrors with every
-    problem."""
+    """Merge layers of values on top of the preset that they name; later layers override earlier ones. Raises SpecErrors with
+    every problem."""
     return _lay_all(layers, path=None).whole()
 
 
@@ -142,7 +150,7 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
 
 
 def _placed(spec: RunSpec) -> RunSpec:
-    """Return a run as the command of its site trains it; unchanged if the values for that are missing."""
+    """Return a run as the command of its site trains it. Return it unchanged if the values that this needs are missing."""
     with contextlib.suppress(AbsentError):
         return at_site(spec)
     return spec
@@ -151,7 +159,8 @@ def _placed(spec: RunSpec) -> RunSpec:
 def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
     """Return the whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
 
-    A value that is not set is written as "none". `brief`: without the values that are defaults, and a model that is a preset by its name.
+    A value that is not set is written as "none". `brief`: leave out default values, and write a model that equals a preset as
+    the preset's name.
     """
     tables: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in telling(resolved.spec, resolved.provenance) if brief else leaves(resolved.spec):
@@ -159,9 +168,7 @@ def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
     # the top level first, a table before the tables inside it: leaves come in the order of the fields
     first = [section for section in dict.fromkeys(path[:1] for path in tables) if section]
     order = [(), *(path for section in first for path in sorted((p for p in tables if p[:1] == section), key=len))]
-    text = [
-        "# One run: keys not listed have their defaults." if brief else "# One run, in full: every value, and where it came from."
-    ]
+    text = ["# One run: keys not listed have their defaults." if brief else "# One run, in full: every value with its origin."]
     for path in order:
         text += ["", f"[{dotted(path)}]"] if path else []
         rows = {
@@ -174,7 +181,8 @@ def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
 
 
 def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) -> Iterator[Leaf]:
-    """Yield the values of a run that are not its defaults; a model that is a preset is one value. `origins`: where values came from."""
+    """Yield the values of a run that are not defaults. A model that equals a preset is one value. `origins`: the origin of
+    each value."""
     values = spec.model.model_dump()
     kept = {name: values[name] for name, field in type(spec.model).model_fields.items() if field.is_required()}
     usual = {leaf.path: leaf.value for leaf in leaves(type(spec.model).model_validate(kept))}
@@ -197,20 +205,20 @@ def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) ->
 
 
 def _told(table: Any) -> Any:
-    """A site's table without the values of its plan that are defaults; other items of lists as they are."""
+    """Return a site's table without the default values of its plan, and any other list item unchanged."""
     if isinstance(table, Mapping) and isinstance(table.get("plan"), Mapping):
         return {**table, "plan": Plan.model_validate(table["plan"]).model_dump(exclude_defaults=True)}
     return table
 
 
 def spec_text(spec: RunSpec) -> str:
-    """Return what `save` writes to spec.json."""
+    """Return the text that `save` writes to spec.json."""
     return json.dumps(spec.model_dump(mode="json"), indent=1) + "\n"
 
 
 def save(resolved: ResolvedRun, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
-    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder. `origin`: more
-    entries of provenance.json, whose keys get the prefix STARTED."""
+    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder.
+    `origin`: further entries of provenance.json; their keys get the prefix STARTED."""
     run_dir.mkdir(parents=True, exist_ok=True)
     disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
     provenance = resolved.provenance | {f"{STARTED}{name}": value for name, value in (origin or {}).items()}
@@ -236,8 +244,8 @@ def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path:
 
 
 def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
-    """Return the layer of the preset that the last layer with one names; no layer, and the problem, if there is no such
-    preset."""
+    """Return the layer of the preset that the last layer with a preset names. For an unknown preset, return the problem and
+    no layer."""
     for layer in reversed(layers):
         model = layer.values.get("model")
         if not isinstance(model, dict) or "preset" not in model:
@@ -263,9 +271,9 @@ def _file(path: Path) -> Layer:
         way_out = f"Did you mean {path.with_name(nearest)}?" if nearest else "Relative paths start at the current directory."
         raise problem(f"no such file (looked in {path.parent.absolute()})", way_out) from None
     except IsADirectoryError:
-        raise problem("a folder, where a run file is needed", f"Did you mean {path / FILE}?") from None
+        raise problem("is a folder, but a run file is needed", f"Did you mean {path / FILE}?") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise problem(f"cannot be read: {error}", "Give a TOML file that can, in UTF-8.") from error
+        raise problem(f"cannot be read: {error}", "Give a readable TOML file in UTF-8.") from error
     try:
         values = tomllib.loads(text)
         for table in (values, *_tables_of_sites(values)):
@@ -287,7 +295,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def read_setting(text: str) -> Layer:
-    """Parse `--set TEXT`: "a.b=VALUE", a TOML value or else a word. Raises SpecErrors."""
+    """Parse `--set TEXT`: "a.b=VALUE". A VALUE that is not TOML is text. Raises SpecErrors."""
     name, equals, value = (part.strip() for part in text.partition("="))
 
     def problem(reason: str, way_out: str) -> SpecErrors:

@@ -1,6 +1,6 @@
 """Names of settings in other trainers, each with the corresponding key of a run file and the meaning of that key.
 
-Only unknown keys and options are looked up, so a name in this table may become a key in a later version.
+Only unknown keys and options are looked up here, so a later version may use a name of this table as a key.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Meaning(NamedTuple):
     note: str = ""
 
     def way_out(self) -> str:
-        """Return what to write instead, as a sentence."""
+        """Return a sentence that tells the user what to write instead."""
         return " ".join(filter(None, (f"Use {self.key}{': ' if self.note else '.'}" if self.key else "", self.note))).replace(
             "  ", " "
         )
@@ -23,7 +23,7 @@ class Meaning(NamedTuple):
 
 STEPS = "the number of updates."
 EPOCH = "the number of updates. An epoch has tokens / (train.global_batch x train.seq_len) steps; `megalith data inspect` counts tokens."
-BATCH = "sequences a step, over all ranks. plan.microbatch is how many a rank computes at once."
+BATCH = "sequences a step, over all ranks. plan.microbatch is the number that a rank computes at once."
 MICROBATCH = "sequences that a data rank computes at once. train.global_batch is the whole batch."
 ACCUMULATION = (
     "sequences a step, over all ranks. A data rank accumulates the gradients of global_batch / (plan.data x plan.microbatch) "
@@ -31,7 +31,7 @@ ACCUMULATION = (
 )
 RANKS = "the ranks of a run are plan.data x plan.context x plan.tensor x plan.pipeline. plan.data = N uses N ranks."
 WARMUP = 'the number of updates, or a share of all steps such as "2%".'
-ZERO = "what data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights (as FSDP does)."
+ZERO = "state that data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights (as FSDP does)."
 FOLDER = "a folder made by `megalith data prepare`."
 
 _GROUPS: dict[str, tuple[str, str]] = {
@@ -103,7 +103,10 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "ranks that split each sequence.",
     ),
     "ep ep_size ep_degree expert_parallel expert_parallelism expert_parallel_size expert_parallel_degree "
-    "expert_model_parallel_size": ("plan.expert", "ranks that divide the experts, taken from the others."),
+    "expert_model_parallel_size": (
+        "plan.expert",
+        "ranks that divide the experts; they are ranks of plan.data, plan.context and plan.tensor.",
+    ),
     "etp expert_tensor_parallel_size": ("plan.expert_tensor", "ranks that split each expert's matrix products."),
     "sp sequence_parallel": ("plan.sequence", "true or false, with plan.tensor > 1."),
     "fsdp zero_stage zero_level sharding_strategy": ("plan.zero", ZERO),
@@ -133,7 +136,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "rms_norm_eps layer_norm_eps layer_norm_epsilon": ("model.norm_eps", ""),
     "rope_base rotary_base": ("model.rope_theta", ""),
     "num_experts n_experts n_routed_experts num_local_experts": ("model.experts", ""),
-    "num_experts_per_tok moe_topk moe_router_topk router_topk": ("model.active", "experts that each token meets."),
+    "num_experts_per_tok moe_topk moe_router_topk router_topk": ("model.active", "experts that each token goes to."),
     "sliding_window": ("model.window", ""),
     "mtp mtp_depth mtp_num_layers num_mtp_modules num_nextn_predict_layers": (
         "model.ahead",
@@ -161,20 +164,20 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "logging_steps log_every log_interval log_freq": ("", "Every step is logged, in events.jsonl of the run folder."),
     "run_name experiment experiment_name": ("name", "the run's name."),
     # tables
-    "parallel parallelism distributed": ("plan", "the table that says how the work is split."),
+    "parallel parallelism distributed": ("plan", "the table of settings that split the work over ranks."),
     "trainer": ("train", "the table of length, batch and precision."),
-    "eval evaluation val": ("validation", "the table that says how often held-out loss is measured."),
+    "eval evaluation val": ("validation", "the table of settings for the held-out loss."),
 }
-"""Names that mean the same -> the key here, and a note."""
+"""Names of the same setting -> Megalith's key and a note."""
 
 MEANINGS: dict[str, Meaning] = {name: Meaning(*found) for names, found in _GROUPS.items() for name in names.split()}
-"""Each foreign name -> its meaning here."""
+"""Each foreign name -> its meaning in Megalith."""
 
 MEANINGS_IN_MODEL: dict[str, Meaning] = {
     name: Meaning("model.context", "the longest sequence that the model takes, in tokens.")
     for name in ("max_seq_len", "max_seq_length", "seq_len", "sequence_length", "block_size", "context_length")
 }
-"""The same for names that mean another thing under [model]."""
+"""Meanings of the names that differ under [model]."""
 
 
 def meaning(word: str, *, table: str = "") -> Meaning | None:

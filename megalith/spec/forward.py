@@ -1,7 +1,7 @@
 """The values of a model that its forward pass depends on, and how two models differ in them.
 
-Weights mean something only in the forward pass that they were trained with. A run that starts from other weights (`train.init_from`)
-therefore needs the same values, except for differences that it names (`train.init_from_changes`).
+Weights only work in the forward pass that they were trained with. A run that starts from a checkpoint's weights
+(`train.init_from`) therefore needs the same values, except for differences that it names (`train.init_from_changes`).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -41,7 +41,7 @@ class Fields(NamedTuple):
     training: str = ""
     """Fields that only training uses."""
     nothing: str = ""
-    """Fields that no number depends on."""
+    """Fields without an effect on any computed number."""
 
 
 FIELDS: Mapping[type[Spec], Fields] = {
@@ -66,16 +66,16 @@ FIELDS: Mapping[type[Spec], Fields] = {
     ModelSpec: Fields("dim context embedding blocks head", training="init_std scaling", nothing="name"),
     Growth: Fields("", training="width depth base_layers"),
 }
-"""Every field of every part of a model. tests/spec/test_forward.py fails for a field that is not here."""
+"""Every field of every part of a model. tests/spec/test_forward.py fails for a field that is missing."""
 
 ROWS: Mapping[Change, tuple[str, ...]] = {
     "context": ("embedding.positions",),
     "vocab": ("embedding.weight", "head.output.weight"),
 }
-"""The parameters that have another number of rows after a change. A run takes the rows that the checkpoint has."""
+"""The parameters whose number of rows a change may alter. A run loads the rows that the checkpoint has."""
 
 SWITCHES = {(RouterSpec, "bias_rate")}
-"""Fields of training that also switch something on in the forward pass: there is no router bias at a rate of 0."""
+"""Fields of training that also switch a part of the forward pass on: at a rate of 0 there is no router bias."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Difference:
     """A value in which two models differ."""
 
     path: str
-    """The field, such as `attention.rope.theta`; a block's number is left out."""
+    """The field, such as `attention.rope.theta`, without the number of the block."""
     before: Any
     """The first model's value."""
     after: Any
@@ -91,11 +91,11 @@ class Difference:
     forward: bool
     """True if the forward pass depends on it, False if only training does."""
     blocks: tuple[int, ...] = ()
-    """The blocks that differ in it; empty outside of blocks."""
+    """The blocks that differ in this field; empty for a field outside of blocks."""
 
     @property
     def change(self) -> Change | None:
-        """The name under which a run may make this difference on purpose; None if it may not."""
+        """The name under which a run may make this difference on purpose; None if no run may make it."""
         numbers = isinstance(self.before, int) and isinstance(self.after, int)
         if self.path in ("context", "embedding.positions"):
             return "context" if numbers else None
@@ -114,13 +114,13 @@ class Difference:
 
 
 def other_rows(changes: Collection[Change]) -> frozenset[str]:
-    """Return the parameters that may have another number of rows in a run that makes these changes."""
+    """Return the parameters whose number of rows these changes may alter."""
     return frozenset(name for change in changes for name in ROWS.get(change, ()))
 
 
 def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
-    """Return every value in which two models differ, apart from labels. Blocks are compared one by one, as far as both models have them;
-    the number of blocks is a difference called `layers`."""
+    """Return every value in which two models differ, apart from labels. Blocks with the same number are compared; a different
+    number of blocks is a difference called `layers`."""
     found = [each for each in _between(before, after, "") if each.path != "blocks"]
     if len(before.blocks) != len(after.blocks):
         found.append(Difference("layers", len(before.blocks), len(after.blocks), forward=True))
@@ -137,7 +137,7 @@ def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
 
 
 def _between(before: Spec, after: Spec, path: str) -> Iterator[Difference]:
-    """Yield the differences of two parts of one kind. A part that only one of them has is one difference."""
+    """Yield the differences of two parts of the same kind. A subpart that only one of them has is one difference."""
     kind = type(before)
     fields = FIELDS[kind]
     for name in kind.model_fields:

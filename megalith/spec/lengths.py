@@ -1,8 +1,8 @@
-"""Lengths that a run file gives in steps, samples or tokens ("500M tokens"), converted once, without torch, to the run's own
-units.
+"""Conversion of lengths in a run file, given in steps, samples or tokens ("500M tokens"), to the run's own units, without
+torch.
 
-Points of a ramp and phases become samples, because the data order depends on samples. All other lengths become steps, because the
-learning rate depends on steps; they assume that no update is skipped.
+Points of a ramp and phases become samples, because the data order depends on samples. All other lengths become steps, because
+the learning rate depends on steps; the conversion assumes that no update is skipped.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -21,7 +21,7 @@ DECAYING = ("wsd", "1-sqrt")
 
 
 def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
-    """Turn the lengths of a tree of values into numbers. `sources` records the original text. A text that is not a length, or
+    """Turn the lengths in a tree of values into numbers. `sources` records the original text. A text that is not a length, or
     that depends on a faulty value, is left unchanged; `spec.validate` refuses it."""
     train, optimizer = _table(tree, "train"), _table(tree, "optimizer")
     length, batch = (_number(TrainSpec, name, train.get(name)) for name in ("seq_len", "global_batch"))
@@ -51,7 +51,7 @@ def decay_updates(optimizer: OptimizerSpec, steps: int) -> float:
 
 
 def _until(phases: Phases, amount: Amount, steps: int) -> int:
-    """Return the steps before the last `amount` of a run of `steps`."""
+    """Return the number of steps before the last `amount` of training in a run of `steps`."""
     if amount.unit == "steps":
         return max(0, steps - amount.number)
     samples = phases.after(0, steps)
@@ -60,7 +60,7 @@ def _until(phases: Phases, amount: Amount, steps: int) -> int:
 
 
 def _points(tree: Tree, start: Phase, sources: MutableMapping[str, str]) -> Phases | None:
-    """Turn the points of a tree into numbers of samples; return the phases that follow. None where one is faulty."""
+    """Turn the points in a tree into numbers of samples, and return the phases that they make; None if a point is faulty."""
     points, tables = list[Point](), dict[str, Tree]()
     for key, table in _tables(tree):
         kind = RampSpec if key.startswith(RAMP) else PhaseSpec
@@ -80,7 +80,7 @@ def _points(tree: Tree, start: Phase, sources: MutableMapping[str, str]) -> Phas
 
 
 def _tables(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """The tables of a tree that hold points, by their keys."""
+    """Yield the key and the table of each point in a tree."""
     for key in (RAMP, DATA):
         table, _, name = key.partition(".")
         listed = _table(tree, table).get(name)

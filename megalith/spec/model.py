@@ -9,7 +9,7 @@ from megalith.spec.base import Spec
 
 
 class RopeScaling(Spec):
-    """Llama 3.1's stretch of the rotary frequencies for contexts longer than the one first trained on."""
+    """Llama 3.1's scaling of rotary frequencies for contexts longer than that of pretraining."""
 
     kind: Literal["llama3"] = "llama3"
     factor: PositiveFloat = 8.0
@@ -19,7 +19,8 @@ class RopeScaling(Spec):
 
 
 class YarnScaling(Spec):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): fast pairs kept, slow ones interpolated, and attention's temperature raised."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): high frequencies are kept, low ones interpolated, and attention scores
+    multiplied by a factor."""
 
     kind: Literal["yarn"] = "yarn"
     factor: PositiveFloat
@@ -47,7 +48,7 @@ Scaling = Annotated[
     Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")] | Annotated[LinearScaling, Tag("linear")],
     Discriminator(_kind_of_scaling),
 ]
-"""A stretch of the rotary frequencies for contexts longer than the one first trained on."""
+"""A scaling of rotary frequencies for contexts longer than that of pretraining."""
 
 
 class RopeSpec(Spec):
@@ -64,19 +65,21 @@ class AttentionSpec(Spec):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt
-    rope: RopeSpec | None = Field(default=RopeSpec(), description="None: no rotation (learned positions)")
+    rope: RopeSpec | None = Field(default=RopeSpec(), description="rotary positions; None: no rotation (learned positions)")
     rope_dim: PositiveInt | None = Field(
-        default=None, description="channels of a head that are rotated, its last ones; None: all (Nemotron-4: a half)"
+        default=None, description="number of a head's last channels that are rotated; None: all (Nemotron-4: half)"
     )
     bias: bool | Literal["qkv"] = Field(
         default=False, description="biases on the four projections (GPT-3), or on queries, keys and values only (Qwen2)"
     )
-    qk_norm: PositiveFloat | None = Field(default=None, description="eps of an RMS norm over each head of q and k (Qwen3)")
+    qk_norm: PositiveFloat | None = Field(
+        default=None, description="eps of an RMS norm over each head of q and k (Qwen3); None: no norm"
+    )
     window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
     softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
     scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
     alibi: bool = Field(
-        default=False, description="scores fall with the distance of two tokens, in each head at its own rate (BLOOM)"
+        default=False, description="scores fall with the distance of two tokens, at a rate that differs between heads (BLOOM)"
     )
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
@@ -89,21 +92,22 @@ class LatentAttentionSpec(Spec):
     q_rank: PositiveInt | None = Field(description="width of the queries' latent; None: queries straight from x")
     kv_rank: PositiveInt
     nope_dim: PositiveInt = Field(description="channels of a head's queries and keys that are not rotated")
-    rope_dim: PositiveInt = Field(description="channels that are rotated; all heads share those of the keys")
+    rope_dim: PositiveInt = Field(
+        description="channels of a head's queries and keys that are rotated; all heads share these channels of the keys"
+    )
     v_dim: PositiveInt = Field(description="channels of a head's values")
     norm_eps: PositiveFloat = 1e-6
     rope: RopeSpec = RopeSpec()
 
 
 class MambaSpec(Spec):
-    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): each head has a state of `head_dim` x `state` numbers that decays and adds each
-    token. Heads of a group share the vectors that write to the state and read from it, as heads of attention share keys and
-    values.
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): each head has a state of `head_dim` x `state` numbers, which decays, and to
+    which each token adds. Heads of a group share the vectors that write to the state and read from it (B and C).
     """
 
     heads: PositiveInt
     head_dim: PositiveInt
-    state: PositiveInt = Field(default=128, description="channels of the state that each of a head's channels has")
+    state: PositiveInt = Field(default=128, description="size of the state of each channel of a head")
     groups: PositiveInt = Field(default=1, description="groups of heads")
     conv: PositiveInt = Field(default=4, description="tokens that the convolution before the state sees")
     chunk: PositiveInt = Field(default=128, description="tokens computed at once; the result is the same for any number")
@@ -120,7 +124,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class MlpSpec(Spec):
-    """`gated`: down(activation(gate(x)) * up(x)) (Shazeer 2020), else down(activation(up(x))); `hidden` wide."""
+    """MLP of width `hidden`: down(activation(gate(x)) * up(x)) if `gated` (Shazeer 2020), else down(activation(up(x)))."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: PositiveInt
@@ -131,21 +135,21 @@ class MlpSpec(Spec):
 
 
 class RouterSpec(Spec):
-    """Router: the experts of a token, their weights, and the balance of the load.
+    """Router: it chooses the experts of a token and their weights, and balances the load.
 
-    `set`s of tokens, over which load is measured, are fixed by the run, never by the plan: "sequence", "batch" (microbatch i of
-    all data ranks; the run's first plan decides the number of sequences, and no later plan may change it) or "global" (the
-    whole global batch of the step before).
+    `balance_set` is the set of tokens over which load is measured: "sequence", "batch" (microbatch i of all data ranks) or
+    "global" (the whole global batch of the step before). The run fixes it: for "batch", the first plan decides the number of
+    sequences, and no later plan may change it.
     """
 
     active: PositiveInt = Field(description="experts a token goes to")
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = Field(default=False, description="the chosen experts' weights sum to 1")
     scale: PositiveFloat = Field(default=1.0, description="factor of the weights (DeepSeek's routed scaling)")
-    groups: PositiveInt = Field(default=1, description="groups the experts form; a token is limited to a few of them")
+    groups: PositiveInt = Field(default=1, description="number of groups of experts; a token may go to a few of the groups")
     active_groups: PositiveInt = Field(default=1, description="groups whose experts a token may go to")
     group_score: Literal["max", "top2"] = Field(
-        default="max", description="score by which groups are chosen (V2: max, V3: sum of the best two)"
+        default="max", description="score of a group: that of its best expert (DeepSeek-V2), or the sum of its best two (V3)"
     )
     bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias (DeepSeek-V3); 0: no bias")
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the load-balancing loss")
@@ -153,15 +157,16 @@ class RouterSpec(Spec):
     z_weight: NonNegativeFloat = Field(default=0.0, description="weight of the router z-loss (ST-MoE)")
     capacity: PositiveFloat | None = Field(
         default=None,
-        description="an expert takes at most capacity * tokens * active / experts of a sequence, in order; None: all",
+        description="an expert takes the first capacity * seq_len * active / experts of a sequence's tokens that chose it; None: all",
     )
     balanced: bool = Field(
-        default=False, description="ignore the scores' order and distribute tokens evenly, for benchmarks and dry runs"
+        default=False, description="ignore the scores and distribute tokens evenly, for benchmarks and dry runs"
     )
 
 
 class MoeSpec(Spec):
-    """Mixture of experts: each token goes through `router.active` of `experts` small MLPs, and through a shared one if there is any."""
+    """Mixture of experts: each token goes through `router.active` of `experts` small MLPs, and through a shared one if
+    `shared` > 0."""
 
     kind: Literal["moe"] = "moe"
     experts: PositiveInt
@@ -179,14 +184,14 @@ class NormSpec(Spec):
     kind: Literal["rms", "layer"] = "rms"
     eps: PositiveFloat = 1e-5
     offset: bool = Field(default=False, description="the weight is 1 + the stored number (Gemma, Nemotron-4)")
-    bias: bool = Field(default=False, description='for "layer": a bias as well')
+    bias: bool = Field(default=False, description='only for "layer": add a bias')
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
 class BlockSpec(Spec):
-    """One block: x + mixer(norm(x)), then x + mlp(norm(x)); or both from one norm (`parallel`, PaLM).
+    """One block: x + mixer(norm(x)), then x + mlp(norm(x)). With `parallel`, both read the same norm (PaLM).
 
-    The mixer is attention or Mamba-2. A block may also be one half alone, like the layers of hybrids (Nemotron-H,
+    The mixer is attention or Mamba-2. A block may also have a mixer or an MLP alone, like the layers of hybrids (Nemotron-H,
     arXiv:2504.03624).
     """
 
@@ -195,17 +200,19 @@ class BlockSpec(Spec):
     mlp: MlpSpec | MoeSpec | None = Field(default=None, discriminator="kind")
     norm: NormSpec = NormSpec()
     parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
-    post_norms: bool = Field(default=False, description="attention's and the MLP's outputs are normalised too (Gemma 2, Grok-1)")
-    residual: PositiveFloat = Field(default=1.0, description="factor of each half's output (`spec.families.parametrization`)")
+    post_norms: bool = Field(default=False, description="outputs of attention and MLP are normalised too (Gemma 2, Grok-1)")
+    residual: PositiveFloat = Field(
+        default=1.0, description="factor of the outputs of mixer and MLP (`spec.families.parametrization`)"
+    )
 
     @model_validator(mode="after")
     def _halves_make_a_block(self) -> Self:
         if self.attention and self.mamba:
-            raise ValueError("attention and mamba are both given: a block mixes tokens one way; use two blocks")
+            raise ValueError("attention and mamba are both given, but a block has one mixer: use two blocks")
         if not (self.attention or self.mamba or self.mlp):
-            raise ValueError("a block of nothing: give attention, mamba or mlp")
+            raise ValueError("the block is empty: give attention, mamba or mlp")
         if (self.parallel or self.post_norms) and not (self.attention and self.mlp):
-            raise ValueError("parallel and post_norms are of blocks with attention and mlp: leave them out of others")
+            raise ValueError("parallel and post_norms need a block with attention and mlp: leave them out of other blocks")
         return self
 
 
@@ -217,14 +224,15 @@ class EmbeddingSpec(Spec):
         default=None, description="length of the table of learned positions (GPT-3); none: no table"
     )
     scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
-    norm: NormSpec | None = Field(default=None, description="norm after the embedding (BLOOM); None: none")
+    norm: NormSpec | None = Field(default=None, description="norm after the embedding (BLOOM); None: no norm")
     init_std: PositiveFloat | None = Field(
-        default=None, description="standard deviation of the first embeddings (PaLM: 1); None: the model's"
+        default=None, description="standard deviation of the initial embeddings (PaLM: 1); None: the model's init_std"
     )
 
 
 class MtpSpec(Spec):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) of `depth` tokens after the next one, each by one more block."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` tokens after the next one, each predicted
+    by a block of its own."""
 
     depth: PositiveInt = 1
     block: BlockSpec
@@ -247,15 +255,18 @@ class Growth(Spec):
 
     width: PositiveFloat = 1.0
     depth: PositiveFloat = 1.0
-    base_layers: PositiveInt | None = Field(default=None, description="blocks of the base; None: nothing is scaled by depth")
+    base_layers: PositiveInt | None = Field(
+        default=None, description="number of blocks at the base sizes; None: depth scales nothing"
+    )
 
 
 class ModelSpec(Spec):
-    """The whole model as a run of parts: part 0 is the embedding, parts 1..n the blocks, the last part the head."""
+    """The whole model as a sequence of parts: part 0 is the embedding, parts 1..n are the blocks, and the last part is the
+    head."""
 
     name: str
     dim: PositiveInt
-    context: PositiveInt = Field(description="longest sequence the positions are meant for")
+    context: PositiveInt = Field(description="longest sequence that the positions are made for, in tokens")
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
     head: HeadSpec
@@ -269,8 +280,8 @@ class ModelSpec(Spec):
 
     @property
     def balances_microbatches(self) -> bool:
-        """True if there is a loss over the loads of microbatch i of all data ranks. Then the result depends on the number of
-        sequences in a microbatch."""
+        """True if a balance loss measures loads over microbatch i of all data ranks. The result then depends on the sequences
+        per microbatch."""
         blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
         routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
         return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

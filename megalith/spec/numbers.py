@@ -1,8 +1,6 @@
-"""Number formats, and the precisions that a run computes in: each is one row here, and nowhere else. No torch.
+"""Number formats and precisions of a run, one row each, and a run's choices within a narrow precision. No torch.
 
-After them, the choices of a run within a narrow precision.
-
-A new format is a row of NUMBERS, its dtype in `kernels/numbers.py` and its kernels. A new precision is a row of PRECISIONS.
+A new format needs a row of NUMBERS, its dtype in `kernels/numbers.py`, and its kernels. A new precision is a row of PRECISIONS.
 """
 
 from collections.abc import Mapping
@@ -23,9 +21,9 @@ class Number:
     bits: int
     """Bits of one number, without its scale."""
     significand: int
-    """Significant bits, including the implicit one. If a format has two layouts: that of activations and weights."""
+    """Significant bits, including the implicit one. A format with two layouts has those of activations and weights here."""
     rate: str
-    """Entry of `Accelerator.peak` that gives the rate of its matrix products."""
+    """Key of `Accelerator.peak` for matrix products in this format."""
     scale: Literal["none", "tensor", "block"] = "none"
     """Unit that shares a scale."""
     block: int = 0
@@ -74,7 +72,7 @@ FP32, BF16, FP16 = NUMBERS["fp32"], NUMBERS["bf16"], NUMBERS["fp16"]
 
 @dataclass(frozen=True)
 class Reordered:
-    """Limits of parity where a plan only changes the order of sums: its run is compared with one process, number by number."""
+    """Limits of parity if a plan only changes the order of sums: its run is compared with one process, number by number."""
 
     loss: float = 1e-5
     """|difference|"""
@@ -85,7 +83,7 @@ class Reordered:
     floor: float = 1e-3
     """A tensor's largest gradient counts as at least this share of the model's largest; smaller values are rounding."""
     weights: float = 0.05
-    """|difference| in learning rates, summed over the steps"""
+    """|difference|, in units of the learning rates summed over the steps"""
     router: float = 1e-6
     """|difference| of loads and biases"""
     tie: float = 1e-5
@@ -94,44 +92,44 @@ class Reordered:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Limits of parity where each number is visibly rounded: a plan's run and one process in the same precision are both compared
-    with one process in fp32. Each comment gives the largest value in correct runs: 82 in bf16 (14 presets, 36 plans, seeds 1 to
-    3) and 141 in fp16 (62 presets, 22 plans, seeds 1 and 2)."""
+    """Limits of parity if each number is visibly rounded: a plan's run and one process in the same precision are both
+    compared with one process in fp32. Each comment gives the largest value of the correct runs: of 82 runs in bf16 (14
+    presets, 36 plans, seeds 1 to 3) and 141 runs in fp16 (62 presets, 22 plans, seeds 1 and 2)."""
 
     loss: float
-    """Distance of the loss from fp32 beyond that of one process"""
+    """Distance of the loss from fp32, minus that of one process"""
     distance: float
-    """Distance of a tensor's gradient from fp32, relative to that of one process"""
+    """Distance of a tensor's gradient from fp32, divided by that of one process"""
     least: float
-    """One process's distance counts as at least this share of the gradient: a single rounding"""
+    """The distance of one process counts as at least this share of the gradient, a single rounding"""
     scale: float
-    """|ratio - 1| of the norms of a tensor's gradient and that of one process, beyond four standard errors"""
+    """|ratio - 1|, beyond four standard errors, of the norm of a tensor's gradient to the norm in one process"""
     microbatch: float
-    """|weight - 1| of each microbatch's gradient in the gradient of the first step"""
+    """|weight - 1|, for the weight of each microbatch's gradient in the gradient of the first step"""
     norm: float
-    """|difference| of the gradient norm from one process's, relative"""
+    """Relative difference of the gradient norm from that of one process"""
     weights: float
-    """Root mean square difference of a tensor from one process's, in learning rates, summed over the steps"""
+    """Root mean square difference of a tensor from that of one process, in units of the learning rates summed over the steps"""
     tie: float
     """Scores closer than this may be ranked either way."""
     maxima: float = 0.15
-    """|log2| of the ratio of the maxima that scales of rows and tensors follow to one process's, in the first step. The largest
-    value of 12 correct runs is 0.06. It is at least 0.35 in runs in which each rank treats its part as the whole."""
+    """|log2| of the ratio of the maxima behind row and tensor scales to those of one process, in the first step. The largest
+    value of 12 correct runs is 0.06; it is at least 0.35 if each rank takes the maximum of its part alone."""
     router: float = 1e-6
-    """|difference| of loads and biases, while every token has the same experts as in one process"""
+    """|difference| of loads and router biases, as long as every token goes to the same experts as in one process"""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats that a training computes in. Those of master weights, sums of gradients and moments are in `spec/state.py`."""
+    """The number formats of a run's computation. The formats of master weights, sums of gradients and moments are in
+    `spec/state.py`."""
 
     name: str
     compute: Number
-    """Compute weights, activations and their gradients, and messages with these."""
+    """Format of compute weights, activations and their gradients, and of messages that carry them."""
     factors: Number
-    """The format of weights and activations as inputs of the products in blocks, and of the activations that these keep for
-    weight gradients (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
+    """Format of weights and activations as inputs of matrix products in blocks, and of the activations kept for weight gradients
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
     parity: Reordered | Rounded
     """Limits within which a plan trains like one process."""
     products: str = "plain"
@@ -139,15 +137,15 @@ class Precision:
     scaled: bool = False
     """True if `compute` has too small a range for gradients, which are then multiplied by a loss scale (`train.stability.loss_scale`)."""
     tile: int = 0
-    """Channels, and tokens, that share a scale where the trainer multiplies in a narrow format."""
+    """Number of channels, and of tokens, that share a scale in a narrow format."""
     draws: bool = False
-    """True if gradients are rounded stochastically, and factors of weight gradients are rotated first, unless a run chooses otherwise."""
+    """True if, by default, gradients are rounded stochastically, and operands of weight gradients are rotated before rounding."""
     emulated: bool = False
-    """The trainer computes the format's numbers, but with the speed and memory of `compute`."""
+    """True if the trainer rounds to the format's numbers but has the speed and memory of `compute`."""
 
     @property
     def rate(self) -> str:
-        """Entry of `Accelerator.peak` with the rate of the trainer's products."""
+        """Key of `Accelerator.peak` for the trainer's matrix products."""
         return (self.compute if self.emulated else self.factors).rate
 
 
@@ -235,16 +233,17 @@ SCALE_BYTES = 4
 TRAINED = tuple(PRECISIONS)
 """Precisions that the trainer computes in."""
 FAST = tuple(name for name in TRAINED if not PRECISIONS[name].emulated)
-"""Precisions that the trainer does not emulate: it also has their speed and memory."""
+"""Precisions that the trainer does not emulate; a run has their speed and memory."""
 
 Granularity = Literal["tile", "row", "tensor"]
 ADA, HOPPER = 8.9, 9.0
-"""NVIDIA's compute capabilities: the first that multiplies numbers of 8 bits, and the one whose products know scales of tiles of 128."""
+"""NVIDIA's compute capabilities: the first one that multiplies 8-bit numbers, and the one that supports scales of 128-wide
+tiles."""
 
 
 def multiplies_codes(granularity: Granularity, capability: float | None) -> bool:
-    """Return True if a GPU of this compute capability (None: a device without one) multiplies 8-bit numbers that share scales in this
-    way."""
+    """Return True if a GPU of this compute capability (None: no GPU) multiplies 8-bit numbers that share scales at this
+    granularity."""
     if capability is None:
         return False
     return {"tensor": capability >= ADA, "row": capability >= HOPPER, "tile": capability == HOPPER}[granularity]
@@ -255,8 +254,8 @@ ALIGNED = 16
 
 
 def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool = False) -> bool:
-    """Return True if torch multiplies factors in 8 bits of these sizes, [rows, inner] and [columns, inner]. `tile`: how many numbers
-    along the inner dim share a scale, 0: all; `square`: as many rows of the second factor share it, too."""
+    """Return True if torch can multiply 8-bit factors of these sizes, [rows, inner] and [columns, inner]. `tile`: how many
+    numbers along the inner dim share a scale; 0: all. `square`: as many rows of the second factor share the scale, too."""
     unit = max(ALIGNED, tile)
     return rows % ALIGNED == columns % (unit if square else ALIGNED) == inner % unit == 0 < rows * inner
 
@@ -272,10 +271,10 @@ else:
 # --- choices within a narrow precision ---
 
 ATTENDED = ("*.attention.out",)
-"""Layers whose input the operation before them keeps too: to keep it in 8 bits as well would take more memory."""
+"""Layers whose input the operation before them keeps anyway: an 8-bit copy would take further memory."""
 
 FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
-"""Layers with one output for each head, or one in all: they stay wide, because a tensor rank's share of the outputs is not a
+"""Layers with a single output, or one for each head. They stay wide, because a tensor rank's share of the outputs is not a
 whole tile."""
 
 
@@ -292,7 +291,7 @@ class PrecisionSpec(Spec):
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients in products")
     granularity: Granularity = Field(
         default="tile",
-        description="numbers that share one scale in fp8. `tile`: a tile. `row`: a row along a product's inner dimension. "
+        description="set of numbers that share one scale in fp8. `tile`: a tile. `row`: a row along a product's inner dimension. "
         "`tensor`: a microbatch's whole tensor",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
@@ -301,7 +300,8 @@ class PrecisionSpec(Spec):
         "`fp32`: any fp32 number, in fp8 only",
     )
     history: NonNegativeInt = Field(
-        default=0, description="steps whose largest numbers a tensor's scale follows (delayed scaling); 0: the current numbers"
+        default=0,
+        description="number of past steps whose maxima give a tensor's scale (delayed scaling); 0: scale by the current numbers",
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None, description="rounding of gradients in products; default: stochastic in nvfp4 and mxfp4"
@@ -317,7 +317,9 @@ class PrecisionSpec(Spec):
     )
     wide_first: NonNegativeInt = Field(default=1, description="first blocks that stay wide")
     wide_last: NonNegativeInt = Field(default=1, description="last blocks that stay wide")
-    wide_decay: bool = Field(default=False, description="every layer is wide once the learning rate of wsd or 1-sqrt decays")
+    wide_decay: bool = Field(
+        default=False, description="compute every layer in the wide format once the learning rate of wsd or 1-sqrt decays"
+    )
     wide: tuple[str, ...] = Field(
         default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
     )
@@ -329,31 +331,34 @@ class PrecisionSpec(Spec):
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which tokens are sent to narrow experts in fp8; results, and gradients of tokens, are sent wide",
+        description="in fp8: format in which tokens are sent to narrow experts; the experts' results and the gradients "
+        "of tokens are sent wide",
     )
     combine_gradients: Literal["wide", "fp8"] = Field(
-        default="wide", description="format in which gradients of experts' results are sent back to narrow experts in fp8"
+        default="wide", description="in fp8: format in which the gradients of experts' results are sent back to narrow experts"
     )
     kept: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which inputs are kept for backward. In 8-bit precisions: inputs of narrow products, as forward rounds them. "
-        "In bf16: inputs of products and activations in blocks, which rounds them for the gradients of weights",
+        description="format in which inputs are kept for backward. In 8-bit precisions it applies to inputs of narrow "
+        "products, as forward rounded them. In bf16 it applies to inputs of products and activations in blocks, and "
+        "rounds them for weight gradients",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which ZeRO gathers the weights of narrow layers in fp8, where tiles lie inside shards",
+        description="in fp8: format in which ZeRO gathers the weights of narrow layers, if no tile lies across two shards",
     )
     watch_every: NonNegativeInt = Field(
-        default=0, description="steps between comparisons of a microbatch's gradients with those of wide products; 0: never"
+        default=0, description="steps between comparisons of a microbatch's gradients with gradients from wide products; 0: never"
     )
     auto: NonNegativeFloat = Field(
         default=0.0,
-        description="relative error of a block's gradient above which a comparison makes the worst block wide; 0: none becomes wide",
+        description="relative error of a block's gradient above which a comparison makes the worst block wide; 0: "
+        "comparisons change no block",
     )
 
 
 RECIPE = {"tile": "blockwise", "row": "rowwise", "tensor": "tensorwise"}
-"""Granularity -> recipe for products, a row of `parallel.precision.RECIPES`, where a precision's own is `blockwise`."""
+"""Granularity -> recipe for products (a row of `parallel.precision.RECIPES`), in precisions whose own recipe is `blockwise`."""
 
 
 def is_narrow(precision: str) -> bool:
@@ -367,7 +372,7 @@ def packs(choices: PrecisionSpec, precision: str) -> bool:
 
 
 def packed_tile(choices: PrecisionSpec, precision: str) -> int:
-    """Return how many numbers of a row share a scale where wide products keep their inputs in 8 bits; 0 if they do not."""
+    """Return how many numbers of a row share a scale if wide products keep their inputs in 8 bits; 0 if they keep wide inputs."""
     return (choices.tile or PRECISIONS["fp8"].tile) if packs(choices, precision) else 0
 
 
@@ -390,14 +395,14 @@ def in_codes(choices: PrecisionSpec, precision: str, capability: float | None) -
 
 
 def tile_of(choices: PrecisionSpec, precision: str) -> int:
-    """Return how many channels and how many tokens share a scale; 0 if the number is not fixed, or there is no common
-    scale."""
+    """Return how many channels and how many tokens share a scale; 0 if the number is not fixed, or nothing shares a scale."""
     tile = PRECISIONS[precision].tile
     return 0 if choices.granularity != "tile" else tile and (choices.tile or tile)
 
 
 def whole_tiles(length: int, shards: int, tile: int) -> bool:
-    """Return True if no tile lies across two shards of a dim of this length: shards are equal, and the last ones shorter or empty."""
+    """Return True if no tile lies across two shards of a dim of this length. Shards have equal length; the last ones may be
+    shorter or empty."""
     share = -(-length // shards)
     return share % tile == 0 or share >= length
 
@@ -410,7 +415,7 @@ def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
 
 
 def is_packed(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
-    """Return True if the wide layer of this name keeps its input in 8 bits, in a run whose wide products do."""
+    """Return True if the wide layer of this name keeps its input in 8 bits, in a run with such wide layers."""
     return not stays_wide(layer, blocks=blocks, choices=choices) and not any(fnmatchcase(layer, each) for each in ATTENDED)
 
 

@@ -9,7 +9,7 @@ from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import GRADIENT, MASTER, WIDE, Moments, Slot, bytes_each
 
 Unit = Literal["element", "tensor", "matrix"]
-"""Dependency of one value of an update: its own element alone, a norm of its whole tensor, or its whole matrix."""
+"""Data that the update of one element depends on: the element alone, a norm of its tensor, or its whole matrix."""
 
 
 class Kind(NamedTuple):
@@ -19,17 +19,18 @@ class Kind(NamedTuple):
     rule: str
     """`module:Class` of the rule that updates weights (`train.optimizers.rule.Rule`); imported by the ranks that train."""
     slots: tuple[Slot, ...]
-    """Tensors that it keeps for each parameter between two updates."""
+    """Tensors that the optimizer keeps for each parameter between two updates."""
     unit: Unit = "element"
     passes: float = 1.0
     """Number of times that an update reads and writes the weights and slots."""
     rest: str | None = None
-    """The optimizer of all parameters but true matrices (`spec.treatment.is_matrix`); None: this one updates every parameter."""
+    """The optimizer of parameters that are not true matrices (`spec.treatment.is_matrix`); None: this row's rule updates
+    every parameter."""
     width: float | None = None
-    """The power of the width that the learning rate of hidden matrices follows (`spec.families.parametrization`); None: no rule."""
+    """The learning rate of hidden matrices scales as the width to this power (`spec.families.parametrization`); None: no rule."""
     amplifies: bool = False
-    """True if rounding in a gradient can change an update by as much as the update itself: then two runs whose sums differ in order
-    alone agree in their loss, not in each weight."""
+    """True if rounding in a gradient can change an update by as much as the update itself. Two runs that only differ in the
+    order of sums then agree in their loss, but not in each weight."""
 
     @property
     def moved(self) -> float:
@@ -37,13 +38,13 @@ class Kind(NamedTuple):
         return self.moved_with(WIDE)
 
     def moved_with(self, moments: Moments) -> float:
-        """Return the same with moments in another number format. An update reads the gradient, and reads and writes the other
+        """Return `moved` for moments in another number format. An update reads the gradient; it reads and writes the other
         tensors."""
         return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *moments.of(self.slots)]))
 
 
 class _Rows(dict[str, Kind]):
-    """The rows by name. A user's own row is there once `admit` has imported it."""
+    """The rows by name. A user's own row is present once `admit` has imported it."""
 
     def __missing__(self, name: str) -> NoReturn:
         if own.is_own(name):
@@ -72,7 +73,7 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
             amplifies=True,
         ),
         "lamb": Kind(
-            title="LAMB (You et al. 2020): Adam's direction, as long as the matrix that it changes",
+            title="LAMB (You et al. 2020): Adam's direction, scaled to the norm of the matrix",
             rule="megalith.train.optimizers.lamb:Lamb",
             slots=(Slot("moments.first"), Slot("moments.second", root=True)),
             unit="tensor",
@@ -100,16 +101,22 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
 
 
 def admit(name: str) -> None:
-    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError if it is not a row or has a fault."""
+    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError if the object is not a valid row."""
     row = own.load(name)
     if not isinstance(row, Kind):
         raise own.OwnPartError(f"it is a {type(row).__name__}, and an optimizer is a megalith.spec.optimizers.Kind")
-    faults = [f"its slot {slot.name} has the number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS]
+    faults = [
+        f"its slot {slot.name} has the unknown number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS
+    ]
     taken = {"weights", "gradients", "compute", "buffers", "lower", "upper"}
     faults += [f"its slot {slot.name} has a name that is taken" for slot in row.slots if slot.name in taken]
     names = [slot.name for slot in row.slots]
     faults += [f"two of its slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]
-    faults += [f"its slot {slot.name} is of no category optimizer" for slot in row.slots if slot.category != "optimizer"]
+    faults += [
+        f"its slot {slot.name} has the category {slot.category}, but must have the category optimizer"
+        for slot in row.slots
+        if slot.category != "optimizer"
+    ]
     if not own.is_own(row.rule):
         faults.append(f"its rule {row.rule!r} is not a module:Class")
     if row.rest is not None and row.rest not in OPTIMIZERS:

@@ -1,7 +1,7 @@
 """The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
 
-`train.batch_ramp` and `data.phases` are points: each sets the values that it names from a sample on; for each value, the latest point
-that names it applies. All samples of a step have the same values, so a phase begins with the first step at its point or after it. All
+`train.batch_ramp` and `data.phases` are lists of points. A point sets some values from a sample on; the latest point that names a
+value applies. All samples of a step have the same values, so a phase begins with the first step at or after its point. All
 numbers follow from the run file alone, so they are the same under any plan and in any resumed run. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,27 +32,27 @@ class Phase:
 
     number: int
     first: int
-    """Samples before it."""
+    """Samples before the phase."""
     step: int
-    """Steps before it, in a run that skips no samples."""
+    """Steps before the phase, in a run that skips no samples."""
     tokens: int
     """Tokens before it."""
     seq_len: int
     global_batch: int
     weights: dict[str, float] | None
     keys: tuple[str, ...] = field(default=(), compare=False)
-    """The points of the run file at its beginning."""
+    """The points of the run file that the phase begins with."""
     set_by: Mapping[str, str] = field(default_factory=dict, compare=False)
     """The key of the run file that set each value, if a point did."""
 
     @property
     def values(self) -> tuple[int, int, int, dict[str, float] | None]:
-        """The sample at which it begins, and the values that it sets."""
+        """The sample at which the phase begins, and the values that hold in it."""
         return self.first, self.seq_len, self.global_batch, self.weights
 
     @property
     def words(self) -> str:
-        """Describe the data of its steps."""
+        """Describe the batches of the phase's steps."""
         mixture = "" if self.weights is None else ", " + ", ".join(f"{name} {share:g}" for name, share in self.weights.items())
         return f"{self.global_batch:,} sequences of {self.seq_len:,} tokens a step{mixture}"
 
@@ -77,7 +77,7 @@ class Phases:
 
     @classmethod
     def walk(cls, start: Phase, points: Sequence[Point]) -> "Phases":
-        """The phases that follow from the values of a run's beginning and its points."""
+        """The phases of a run that begins with the values of `start` and has these points."""
         found, left = [start], list(points)
         while left:
             now = found[-1]
@@ -93,18 +93,18 @@ class Phases:
         return cls(tuple(found))
 
     def at(self, samples: int) -> Phase:
-        """The phase of the step that begins after this many consumed samples."""
+        """The phase of the step that comes after this many consumed samples."""
         return next(phase for phase in reversed(self.all) if phase.first <= samples)
 
     @cached_property
     def shapes(self) -> tuple[Phase, ...]:
-        """The first phase of each shape of a step: sequence length and batch."""
+        """The first phase of each combination of sequence length and batch."""
         return tuple({(phase.seq_len, phase.global_batch): phase for phase in reversed(self.all)}.values())[::-1]
 
     @cached_property
     def texts(self) -> tuple[int, ...]:
-        """For each phase, the first phase whose losses can be compared with its own: mixture and sequence length are the same,
-        and no batch is smaller than the one before."""
+        """For each phase, the earliest phase whose losses can be compared with its losses: from there on, mixture and
+        sequence length stay the same, and the batch never shrinks."""
         found = [0]
         for before, now in pairwise(self.all):
             alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch
@@ -116,7 +116,7 @@ class Phases:
         return tuple(phase for phase in self.all if phase.number == 0 or phase.first < samples)
 
     def after(self, samples: int, steps: int) -> int:
-        """Return the samples consumed after `steps` more steps than `samples`."""
+        """Return the samples consumed after `steps` steps that begin at `samples` consumed samples."""
         while steps > 0:
             phase = self.at(samples)
             following = self._next(phase)
@@ -125,7 +125,7 @@ class Phases:
         return samples
 
     def steps_in(self, samples: int) -> int:
-        """Return the whole steps in the first `samples` samples."""
+        """Return the number of whole steps in the first `samples` samples."""
         phase = self.at(samples)
         return phase.step + (samples - phase.first) // phase.global_batch
 
@@ -135,7 +135,7 @@ class Phases:
         return phase.tokens + (samples - phase.first) * phase.seq_len
 
     def steps_to(self, amount: Amount) -> int:
-        """Return the steps until at least this amount is consumed; at least 1."""
+        """Return the number of steps until at least this amount is consumed, 1 or more."""
         phase = next(
             each
             for each in self.all
@@ -164,7 +164,7 @@ def during(spec: RunSpec, phase: Phase) -> RunSpec:
 
 
 def _after(phase: Phase, steps: int) -> Phase:
-    """Return the rest of a phase after some of its steps."""
+    """Return the part of a phase that is left after some of its steps."""
     samples = steps * phase.global_batch
     return replace(
         phase, first=phase.first + samples, step=phase.step + steps, tokens=phase.tokens + samples * phase.seq_len, keys=()
@@ -172,7 +172,7 @@ def _after(phase: Phase, steps: int) -> Phase:
 
 
 def _sample(begin: int | Amount, phase: Phase) -> int:
-    """Return the samples consumed at a point in a phase or after it, if that phase does not end before."""
+    """Return the samples consumed at a point, if the phase lasts until that point."""
     if isinstance(begin, int):
         return begin
     gap = begin.number - _measure(phase, begin.unit)

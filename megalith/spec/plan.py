@@ -26,15 +26,19 @@ class StateSpec(Spec):
 
     optimizer: Place = Field(
         default="device",
-        description="device | host | disk: where the optimizer's state and the master weights live and are updated",
+        description="device | host | disk: place where the optimizer's state and the master weights are kept and updated",
     )
     weights: Place = Field(
         default="device",
         description="device | host | disk: source of the compute weights at each gather under ZeRO 3; on the host or disk they are cast "
         "from the master weights there",
     )
-    share: PositiveFloat = Field(default=1.0, le=1.0, description="how much of them lives there; the rest stays on the device")
-    folder: str = Field(default="", description="disk: where each rank's files go; empty: into the run folder")
+    share: PositiveFloat = Field(
+        default=1.0,
+        le=1.0,
+        description="share of the optimizer's state and master weights that is kept there; the rest stays on the device",
+    )
+    folder: str = Field(default="", description="disk: folder of each rank's files; empty: the run folder")
     chunk: PositiveInt = Field(
         default=16, description="disk: MiB of one tensor that are read and written at once; three chunks are in memory"
     )
@@ -51,7 +55,7 @@ class StateSpec(Spec):
 
     @property
     def weights_away(self) -> float:
-        """The share of the compute weights that is not kept on the device."""
+        """The share of the compute weights that is not kept on the device between gathers."""
         return 0.0 if self.weights == "device" else self.away
 
 
@@ -59,11 +63,11 @@ Action = Literal["keep", "recompute", "compress", "host", "disk"]
 """The treatment of the tensors that a part of a block keeps from its forward for its backward."""
 
 BLOCK = ""
-"""The name of a whole block among its parts."""
+"""The name that stands for a whole block among the names of parts."""
 
 EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.experts.activation", "attention.up"
-"""Parts of a block that are no modules: what lies between the experts' products; latent attention's queries, keys and values, made of
-their latents (`moe_act` and `mla_up_proj` of Megatron-Core)."""
+"""Parts of a block that are not modules: the activation between the experts' products, and the projection of latent
+attention's latents to queries, keys and values (`moe_act` and `mla_up_proj` of Megatron-Core)."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -85,37 +89,38 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 class PartActions(dict[str, Action]):
-    """Part of a block -> action. Hashable, as all values of a plan are."""
+    """Part of a block -> action. The mapping is hashable, like every value of a plan."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
 
 COMPRESSED = ("attention.core",)
-"""The parts whose tensors can be kept in 8 bits by their name. Inputs of products and factors of activations are by `precision.kept`."""
+"""The parts that the action `compress` can name. For inputs of products and of activations, set `precision.kept`."""
 
 
 class RetainSpec(Spec):
-    """Treatment of the tensors that blocks keep from their forward for their backward: those that `plan.recompute` leaves."""
+    """Treatment of the tensors that blocks keep from their forward for their backward, apart from those that `plan.recompute`
+    drops."""
 
     blocks: Place = Field(
         default="device",
-        description="device | host | disk: where the tensors that a block keeps for backward wait. They are fetched during "
-        "the backward of the next block",
+        description="device | host | disk: place of the tensors that a block keeps for backward. They are fetched "
+        "during the backward of the next block",
     )
     share: PositiveFloat = Field(
-        default=1.0, le=1.0, description="share of the blocks whose tensors wait there, evenly over the model"
+        default=1.0, le=1.0, description="share of the blocks whose tensors leave the device, spread evenly over the model"
     )
-    folder: str = Field(default="", description="disk: where each rank's file goes; empty: into the run folder")
+    folder: str = Field(default="", description="disk: folder of each rank's file; empty: the run folder")
     parts: Annotated[dict[str, Action], AfterValidator(PartActions)] = Field(
         default=PartActions(),
-        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits; attention.core) | host | disk; the "
-        "innermost part that is named decides",
+        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits; attention.core) | host "
+        "| disk; the innermost named part decides",
     )
 
     @property
     def place(self) -> Place:
-        """The place where tensors wait, of all blocks or of parts of them; `device`: none leave."""
+        """The place where kept tensors of blocks or of their parts wait for the backward; `device`: none leave the device."""
         named = {self.blocks, *self.parts.values()}
         return "host" if "host" in named else "disk" if "disk" in named else "device"
 
@@ -130,39 +135,43 @@ class RetainSpec(Spec):
 
 
 class Plan(Spec):
-    """A parallel layout. `data * context * tensor * pipeline` ranks; the result of training does not depend on it, but for the action
-    `compress`."""
+    """A parallel layout. It has `data * context * tensor * pipeline` ranks. The result of training does not depend on the
+    plan, except for the action `compress`."""
 
     data: PositiveInt = Field(default=1, description="data-parallel ranks; each reads its own part of the global batch")
     replicate: PositiveInt = Field(
         default=1,
-        description="groups of data ranks that hold a full copy each (HSDP); divides data; state is sharded inside a group",
+        description="number of groups of data ranks, each with a full copy of the state, sharded inside the group (HSDP); must divide data",
     )
-    zero: Zero = Field(default=1, description="what data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
+    zero: Zero = Field(default=1, description="state that data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
     tensor: PositiveInt = Field(default=1, description="ranks that split each matrix product")
     sequence: bool = Field(default=True, description="with tensor > 1: split norms and residuals along the sequence too")
     overlap_tensor: PositiveInt = Field(
         default=1,
-        description="with tensor > 1: pieces in which activations are sent, each while another is multiplied; 1: all at once",
+        description="with tensor > 1: number of pieces of an activation; one is sent while another is multiplied; 1: no overlap",
     )
     context: PositiveInt = Field(
-        default=1, description="ranks that split each sequence; a rank has one early and one late part of it"
+        default=1, description="ranks that split each sequence; each rank has one early and one late part of the sequence"
     )
     context_method: Literal["ring", "gather"] = Field(
-        default="ring", description="how keys and values meet queries: passed around a ring, or gathered whole (Llama 3)"
+        default="ring",
+        description="how queries reach all keys and values: these pass around a ring of ranks, or every rank gathers them (Llama 3)",
     )
     ulysses: PositiveInt = Field(
         default=1,
-        description="how many of the context ranks exchange heads for parts of the sequence instead; equal to context: all",
+        description="size of the groups of context ranks that exchange heads for parts of the sequence instead; equal "
+        "to context: one group of all",
     )
     expert: PositiveInt = Field(default=1, description="ranks that divide the experts; taken from data, context and tensor ranks")
     expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
     pipeline: PositiveInt = Field(default=1, description="ranks that each hold consecutive layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
-    chunks: PositiveInt = Field(default=1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
+    chunks: PositiveInt = Field(
+        default=1, description="number of stages of a pipeline rank (interleaved schedules need more than one)"
+    )
     layers: tuple[NonNegativeInt, ...] | None = Field(
         default=None,
-        description="blocks of each stage, in order, for uneven stages; the first and the last may have none; default: as even as possible",
+        description="number of blocks of each stage, in order; the first and the last may have none; default: as even as possible",
     )
     microbatch: PositiveInt = Field(default=1, description="sequences a data rank computes at once")
     recompute: Recompute = Field(
@@ -175,8 +184,9 @@ class Plan(Spec):
     )
     post_validation: bool = Field(
         default=False,
-        description="update before the global gradient norm is known, check it after the next step's first forwards, undo if wrong; "
-        f"until then keeps the gradients and copies for undoing, {UNDO_BYTES:g} bytes a parameter of a rank's share with AdamW",
+        description="update before the global gradient norm is known, and check the norm after the next step's first "
+        f"forwards. A wrong update is undone; until the check, gradients and copies are kept, {UNDO_BYTES:g} bytes a "
+        "parameter of a rank's share with AdamW",
     )
     state: StateSpec = StateSpec()
     retain: RetainSpec = RetainSpec()
@@ -184,15 +194,16 @@ class Plan(Spec):
 
     @property
     def actions(self) -> Mapping[str, Action]:
-        """The one policy for what a block keeps for its backward, unless the whole block is recomputed: part -> action, `BLOCK` for what
-        no named part keeps. `recompute_parts` and `retain.blocks` are short forms of it."""
+        """The policy for tensors that a block keeps for its backward, unless the whole block is recomputed: part -> action.
+        `BLOCK` has the action for tensors outside of named parts. `recompute_parts` and `retain.blocks` are short forms of
+        this mapping."""
         named = self.recompute_parts if self.recompute == "selective" else ()
         rest: Action = "keep" if self.retain.blocks == "device" else self.retain.blocks
         return {BLOCK: rest, **dict.fromkeys(named, "recompute"), **self.retain.parts}
 
     @property
     def rounding(self) -> Mapping[str, Action]:
-        """The actions that change numbers: one process has them, too."""
+        """The actions that change numbers; parity's single process applies them, too."""
         return {part: action for part, action in self.actions.items() if action == "compress"}
 
     @property
@@ -207,7 +218,7 @@ class Plan(Spec):
 
     @property
     def set_sequences(self) -> int:
-        """Sequences of microbatch i of all data ranks: the set over which a balance loss over microbatches measures loads."""
+        """Number of sequences in microbatch i of all data ranks: the set over which `balance_set = "batch"` measures loads."""
         return self.data * self.microbatch
 
     @property
@@ -236,9 +247,9 @@ class Plan(Spec):
         return self.pipeline * self.chunks
 
     def bounds(self, blocks: int) -> tuple[tuple[int, int], ...]:
-        """Return the first part of each stage and the one after its last; part 0 is the embedding, part `blocks + 1` the head.
-        Blocks are divided as evenly as possible; the first stages get the remaining ones, because the last stage also has the
-        output projection. `layers`, if set, decides instead.
+        """Return the first part of each stage and the part after its last one; part 0 is the embedding, part `blocks + 1` the
+        head. Blocks are divided as evenly as possible; the first stages get the remaining blocks, because the last stage also
+        has the output projection. `layers`, if set, overrides this division.
         """
         return _bounds(self.layers, self.stages, blocks)
 
@@ -253,14 +264,14 @@ class Plan(Spec):
 
 
 AUTO = "segments:auto"
-"""The policy whose segments `cost.segments` decides, before ranks start."""
+"""The recomputation policy whose segment size `cost.segments` decides before ranks start."""
 
 
 def recomputed(number: int, *, blocks: int, policy: str) -> bool:
     """Return whether block `number` (of the whole model's `blocks`) keeps only its input in forward and runs again in its own backward.
 
-    `every:n` recomputes every n-th block. Under `sqrt` the blocks of a segment do so while the segment runs again. Blocks of
-    multi-token prediction are in no segment: each runs again alone.
+    `every:n` recomputes every n-th block. Under `sqrt`, a segment runs again, and meanwhile each of its blocks keeps only its
+    input. Blocks of multi-token prediction belong to no segment: each runs again on its own.
     """
     if policy in ("full", "sqrt"):
         return True
@@ -270,8 +281,9 @@ def recomputed(number: int, *, blocks: int, policy: str) -> bool:
 
 
 def segment_size(policy: str, *, blocks: int) -> int:
-    """Return how many consecutive blocks of a stage make a segment, which keeps only its first block's input (Chen et al. 2016, section
-    4.3); 0 if the policy has no segments. Raises ValueError for `segments:auto`, whose size follows from traced blocks."""
+    """Return how many consecutive blocks of a stage make a segment; 0 if the policy has no segments. A segment keeps only its
+    first block's input (Chen et al. 2016, section 4.3). Raises ValueError for `segments:auto`, whose size follows from traced
+    blocks."""
     if policy == AUTO:
         raise ValueError(f"plan.recompute = {AUTO!r} has no size yet: `cost.segments.decided` replaces it")
     if policy == "sqrt":
@@ -280,8 +292,8 @@ def segment_size(policy: str, *, blocks: int) -> int:
 
 
 def segments(parts: Sequence[bool], size: int) -> tuple[range, ...]:
-    """Cut a stage's blocks into segments of `size`; the last may be shorter. `parts`: which of the stage's parts are blocks. Segments are
-    ranges of part numbers."""
+    """Cut a stage's blocks into segments of `size`; the last may be shorter. `parts`: for each part of the stage, True if it
+    is a block. Each segment is a range of part numbers."""
     blocks = [number for number, is_block in enumerate(parts) if is_block]
     return (
         tuple(range(blocks[at], blocks[min(at + size, len(blocks)) - 1] + 1) for at in range(0, len(blocks), size))

@@ -1,4 +1,4 @@
-"""Named models: `[model] preset = "llama3-8b"` stands for a line of presets.toml."""
+"""Named models: `[model] preset = "llama3-8b"` takes the values of a line in presets.toml."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ from megalith.spec.families import Model, read
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model: its keys of `[model]`, and the source of its numbers."""
+    """A named model: its values for the keys of `[model]`, and their source."""
 
     name: str
     group: str
@@ -25,14 +25,14 @@ class Preset:
 
 
 def meant(word: str) -> list[str]:
-    """Return the presets that a shorter name may stand for: those whose names have all of its pieces, such as "7b" or "llama 8b"."""
+    """Return the presets that a shorter name such as "7b" or "llama 8b" may mean: their names contain all pieces of it."""
     pieces = [piece for piece in re.split(r"[-_ /]+", word.lower()) if piece]
     names = {name: re.split(r"[-_]", name) for name in presets()}
     return [name for name, parts in names.items() if pieces and all(_is_piece(piece, parts) for piece in pieces)]
 
 
 def _is_piece(piece: str, parts: list[str]) -> bool:
-    """Return True for a size such as "8b" that is a part, and for a word such as "llama" that a part begins with."""
+    """Return True for a size such as "8b" that equals a part, and for a word such as "llama" that begins a part."""
     return piece in parts if piece[0].isdigit() else any(part.startswith(piece) for part in parts)
 
 

@@ -15,7 +15,7 @@ class Problem:
     """One finding. An "error" stops the run before it starts; an "advice" is only shown.
 
     `source` is the origin of the value: "file run.toml", "preset tiny", "command line", "default"; "" if the problem is not in a
-    single value. `value` is None where the key is missing.
+    single value. `value` is None if the key is missing.
     """
 
     severity: Severity

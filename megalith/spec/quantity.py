@@ -8,14 +8,14 @@ UNITS = ("steps", "samples", "tokens")
 
 
 class Thousand(NamedTuple):
-    """Marks a whole number of a run file that may be written as text such as "8k": K, M, G and T are powers of `base`."""
+    """Mark of a run file's whole numbers that users may write as text such as "8k": K, M, G and T are powers of `base`."""
 
     base: int
 
 
 def quantity(text: str, *, thousand: int = 1000) -> float | None:
-    """Return 15T, 300B, 1.5e9 or 4M as a number. K, M, B or G, and T count in powers of `thousand`; Ki, Mi, Gi and Ti in powers of 1024.
-    None for text that is not a number above 0."""
+    """Return the number that a text such as 15T, 300B, 1.5e9 or 4M means. K, M, B or G, and T are powers of `thousand`; Ki,
+    Mi, Gi and Ti are powers of 1024. Return None for text that is not a number above 0."""
     found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
     if not found:
         return None

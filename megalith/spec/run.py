@@ -1,4 +1,4 @@
-"""One training run as in a TOML file: a table for each part of it."""
+"""The spec of one training run: one class for each table of a run file."""
 
 from contextlib import suppress
 from math import isfinite
@@ -34,12 +34,12 @@ from megalith.spec.state import MasterForm, Moments
 Begin = Annotated[
     NonNegativeInt,
     Thousand(1000),
-    Field(description='samples consumed before it; or a text such as "20B tokens" or "5000 steps"'),
+    Field(description='samples consumed before this point; or a text such as "20B tokens" or "5000 steps"'),
 ]
 
 
 class PhaseSpec(Spec):
-    """A phase of the data: the values that change from a sample on. Values that it does not name do not change."""
+    """A phase of the data: values that apply from a sample on. Values that the phase does not name stay the same."""
 
     begin: Begin
     weights: dict[str, NonNegativeFloat] | None = Field(default=None, description="share of each domain in the mixture")
@@ -64,12 +64,14 @@ class DataSpec(Spec):
     weights: dict[str, NonNegativeFloat] | None = Field(
         default=None, description="share of each domain in the mixture; default: in proportion to its tokens"
     )
-    document_mask: bool = Field(default=True, description="a token sees only its own document, and positions restart in each")
+    document_mask: bool = Field(
+        default=True, description="a token attends only to its own document, and positions restart in each document"
+    )
     phases: tuple[PhaseSpec, ...] = Field(
         default=(), description="changes of mixture, sequence length and batch: tables with begin, weights, seq_len, global_batch"
     )
     source: OwnPart | None = Field(
-        default=None, description="own source of training samples, `module:object`; the prepared data is given to it"
+        default=None, description="own source of training samples, `module:object`; it receives the prepared data"
     )
 
 
@@ -86,29 +88,29 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="number format of the computation. All but fp32 keep master weights, moments and reductions in fp32. In 8- "
-        "and 4-bit formats the factors of matrix products have so few bits too, which is emulated exactly",
+        description="number format of the computation. All but fp32 keep master weights, moments and reductions in "
+        "fp32. In 8- and 4-bit formats the factors of matrix products have 8 or 4 bits, which the trainer emulates exactly",
     )
     gradients: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="number format in which gradients are added up over microbatches and ranks, and kept"
+        default="fp32", description="number format of gradients while they are kept and added up over microbatches and ranks"
     )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
-    loss: OwnPart | None = Field(default=None, description="own loss of a token, `module:object`, instead of cross-entropy")
+    loss: OwnPart | None = Field(default=None, description="own per-token loss, `module:object`, instead of cross-entropy")
     callbacks: tuple[OwnPart, ...] = Field(
         default=(), description="own callbacks, `module:object` each: called after every step, on every rank"
     )
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
     init_from_changes: tuple[Change, ...] = Field(
         default=(),
-        description="values of the model that differ from that checkpoint's on purpose: ahead, context, layers, rope_scaling, "
+        description="values of the model that differ on purpose from those of the checkpoint: ahead, context, layers, rope_scaling, "
         "rope_theta, tokenizer, vocab",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def _has_a_row(kind: str | None) -> str | None:
-    """The rows are looked up now, so a row that a program adds is known at once."""
+    """Return `kind` if it names an optimizer. OPTIMIZERS is read at each call, so a row that a program adds is known at once."""
     if kind is not None and kind not in OPTIMIZERS and not own.is_own(kind):
         known = " or ".join(f"'{name}'" for name in [*OPTIMIZERS, "module:object"])
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
@@ -130,14 +132,14 @@ def _warmup(value: Any) -> int | str:
 
 
 class GroupSpec(Spec):
-    """Parameters with their own update rule: those whose names match a pattern."""
+    """Settings of the update for parameters whose names match a pattern."""
 
     pattern: str = Field(min_length=1, description="names of parameters, with * for any characters: `*.experts.*`")
     lr: PositiveFloat = Field(default=1.0, description="factor of the learning rate")
     weight_decay: NonNegativeFloat | None = Field(
-        default=None, description="instead of optimizer.weight_decay, also where that leaves vectors alone"
+        default=None, description="replaces optimizer.weight_decay, and applies to vectors too; default: optimizer.weight_decay"
     )
-    kind: str | None = Field(default=None, description="instead of optimizer.kind")
+    kind: str | None = Field(default=None, description="replaces optimizer.kind")
 
     _row = field_validator("kind")(_has_a_row)
 
@@ -152,10 +154,10 @@ class OptimizerSpec(Spec):
     schedule: Literal["cosine", "linear", "wsd", "1-sqrt", "constant"] = "cosine"
     warmup: Annotated[int | str, PlainValidator(_warmup), Thousand(1000)] = Field(
         default="2%",
-        description='updates of linear warm-up, or a share of train.steps such as "2%": the first has lr / warmup, the last lr',
+        description='updates of linear warm-up, from lr / warmup to lr, or a share of train.steps such as "2%"',
     )
     decay: NonNegativeFloat = Field(
-        default=0.2, description="wsd, 1-sqrt: share of the updates that decay at the end; above 1, how many updates do"
+        default=0.2, description="wsd, 1-sqrt: share of the updates in the decay at the end; above 1, the number of these updates"
     )
     min_lr_ratio: NonNegativeFloat = Field(
         default=0.1,
@@ -168,38 +170,38 @@ class OptimizerSpec(Spec):
     beta2: NonNegativeFloat = Field(default=0.95, lt=1.0)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
-    clip: NonNegativeFloat = Field(default=1.0, description="global gradient norm is cut to this; 0 switches clipping off")
+    clip: NonNegativeFloat = Field(
+        default=1.0, description="largest global gradient norm: a larger gradient is scaled down to it; 0: no clipping"
+    )
     adaptive_clip: NonNegativeFloat = Field(
-        default=0.0, description="each parameter's gradient is cut to this many times its usual norm (AdaGC); 0: off"
+        default=0.0, description="largest norm of a parameter's gradient, in multiples of its usual norm (AdaGC); 0: off"
     )
     adaptive_clip_after: NonNegativeInt = Field(
-        default=100, description="updates before adaptive clipping, in which `clip` cuts the global norm; after them it does not"
+        default=100, description="number of updates before adaptive clipping begins; `clip` applies only until then"
     )
     adaptive_clip_decay: NonNegativeFloat = Field(
-        default=0.98, lt=1.0, description="decay of the running mean that gives each usual norm"
+        default=0.98, lt=1.0, description="adaptive clipping: decay of the running mean of a parameter's gradient norm"
     )
     qk_clip: NonNegativeFloat = Field(
         default=0.0,
         description="largest attention logit: an update scales the queries and keys of heads above it (QK-clip); 0: off",
     )
     momentum: NonNegativeFloat = Field(default=0.95, lt=1.0, description="sgd, muon: share of the moment that an update keeps")
-    nesterov: bool = Field(default=True, description="sgd, muon: look one update ahead")
+    nesterov: bool = Field(default=True, description="sgd, muon: Nesterov momentum")
     relative_step: bool = Field(
         default=False, description="adafactor: the learning rate is at most 1 / sqrt(update), times each matrix's own size"
     )
     iteration: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="muon: number format that matrices are orthogonalised in"
+        default="bf16", description="muon: number format in which matrices are orthogonalised"
     )
     coefficients: Literal["newton-schulz", "polar-express"] = Field(
-        default="newton-schulz", description="muon: polynomials of the iteration"
+        default="newton-schulz", description="muon: coefficients of the orthogonalising iteration"
     )
-    iterations: PositiveInt = Field(default=5, le=20, description="muon: steps of the iteration")
-    split_heads: bool = Field(
-        default=False, description="muon: the part of queries, keys and values of each head is a matrix of its own"
-    )
+    iterations: PositiveInt = Field(default=5, le=20, description="muon: steps of the orthogonalising iteration")
+    split_heads: bool = Field(default=False, description="muon: orthogonalise queries, keys and values separately for each head")
     master: MasterForm = Field(
         default="fp32",
-        description="form of the master weights: fp32, or the bf16 compute weight with 16 bits (exact) or 8 bits beside it",
+        description="form of the master weights: fp32, or the bf16 compute weight and 16 (exact) or 8 further bits",
     )
     moments: Literal["fp32", "bf16", "fp8"] = Field(
         default="fp32", description="number format in which the moments of matrices are kept between two updates"
@@ -211,7 +213,7 @@ class OptimizerSpec(Spec):
         default=4096, description="bf16 and fp8 moments: parameters with fewer elements keep fp32"
     )
     groups: tuple[GroupSpec, ...] = Field(
-        default=(), description="parameters that are updated in another way; the last match counts"
+        default=(), description="parameters with settings of their own; the last group that matches a parameter counts"
     )
 
     _row = field_validator("kind")(_has_a_row)
@@ -239,54 +241,60 @@ class StabilitySpec(Spec):
     not_finite: Literal["stop", "skip"] = Field(
         default="stop", description="loss or gradients that are NaN or infinite: end the run, or skip the update"
     )
-    skips: PositiveInt = Field(default=10, description="updates that a run may skip in all; one more ends it")
+    skips: PositiveInt = Field(default=10, description="number of updates that a run may skip in all; one more ends the run")
     watch: bool = Field(default=True, description="warn when the loss or the gradient norm leaves its band")
     extremes_every: NonNegativeInt = Field(
-        default=10, description="steps from one measurement of largest outputs and attention logits to the next; 0: never"
+        default=10, description="steps between measurements of the largest outputs and attention logits; 0: never"
     )
     window: int = Field(default=64, ge=8, le=1024, description="number of newest updates from which the bands are computed")
     width: PositiveFloat = Field(
         default=8.0,
-        description="limit of a band: standard deviations of logarithms above the median of the newest 16, estimated from "
-        "the median change of an update",
+        description="limit of a band: this many standard deviations of the logarithm above the median of the newest 16 "
+        "updates; the deviation is estimated from the median change between updates",
     )
     answers: tuple[Literal["skip", "rewind", "lower", "stop"], ...] = Field(
         default=(), description="responses to a spike, mildest first; empty: only warn"
     )
     patience: PositiveInt = Field(default=12, description="skip: updates skipped in one spike before the next response")
-    rewinds: PositiveInt = Field(default=5, description="rewind, lower: times that a run may do so")
+    rewinds: PositiveInt = Field(default=5, description="number of times that a run may rewind, or lower its rate")
     margin: NonNegativeInt = Field(
-        default=2, description="rewind: a good copy is at least this many steps older than the first number outside its band"
+        default=2, description="rewind: smallest distance in steps from a good copy to the first number outside its band"
     )
     keep_every: PositiveInt = Field(
         default=20, description="rewind: steps between the copies in memory that a run can go back to"
     )
     lower_by: PositiveFloat = Field(default=0.5, lt=1.0, description="lower: factor of the learning rate")
-    lower_for: PositiveInt = Field(default=200, description="lower: updates for which the rate stays lower")
+    lower_for: PositiveInt = Field(default=200, description="lower: number of updates for which the learning rate stays lower")
 
 
 class LossScaleSpec(Spec):
-    """The power of two that gradients are multiplied by while they are fp16 (`train.precision = "fp16"`)."""
+    """Loss scale of fp16 (`train.precision = "fp16"`): a power of two that multiplies the gradients."""
 
-    initial: PositiveInt = Field(default=65_536, le=2**40, description="scale of the first step; a power of two, as is the floor")
-    growth_interval: PositiveInt = Field(default=1000, le=2**20, description="updates in a row after which the scale doubles")
-    hysteresis: PositiveInt = Field(
-        default=2, le=2**10, description="the scale is halved at this many overflows since it last grew, and at each further one"
+    initial: PositiveInt = Field(default=65_536, le=2**40, description="scale of the first step, a power of two")
+    growth_interval: PositiveInt = Field(
+        default=1000, le=2**20, description="number of updates without an overflow after which the scale doubles"
     )
-    floor: PositiveInt = Field(default=1, le=2**40, description="smallest scale: an overflow at it does not lower the scale")
+    hysteresis: PositiveInt = Field(
+        default=2,
+        le=2**10,
+        description="number of overflows since the scale last grew at which it is halved; each further overflow halves it again",
+    )
+    floor: PositiveInt = Field(
+        default=1, le=2**40, description="smallest scale, a power of two; an overflow does not lower the scale further"
+    )
 
 
 class BranchSpec(Spec):
     """Origin of a branch: the whole state of another run, from one of its checkpoints. `megalith train --branch` fills it in."""
 
     checkpoint: str = Field(description="folder of the checkpoint")
-    updates: NonNegativeInt = Field(description="updates made when it was saved")
-    samples: NonNegativeInt = Field(description="samples consumed when it was saved")
-    steps: PositiveInt = Field(description="train.steps of the run that saved it, which its schedule is over")
+    updates: NonNegativeInt = Field(description="number of updates before the checkpoint")
+    samples: NonNegativeInt = Field(description="samples consumed before the checkpoint")
+    steps: PositiveInt = Field(description="train.steps of the run that saved the checkpoint: the length of its schedule")
     decay: NonNegativeInt = Field(
-        default=0, description="updates over which the learning rate falls to its lowest; 0: the schedule continues"
+        default=0, description="number of updates in which the learning rate falls to its lowest value; 0: the schedule continues"
     )
-    skip: NonNegativeInt = Field(default=0, description="samples passed over")
+    skip: NonNegativeInt = Field(default=0, description="number of samples that the branch skips")
 
 
 class ValidationSpec(Spec):
@@ -297,11 +305,11 @@ class ValidationSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When to save and how many to keep."""
+    """When checkpoints are saved and how many are kept."""
 
     every: NonNegativeInt = Field(default=0, description="steps between saves; 0: only at the end")
     keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
-    asynchronous: bool = Field(default=True, description="copy, then write while the next steps run")
+    asynchronous: bool = Field(default=True, description="copy the state first, and write the copy while the next steps run")
 
 
 SERVED = ("wandb", "trackio", "mlflow")
@@ -321,36 +329,38 @@ class LogSpec(Spec):
         default="megalith", min_length=1, description="name of the project, or experiment, that holds the run in these tools"
     )
     online: bool = Field(
-        default=False, description="let these tools send to their servers; else they write only to the run folder"
+        default=False, description="let wandb, trackio and mlflow send to their servers; false: they write only to the run folder"
     )
 
 
 class LaunchSpec(Spec):
     """Ranks and their limits."""
 
-    start_timeout: PositiveFloat = Field(default=120.0, description="seconds all ranks have to meet at start-up")
+    start_timeout: PositiveFloat = Field(default=120.0, description="seconds within which all ranks must connect at start-up")
     timeout: PositiveFloat = Field(
         default=600.0,
-        description="seconds that a collective, or a phase without a known duration, may take; above 600, other limits that "
-        "are not set grow with it",
+        description="seconds that a collective, or a phase without a known duration, may take; above 600, other limits "
+        "that are not set grow in proportion",
     )
-    threads: NonNegativeInt = Field(default=0, description="compute threads a rank; 0: cores / ranks of this machine")
+    threads: NonNegativeInt = Field(
+        default=0, description="compute threads of each rank; 0: this machine's cores divided by its ranks"
+    )
 
 
 FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
     LaunchSpec: ("start_timeout",),
     FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
 }
-"""Limits that are scaled with `launch.timeout` unless set: twice its default gives twice their defaults. They never shrink:
+"""Limits that scale with `launch.timeout` unless they are set: a doubled timeout doubles their defaults. They never shrink:
 the longest normal silence of a busy machine does not depend on how early a user wants a report."""
 
 
 class RunSpec(Spec):
-    """A whole run. Only these keys determine the computation."""
+    """A whole run. These keys alone determine the computation."""
 
     name: str = "run"
     cluster: str = Field(
-        default="local", description="accelerator this runs on, for MFU: a name from the catalogue, or `local` to find out"
+        default="local", description="accelerator of the run, for MFU: a name from the catalogue, or `local` to detect it"
     )
     model: Model
     plan: Plan = Plan()
@@ -384,12 +394,12 @@ class RunSpec(Spec):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in one world: those of the plan. In a run with sites it is the plan of one site."""
+        """Number of ranks of the plan; in a run with sites, of the plan of one site."""
         return self.plan.ranks
 
     @property
     def own_parts(self) -> dict[str, str]:
-        """The user's own parts that the run names, by the key that names each."""
+        """The user's own parts that the run names, each under its key in the run file."""
         optimizer, train = self.optimizer, self.train
         named = {"data.source": self.data.source, "train.loss": train.loss, "optimizer.kind": optimizer.kind}
         named |= {f"train.callbacks.{number}": name for number, name in enumerate(train.callbacks)}

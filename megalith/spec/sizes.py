@@ -1,5 +1,5 @@
 """The parameters of a model: their names, their shapes and how they act on tokens, without torch. `models/` makes the same
-parameters as modules. tests/spec/test_sizes.py compares the two, so counts here are those of the trainer.
+parameters as modules. tests/spec/test_sizes.py compares both, so counts here equal those of the trainer.
 """
 
 from collections import Counter
@@ -24,9 +24,9 @@ from megalith.spec.parts import Tensor, declared
 
 Role = Literal["matrix", "experts", "table", "filter", "vector"]
 """How a parameter acts on tokens. A `matrix` [outputs, inputs] multiplies every token. `experts` [experts, outputs, inputs] are
-matrices of which the active ones multiply a token. Rows of a `table` [rows, channels] are looked up. A `filter` [channels, width]
-is convolved with the sequence. A `vector` scales or shifts channels, or heads. The table of a tied output also multiplies every
-token."""
+matrices; a token is multiplied by those of its active experts. Rows of a `table` [rows, channels] are looked up. A `filter`
+[channels, width] is convolved with the sequence. A `vector` scales or shifts channels, or heads. The table of a tied output also
+multiplies every token."""
 
 
 class Parameter(NamedTuple):
@@ -39,16 +39,17 @@ class Parameter(NamedTuple):
     heads: int = 1
     """The number of heads that the rows of a matrix belong to, one after another."""
     stacked: tuple[int, ...] = ()
-    """The numbers of rows, in each head, of the matrices that are stored as one; empty: all of a head's rows are one matrix."""
+    """For a parameter that stores several matrices as one: how many rows of each head belong to each matrix; empty: it is one
+    matrix."""
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements of the parameter."""
         return prod(self.shape)
 
 
 class Count(NamedTuple):
-    """How many elements some parameters have."""
+    """Numbers of elements of some parameters."""
 
     dense: int
     """Elements outside the experts."""
@@ -75,7 +76,7 @@ def _kept_block(block: BlockSpec, dim: int) -> tuple[Parameter, ...]:
 
 
 def part_parameters(model: ModelSpec, part: str) -> tuple[Parameter, ...]:
-    """Return the parameters of a part (one of `model.part_names`), in the order of its modules. Tied ones are among them."""
+    """Return the parameters of a part (one of `model.part_names`), in the order of its modules, including tied parameters."""
     if part == "embedding":
         return tuple(_embedding(model.dim, model.embedding))
     if part == "head":
@@ -91,8 +92,8 @@ def model_parameters(model: ModelSpec) -> dict[str, Parameter]:
 
 
 def tied_names(model: ModelSpec) -> dict[str, str]:
-    """Return the second names of tied parameters, each with the parameter's own name. A tied output is the embedding, and so are
-    the tables of multi-token prediction.
+    """Return the further names of tied parameters -> the parameter's own name. A tied output, and the tables of multi-token
+    prediction, are the embedding.
     """
     depth = model.head.ahead.depth if model.head.ahead else 0
     ahead = {f"head.ahead.{k}.embedding.weight": "embedding.weight" for k in range(depth)}
@@ -101,7 +102,7 @@ def tied_names(model: ModelSpec) -> dict[str, str]:
 
 
 def count(parameters: Iterable[Parameter]) -> Count:
-    """Return the number of elements."""
+    """Return the numbers of elements."""
     sizes = Counter[bool]()
     for each in parameters:
         sizes[each.role == "experts"] += each.numel
@@ -135,7 +136,7 @@ def count_model(model: ModelSpec) -> Count:
 
 
 def multiplied(block: BlockSpec, dim: int) -> Parameters:
-    """Yield the parameters of a block that are factors of products by the one door: all matrices but the router's, and the experts."""
+    """Yield the parameters of a block that `kernels.product` multiplies: experts, and all matrices except the router's."""
     for each in block_parameters(block, dim):
         if each.role in ("matrix", "experts") and each.name != "mlp.router.weight":
             yield each
@@ -147,8 +148,7 @@ def layer_of(parameter: Parameter) -> str:
 
 
 def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
-    """Return the tensors that a block's own attention and MLP declare, by the name of that half, without Megalith's own
-    halves."""
+    """Return the tensors that a user's own attention and MLP in a block declare, under "attention" and "mlp"."""
     halves = {"attention": block.attention, "mlp": block.mlp}
     named = {half: spec for half, spec in halves.items() if isinstance(spec, AttentionSpec | MlpSpec) and spec.own}
     return {half: declared(spec.own or "", dim, spec) for half, spec in named.items()}
@@ -288,7 +288,7 @@ def _moe(spec: MoeSpec, dim: int) -> Parameters:
 
 
 def active_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters that a token meets on its way to the next one: without multi-token prediction's."""
+    """Return the number of parameters that act on a token in the prediction of the next one, without multi-token prediction."""
     alone = model.model_copy(update={"head": model.head.model_copy(update={"ahead": None})})
     ends = count_model(alone).total - count_blocks(alone).total
     return ends + sum(count_active(block, model.dim) for block in model.blocks)

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def literal(value: Any) -> str:
-    """Return a value as TOML. None, which TOML does not have, becomes the text "none"; run files read it back as None."""
+    """Return a value as TOML. TOML has no None, so None becomes the text "none", which the reader of run files turns back
+    into None."""
     match value:
         case None:
             return '"none"'

@@ -12,7 +12,7 @@ from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.state import LOWER, MASTER, WIDE, Moments, Slot, bytes_each, kept
 
 NOT_MATRICES = ("head.output.weight", "*router.weight", "*shared_gate.weight")
-"""Names of parameters with the shape of a matrix whose rows are independent of each other: scores of tokens and of experts."""
+"""Names of matrices whose rows are independent of each other, because each row scores one token or one expert."""
 
 
 class Treatment(NamedTuple):
@@ -43,7 +43,7 @@ def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatmen
 
 
 def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -> Treatment:
-    """Return how a parameter, called by its name in the whole model of these sizes, is updated."""
+    """Return how a parameter is updated. Its name is the one in the whole model; `scaling` are the model's sizes."""
     group = group_of(parameter.name, optimizer) or GroupSpec(pattern="*")
     kind = group.kind or optimizer.kind
     rest = OPTIMIZERS[kind].rest
@@ -59,44 +59,45 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
 
 
 def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatment:
-    """Return the treatment in a model whose sizes are not the base sizes (`spec.families.parametrization`)."""
+    """Return the treatment for a model whose sizes differ from the base sizes (`spec.families.parametrization`)."""
     power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
     factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0
     return usual._replace(lr=usual.lr * factor, weight_decay=usual.weight_decay / factor, eps=1 / (scaling.width * deep))
 
 
 def group_of(name: str, optimizer: OptimizerSpec) -> GroupSpec | None:
-    """Return the group of a parameter: the last one whose pattern matches the whole name."""
+    """Return the group of a parameter: the last group whose pattern matches the whole name."""
     return next((each for each in reversed(optimizer.groups) if fnmatchcase(name, each.pattern)), None)
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return True if the parameter maps vectors to vectors, once or for each expert, so that its singular values have a meaning."""
+    """Return True if the parameter, or its part for each expert, maps vectors to vectors, so that its singular values have a
+    meaning."""
     outside = any(fnmatchcase(parameter.name, pattern) for pattern in NOT_MATRICES)
     return parameter.role in ("matrix", "experts") and not outside
 
 
 def takes_small_moments(parameter: Parameter, optimizer: OptimizerSpec) -> bool:
-    """Return True if the parameter's moments are kept in the run's own number format, and not in fp32: those of a matrix, or of experts,
-    with enough elements. An embedding keeps fp32: most of its rows see no token in a step."""
+    """Return True if the parameter's moments have the run's number format instead of fp32. This holds for matrices and
+    experts with enough elements. An embedding keeps fp32, because most of its rows get no gradient in a step."""
     return parameter.role in ("matrix", "experts") and parameter.numel >= optimizer.moment_least
 
 
 def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
-    """Return every kind of optimizer that a run may use, the usual one first."""
+    """Return every kind of optimizer that a run may use, beginning with `optimizer.kind`."""
     named = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
     found = (kind for name in named for kind in (name, OPTIMIZERS[name].rest) if kind)
     return tuple(dict.fromkeys(found))
 
 
 def amplifies(optimizer: OptimizerSpec) -> bool:
-    """Return True if rounding in a gradient can visibly change a later update: because of the rule, or because a moment in few
-    bits rounds to another number."""
+    """Return True if rounding in a gradient can visibly change a later update: because of the update rule, or because a
+    moment in few bits may round to another number."""
     return optimizer.moments != "fp32" or any(OPTIMIZERS[kind].amplifies for kind in kinds(optimizer))
 
 
 def slots_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
-    """Return the optimizer's slots of a large parameter: nearly all of a model's."""
+    """Return the optimizer's slots of a large parameter; nearly all of a model's elements are in such parameters."""
     return optimizer.small.of(OPTIMIZERS[optimizer.kind].slots)
 
 
@@ -106,9 +107,9 @@ def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
 
 
 def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
-    """Return the bytes kept for one number of a large parameter, as a sum in words. `compute`: the format of the products. If it
-    is that of the master weights, these are the compute weights. `gradients`: the format in which they are added
-    up."""
+    """Return the bytes kept for one element of a large parameter, as text with all terms of the sum. `compute`: the format of
+    products. If it equals that of the master weights, no separate compute weights are kept. `gradients`: the format in which
+    gradients are added up."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
     for slot in kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients):
@@ -119,16 +120,16 @@ def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") 
 
 
 class ParameterSet(NamedTuple):
-    """The parameters of a model that are updated alike."""
+    """Parameters of a model that are updated in the same way."""
 
     pattern: str
-    """The group that they belong to; empty: none."""
+    """The pattern of the parameters' group; empty: no group."""
     treatment: Treatment
     parameters: tuple[Parameter, ...]
 
     @property
     def numel(self) -> int:
-        """The number of their elements."""
+        """The number of elements of these parameters."""
         return sum(each.numel for each in self.parameters)
 
 
@@ -148,11 +149,10 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...]:
-    """Return the rows of each matrix that a parameter (each of its experts) stores as one.
+    """Return the rows of each true matrix in a parameter, or in each of its experts.
 
-    Latent attention stores the down-projections to keys and values and to rotated keys as one matrix, and each head's keys and
-    values as one.
-    With `split_heads`, each head's rows are a matrix of their own.
+    Latent attention stores several matrices as one parameter: the down-projections to keys and values and to rotated keys, and
+    the up-projections to each head's keys and values. With `split_heads`, each head's rows are a matrix of their own.
     """
     rows, heads = parameter.shape[-2], parameter.heads
     sizes = parameter.stacked or (rows // heads,)
@@ -164,13 +164,14 @@ def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...
 
 
 class Rows(NamedTuple):
-    """The rows of one head in a weight, or numbers in a bias: `runs` of them, each with the power of the head's factor that it takes."""
+    """The rows of one head in a weight, or its elements in a bias, as `runs`. Each run is a number of rows and the power of
+    the head's factor that multiplies them."""
 
     runs: tuple[tuple[int, float], ...]
 
     @property
     def size(self) -> int:
-        """The rows of a head."""
+        """The number of rows of a head."""
         return sum(rows for rows, _ in self.runs)
 
 
@@ -178,27 +179,27 @@ class Heads(NamedTuple):
     """One layer of attention."""
 
     name: str
-    """Its name in the whole model."""
+    """The layer's name in the whole model."""
     queries: int
     keys: int
-    """Heads of keys, each of which serves as many heads of queries."""
+    """Number of key heads; each serves queries / keys query heads."""
     rows: dict[str, Rows]
-    """The rows of a head by parameter of the whole model: those that make queries and keys, which a head's factor scales."""
+    """The rows of a head in each parameter that makes queries or keys, by the parameter's name in the whole model. A head's
+    factor scales these rows."""
 
 
 def heads_of(model: ModelSpec) -> list[Heads]:
-    """Return all layers of attention whose queries and keys have no norm of their own, in the order of the model.
+    """Return all attention layers without a norm of queries and keys, in the order of the model.
 
-    A factor f of a head's scores is divided as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): sqrt(f) for queries and for
-    keys, f for the rotated part of latent attention's queries, because all heads share the rotated key. Likewise, if several
-    query heads
-    share a key head, the queries take the whole factor.
+    A factor f of a head's scores is split as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): queries and keys are each
+    multiplied by sqrt(f). In latent attention all heads share the rotated key, so the rotated part of the queries takes f.
+    Likewise, if several query heads share a key head, their queries take f.
     """
     return [found for name, attention in attentions(model) if (found := _heads(name, attention)) is not None]
 
 
 def attentions(model: ModelSpec) -> Iterator[tuple[str, AttentionSpec | LatentAttentionSpec]]:
-    """Yield each layer of attention, by its name in the whole model, in order."""
+    """Yield the name in the whole model and the spec of each attention layer, in order."""
     for number, block in enumerate(model.blocks):
         if block.attention is not None:
             yield f"blocks.{number}.attention", block.attention

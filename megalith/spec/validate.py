@@ -1,4 +1,4 @@
-"""Turns a tree of raw values into a RunSpec or another spec, or into a list of all its problems, worded for the person who wrote
+"""Validation of raw values: they become a RunSpec or another spec, or a list of all problems, worded for the person who wrote
 the values."""
 
 import json
@@ -38,12 +38,12 @@ NEEDED: dict[str, str] = {
     "less_than": "it must be less than {lt:g}",
     "less_than_equal": "it must be at most {le:g}",
     "literal_error": "it must be {expected}",
-    "string_pattern_mismatch": "it is none of the forms known here",
+    "string_pattern_mismatch": "it has an unknown form",
     "missing": "a value is needed",
     "extra_forbidden": "unknown key",
     "union_tag_invalid": "no {word} has this name",
 }
-"""Reasons by pydantic's error type; anything else keeps pydantic's own message."""
+"""Reason by pydantic's error type; other types keep pydantic's own message."""
 
 WRITE: dict[str, str] = {
     "int_type": "Write a whole number without quotes, such as 8",
@@ -67,13 +67,13 @@ WRITE: dict[str, str] = {
 """The way out by the type of error."""
 
 ALIKE = 0.8
-"""The least similarity (difflib's ratio) at which a key of one table is taken for a misspelt key of another."""
+"""The lowest similarity (difflib's ratio) at which an unknown key of one table counts as a misspelt key of another table."""
 
 
 @dataclass(frozen=True)
 class ExaminedSpec(Generic[S]):
-    """A spec and its problems. It lacks faulty values, and values that an unknown key or preset may have been meant to
-    set; reading one raises AbsentError."""
+    """A spec and its problems. The spec lacks faulty values, and values that a misspelt key or preset may have been meant to
+    set; reading a missing value raises AbsentError."""
 
     spec: S
     problems: list[Problem]
@@ -90,9 +90,9 @@ def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
 
 
 def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> ExaminedSpec[S]:
-    """The same, but return the problems together with the valid values.
+    """Like `validate`, but return the problems together with the valid values.
 
-    Types are strict: "4" is not a number and 4.0 is not a whole number. "none" stands for no value where a key may have none.
+    Types are strict: "4" is not a number and 4.0 is not a whole number. "none" means None for keys that may be None.
     After a misspelt preset (`preset_failed`), missing sizes and sizes of other families are not reported.
     """
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
@@ -118,8 +118,8 @@ class Leaf:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Yield every value of a spec in the order of its fields; tables that are not empty are walked, lists are values. The tables
-    in a list are mappings without the values that are not set: TOML has no word for those inside a list."""
+    """Yield every value of a spec in the order of its fields; tables that are not empty are walked; a list is one value. A
+    table in a list becomes a mapping without the keys that are None, because TOML has no None."""
     inside = value if isinstance(value, Mapping) else dict(value) if isinstance(value, Spec) else {}
     if not inside:
         yield Leaf(path, tuple(map(_table, value)) if isinstance(value, tuple) else value)
@@ -132,8 +132,8 @@ def _table(value: Any) -> Any:
 
 
 def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
-    """Return the tree with "none" as None wherever the spec allows None, and "8k" as a number where the spec accepts such
-    text."""
+    """Return the tree with None for "none" wherever the spec allows None, and with a number for text such as "8k" wherever
+    the spec accepts such text."""
 
     def read(name: str, value: Any) -> Any:
         field = spec.model_fields.get(name)
@@ -154,7 +154,7 @@ def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
 
 
 def kinds_of(annotation: Any) -> list[type[Spec]]:
-    """The specs a field may hold."""
+    """Return the Spec classes that a field may hold."""
     if get_origin(annotation) is Annotated:
         return kinds_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -163,7 +163,7 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
 
 
 def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
-    """Return the kind that `value` is meant to be, by its family or kind; None if it names none of them."""
+    """Return the Spec class that the `family` or `kind` in `value` names; None if it names no known class."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     if "family" in kinds[0].model_fields:
@@ -191,7 +191,7 @@ class _Fault:
 
     @property
     def leaf(self) -> str:
-        """The key, in full, of the spec's own field that holds the fault."""
+        """The full key of the innermost known field that contains the fault."""
         return dotted(tuple(part for part, _ in takewhile(lambda pair: pair[1], zip(self.path, self.tables, strict=False))))
 
 
@@ -210,7 +210,8 @@ def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> b
 
 
 def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
-    """Return the valid part of a table. Doubtful keys (`meant`, or in such a table) are left out if they are not given."""
+    """Return the valid part of a table. Keys that a misspelt key may mean (those in `meant`, and keys of tables in it) are
+    left out instead of getting defaults."""
     kept: Tree = {}
     absent: list[str] = []
     for name, field in spec.model_fields.items():
@@ -263,7 +264,7 @@ def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _meaning(fault: _Fault) -> Meaning | None:
-    """Return what an unknown key means in other trainers, if it has a place in this run."""
+    """Return the meaning that an unknown key has in other trainers, if this run has a key for it."""
     *above, word = map(str, fault.path)
     in_model = above[:1] == ["model"]
     found = meaning(word, table=above[0] if above else "")
@@ -276,13 +277,13 @@ def _meaning(fault: _Fault) -> Meaning | None:
 
 
 def keys_named(word: str) -> list[str]:
-    """Return the keys that users set and whose last part is `word`, in full: `train.steps` for "steps"."""
+    """Return the full names of the keys that users may set and whose last part is `word`: `train.steps` for "steps"."""
     return list(dict.fromkeys(dotted(path) for path in _known(RunSpec) if path[-1] == word and path[0] != "branch"))
 
 
 def _suggestion(fault: _Fault) -> str | None:
-    """Return the likely intended key of an unknown one: the meaning of another trainer's name, a key of the same table that is a
-    word of it or has a similar spelling, or nearly the same word in another table."""
+    """Return the key that an unknown key probably means: the counterpart of another trainer's name, a key of the same table
+    that is one of its words or spelt alike, or a key of another table that is spelt nearly the same."""
     if found := _meaning(fault):
         return found.key or None
     word, inside = str(fault.path[-1]), fault.path[0] == "model"
@@ -313,7 +314,7 @@ def _worded(fault: _Fault, source: Callable[[str], str]) -> Problem:
         key=name,
         value=None if missing or together else fault.value,
         reason=NEEDED[fault.kind].format(**fault.context) if fault.kind in NEEDED else own,
-        way_out="They contradict each other: correct one." if together else _way_out(fault),
+        way_out="These values contradict each other: correct one." if together else _way_out(fault),
         source="" if missing else source(name),
     )
 

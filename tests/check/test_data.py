@@ -52,7 +52,7 @@ def test_of_many_missing_files_a_few_are_named_and_all_are_counted(tmp_path: Pat
         path.unlink()
     *named, counted = check(spec())
     assert ["is missing" in problem.reason for problem in named] == [True] * 5
-    assert "3 more of its files" in counted.reason
+    assert "3 more files of the folder" in counted.reason
 
 
 def test_a_copy_is_there_and_of_the_same_data(data: Path):
@@ -83,7 +83,7 @@ def test_a_domain_that_is_read_has_a_token_and_the_next(tmp_path: Path, monkeypa
     [
         (["model.vocab=900"], "model.vocab", "vocabulary of 1000 tokens. Use 1000"),
         (["model.vocab=900", "plan.tensor=4", "plan.data=4"], "model.vocab", "Use 1008"),
-        (["data.weights={austn=1}"], "data.weights.austn", "Did you mean austen? It has: austen, code."),
+        (["data.weights={austn=1}"], "data.weights.austn", "Did you mean austen? The data has: austen, code."),
         (["validation.every=5", "train.seq_len=4096"], "validation.every", "holds out 2000 tokens"),
         (["train.steps=10000"], "train.steps", "81,920,000 tokens, 20.5 times the data's 4,000,000"),
         (["train.init_from=nowhere"], "train.init_from", "no such checkpoint"),

@@ -55,7 +55,7 @@ def test_copies_on_disk_need_a_folder_and_copies_in_memory(data: Path, tmp_path:
     assert (found.key, f"{file} is not a folder" in found.reason) == ("fleet.disk", True)
     assert check(spec(every, f"fleet.disk={file}"), files=False) == check(spec(f"fleet.disk={file}"), files=False) == []
     (found,) = errors(every, "fleet.memory_every=0")
-    assert (found.key, found.way_out) == ("fleet.disk_every", "Use fleet.memory_every = 8, say.")
+    assert (found.key, found.way_out) == ("fleet.disk_every", "For example, use fleet.memory_every = 8.")
 
 
 def test_the_plan_that_a_run_falls_back_on_keeps_them_too():

@@ -27,9 +27,9 @@ def test_a_small_run_lacks_nothing():
 @pytest.mark.parametrize(
     ("machine", "settings", "said"),
     [
-        (LAPTOP, ["train.device=cuda"], "1 rank would start on this machine, which has 0 GPUs"),
-        (SERVER, ["plan.data=16"], "16 ranks would start on this machine, which has 8 GPUs"),
-        (SERVER, ["plan.data=16", "train.device=cuda"], "16 ranks would start on this machine, which has 8 GPUs"),
+        (LAPTOP, ["train.device=cuda"], "1 rank would start on this machine, but it has 0 GPUs"),
+        (SERVER, ["plan.data=16"], "16 ranks would start on this machine, but it has 8 GPUs"),
+        (SERVER, ["plan.data=16", "train.device=cuda"], "16 ranks would start on this machine, but it has 8 GPUs"),
     ],
 )
 def test_fewer_gpus_than_ranks_are_named(machine: Machine, settings: list[str], said: str):
@@ -149,8 +149,8 @@ def test_figures_of_another_processor_are_named_before_a_run_trusts_them(tmp_pat
     assert check_here(run, LAPTOP, processor="Made Up 9000") == []
     (told,) = check_here(run, LAPTOP, severity="error", processor="Other 1")
     assert (told.severity, told.key) == ("advice", "cluster")
-    assert "was measured on Made Up 9000, and this machine has Other 1" in told.reason
+    assert "was measured on Made Up 9000, but this machine has Other 1" in told.reason
     assert "--calibrate FILE.toml --ranks 2 here" in told.way_out
     (told,) = check_here(spec("plan.data=1", f'cluster="{file}"'), LAPTOP, processor="Made Up 9000")
     assert (told.severity, told.key) == ("advice", "cluster")
-    assert "was measured with 2 ranks at work, and the run starts 1 here" in told.reason
+    assert "was measured with 2 ranks at work, but the run starts 1 here" in told.reason

@@ -50,33 +50,33 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
             "plan.state.optimizer",
-            "would update by muon in host memory, but it needs each whole matrix, parts of which are on other GPUs",
+            "would update in host memory, but muon needs each whole matrix, and other GPUs have parts of it",
         ),
-        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, to save 4"),
+        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, but saves only 4"),
         ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),
         ([*RELEASED, "train.global_batch=4"], "plan.state.release", "saves nothing with 4 microbatches a step"),
         ([*RELEASED, "train.precision=fp32"], "plan.state.release", "the master weights stay in memory"),
         ([*RELEASED, "optimizer.master=split16"], "plan.state.release", "half of each weight stays in memory"),
-        ([*RELEASED, "optimizer.kind=muon"], "plan.state.release", "muon looks at a whole matrix on all ranks together"),
-        ([*RELEASED, "optimizer.adaptive_clip=1.05"], "plan.state.release", "optimizer.adaptive_clip = 1.05 needs them all"),
+        ([*RELEASED, "optimizer.kind=muon"], "plan.state.release", "muon needs each whole matrix from all ranks"),
+        ([*RELEASED, "optimizer.adaptive_clip=1.05"], "plan.state.release", "optimizer.adaptive_clip = 1.05 needs all gradients"),
         (
             [*RELEASED, "train.precision=fp8", "precision.watch_every=50"],
             "plan.state.release",
-            "precision.watch_every = 50 needs them all",
+            "precision.watch_every = 50 needs all gradients",
         ),
-        ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs them all"),
-        ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs them all"),
+        ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs all gradients"),
+        ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs all gradients"),
         ([*AWAY, "plan.state.optimizer=host"], "plan.state.weights", 'Use plan.state.optimizer = "disk", or weights = "device".'),
-        ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps the weights of all parts. Use plan.zero = 3"),
+        ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps all weights on each rank. Use plan.zero = 3"),
         ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
-        ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes the master weights from the weights"),
-        ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
+        ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes the master weights from the compute weights"),
+        ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs all gradients"),
         (
             ["plan.retain.blocks=host", "plan.retain.share=0.5", "plan.recompute=segments:2"],
             "plan.retain.share",
             "only inputs of segments are kept. Use share = 1",
         ),
-        (["plan.retain.blocks=disk", "plan.retain.share=0.2"], "plan.retain.share", "less than one of 4 blocks, so nothing"),
+        (["plan.retain.blocks=disk", "plan.retain.share=0.2"], "plan.retain.share", "less than 1 of 4 blocks, so nothing"),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
@@ -209,7 +209,9 @@ def test_a_model_that_nothing_makes_fit_needs_more_ranks():
     (problem,) = [
         problem for problem in errors("cluster=h100:1", "model.preset=llama3.1-405b", *LARGE) if problem.key == "plan.zero"
     ]
-    assert problem.way_out.startswith("No change with the same number of ranks is enough. Use more of tensor, pipeline or data")
+    assert problem.way_out.startswith(
+        "No change with the same number of ranks is enough. Raise plan.tensor, plan.pipeline or plan.data"
+    )
 
 
 @pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])

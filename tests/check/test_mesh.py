@@ -74,7 +74,7 @@ def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
 def test_started_ranks_are_compared_with_the_plan():
     assert errors("plan.data=2", "plan.tensor=2", world=4) == []
     (problem,) = errors("plan.data=2", "plan.tensor=2", world=8)
-    assert "data 2 x tensor 2 x pipeline 1 = 4 ranks are needed, and 8 were started" in problem.reason
+    assert "data 2 x tensor 2 x pipeline 1 = 4 ranks are needed, but 8 were started" in problem.reason
     assert "Use plan.data = 4" in problem.way_out
 
 

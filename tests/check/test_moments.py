@@ -20,7 +20,7 @@ def test_a_model_whose_shares_are_whole_blocks_is_valid() -> None:
         (
             (*FP8, "plan.tensor=2", "model.ffn=8000"),
             "plan.tensor",
-            "leaves a rank 4000 of the 8000 numbers in a row of blocks.0.mlp.down.weight. That is no multiple of optimizer",
+            "leaves a rank 4000 of the 8000 numbers in a row of blocks.0.mlp.down.weight, which is not a multiple of optimizer",
         ),
         (
             ("optimizer.moments=fp8", "model.preset=deepseek-tiny", "plan.data=2", "plan.expert_tensor=2"),
@@ -77,15 +77,15 @@ def test_halves_need_weights_in_bf16_and_no_sites() -> None:
     """All problems are reported at once."""
     wrong = errors("optimizer.master=split16", "train.precision=fp16", "sites.count=2")
     assert [problem.reason for problem in wrong if problem.key == "optimizer.master"] == [
-        "splits fp32 weights into bf16 and the remaining bits, but weights compute in fp16",
-        "keeps no fp32 weights, and sites merge theirs in fp32",
+        "splits fp32 weights into bf16 and the remaining bits, but the compute weights are in fp16",
+        "keeps no fp32 weights, but sites merge weights in fp32",
     ]
     assert not errors("optimizer.master=split8", "train.precision=fp8")
 
 
 def test_halves_that_save_nothing_are_told() -> None:
     said = [problem.reason for problem in found("optimizer.master=split16", "plan.data=2") if problem.key == "optimizer.master"]
-    assert said == ["saves nothing over 2 shards: a rank keeps 2 + 2 bytes for each weight of its share; fp32 takes 4 too"]
+    assert said == ["saves nothing over 2 shards: a rank keeps 2 + 2 bytes for each weight of its share, as many as in fp32"]
     for settings in (("optimizer.master=split8", "plan.data=2"), ("optimizer.master=split16",)):
         assert "optimizer.master" not in advice(*settings)
     assert "optimizer.master" not in advice("optimizer.master=split16", "plan.data=2", "plan.zero=0")

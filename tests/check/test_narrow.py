@@ -33,7 +33,7 @@ def test_what_a_tile_would_lie_across_is_refused(settings: tuple[str, ...], key:
 
 def test_each_way_out_is_one() -> None:
     said = reasons(*FP8, "plan.tensor=8")["plan.tensor"]
-    assert "leaves a rank 64 of the 512 channels of blocks.1.attention.k, no multiple of a tile's 128" in said
+    assert "leaves a rank 64 of the 512 channels of blocks.1.attention.k, not a multiple of a tile's 128" in said
     assert 'Use tensor = 4, precision.tile = 64, or precision.wide = ["*.attention.k"].' in said
     assert not errors(*FP8, "plan.tensor=8", "precision.tile=64")
     assert not errors(*FP8, "plan.tensor=8", 'precision.wide=["*.attention.k", "*.attention.v"]')
@@ -118,9 +118,9 @@ def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settin
     [
         (
             'train.batch_ramp=[{ begin = "8 steps", global_batch = 64 }]',
-            "0.125 times as large, and their scales follow 16 steps later",
+            "0.125 times as large, and their scales adapt 16 steps later",
         ),
-        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales follow one step later"),
+        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales adapt one step later"),
         ("data.phases=[{ begin = 64, seq_len = 2048, global_batch = 16 }]", ""),
     ],
     ids=str,
@@ -156,10 +156,10 @@ def test_a_choice_that_a_format_leaves_no_room_for_is_named(settings: tuple[str,
 
 def test_blocks_become_wide_by_comparisons_alone() -> None:
     asked = (*FP8, "precision.auto=0.1")
-    assert "Use watch_every = 100, say, or auto = 0." in reasons(*asked)["precision.auto"]
+    assert "Use watch_every = 100, for example, or auto = 0." in reasons(*asked)["precision.auto"]
     assert not errors(*asked, "precision.watch_every=100")
     assert (
-        "each site would make different blocks wide"
+        "each site would make other blocks wide"
         in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
     )
     assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")
@@ -206,7 +206,7 @@ def test_shards_that_would_cut_a_tile_are_named() -> None:
     assert not errors(*asked)
     problems = [problem for problem in found(*asked) if problem.key == "precision.gather"]
     assert len(problems) == 2 and "64 of the 512 rows of blocks.1.attention.k," in problems[0].reason
-    assert "Use 4 shards (plan.replicate) or precision.tile = 64 to gather them in 8 bits" in problems[0].way_out
+    assert "Use 4 shards (plan.replicate) or precision.tile = 64 to gather the layer in 8 bits" in problems[0].way_out
     for other in ("plan.replicate=2", "precision.tile=64", 'precision.wide=["*.attention.k", "*.attention.v"]'):
         assert "precision.gather" not in advice(*asked, other)
     halves = {problem.key for problem in found(*asked, "plan.tensor=2", "plan.replicate=2")}

@@ -8,7 +8,7 @@ from tests.check.runs import advice, errors, found, is_named
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ('{pattern = "*.attentoin.*"}', "matches none of the model's 39 parameters. Whole names are matched"),
+        ('{pattern = "*.attentoin.*"}', "matches none of the model's 39 parameters. A pattern must match a whole name"),
         ('{pattern = "blocks.0.*"}, {pattern = "blocks.*"}', "later groups also match all 9 of its matches"),
     ],
 )

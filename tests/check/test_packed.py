@@ -20,7 +20,7 @@ def test_only_channels_that_are_kept_have_tiles() -> None:
 def test_each_way_out_of_a_tile_on_two_ranks_is_one() -> None:
     cut = (*KEPT, "plan.tensor=2", "model.ffn=8000")
     said = reasons(*cut)["plan.tensor"]
-    assert "leaves a rank 4000 of the 8000 channels that blocks.1.mlp.down keeps in fp8, no multiple of a tile's 128" in said
+    assert "leaves a rank 4000 of the 8000 channels that blocks.1.mlp.down keeps in fp8, not a multiple of a tile's 128" in said
     assert 'Use tensor = 1, precision.tile = 32, or precision.wide = ["*.mlp.down"].' in said
     for way_out in ("plan.tensor=1", "precision.tile=32", 'precision.wide=["*.mlp.down"]'):
         assert not errors(*cut, way_out)

@@ -61,9 +61,9 @@ def test_a_phase_that_has_begun_stays_and_later_ones_may_come(ramp):
     assert check_resume(before, run(), samples=80) == [], "it has not begun"
     assert check_resume(run(one, two), run(one, two | {"begin": 800}), samples=400) == []
     (early,) = check_resume(before, run(one, two), samples=416)
-    assert early.key == f"{key}[1]" and "no phase began there: 416 samples are consumed" in early.reason
+    assert early.key == f"{key}[1]" and "no phase began at this sample: 416 samples are consumed" in early.reason
     (gone,) = check_resume(before, run(), samples=96)
-    assert "with sample 80 a phase of 16 sequences" in gone.reason and "cannot be altered any more" in gone.reason
+    assert "a phase of 16 sequences" in gone.reason and "can no longer change" in gone.reason
     (other,) = check_resume(before, run(one | {"global_batch": 32}), samples=96)
     assert other.key == f"{key}[0]" and "or later may be added" in other.way_out
     assert check_resume(before, run(one, two)), "not without knowing how far it is"

@@ -19,8 +19,8 @@ from tests.check.runs import advice, errors, found, is_named, spec
     [
         (["plan.pipeline=2", "plan.schedule=dualpipe", "plan.data=2", "plan.zero=2"], "plan.zero", "Use zero <= 1"),
         (["plan.pipeline=2", "plan.schedule=zb-v"], "plan.chunks", "Use chunks = 2"),
-        (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, and the model has 4 blocks"),
-        (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, and the model has 4. Use [2, 2]"),
+        (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, but the model has 4 blocks"),
+        (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, but the model has 4. Use [2, 2]"),
         (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
         (
             ["plan.pipeline=4", "plan.layers=[2,0,1,1]"],
@@ -68,7 +68,7 @@ def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
 def test_the_bubble_is_said_as_a_number():
     """The bubble is (p - 1) / m of the useful time: 3 / 4."""
     (problem,) = [p for p in found("plan.pipeline=4", "plan.microbatch=16") if p.key == "plan.pipeline"]
-    assert "over 4 microbatches leaves each rank idle for 42.9% of a step (75.0% of its useful time)" in problem.reason
+    assert "with 4 microbatches leaves each rank idle for 42.9% of a step (75.0% of its useful time)" in problem.reason
 
 
 def test_the_interleaved_bubble_is_divided_by_the_chunks():

@@ -31,7 +31,7 @@ def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
     assert refused("plan.data=4", "plan.microbatch=2") == [("plan.data", 4)]
     assert refused("plan.data=2", "plan.tensor=2") == [("plan.microbatch", 1)]
     (problem,) = check_resume(before, spec("model.preset=mixtral-8x7b", "plan.data=8"))
-    assert "sets of 8 sequences, and the run over sets of 4" in problem.reason
+    assert "sets of 8 sequences, but the run over sets of 4" in problem.reason
     assert "plan.data x plan.microbatch = 4" in problem.way_out
     for free in ("model.balance_set=sequence", "model.balance_set=global", "model.balance_weight=0"):
         sets = ["model.preset=mixtral-8x7b", free]

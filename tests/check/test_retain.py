@@ -16,17 +16,17 @@ def parts(named: dict[str, str]) -> str:
     ("settings", "said"),
     [
         ([parts({"mlp": "keep", "attention.cor": "host"})], 'Did you mean "attention.core"?'),
-        ([parts({"mlp": "host"}), "plan.recompute=full"], "a block keeps its input only"),
-        ([parts({"mlp": "host"}), "plan.recompute=segments:2"], "a block keeps its input only"),
+        ([parts({"mlp": "host"}), "plan.recompute=full"], "a block keeps only its input"),
+        ([parts({"mlp": "host"}), "plan.recompute=segments:2"], "a block keeps only its input"),
         ([parts({"attention.core": "host"}), "plan.recompute=selective"], "plan.recompute_parts recomputes it"),
         ([parts({"mlp.activation": "keep", "mlp": "recompute"})], "which contains it, is recomputed"),
         ([parts({"attention.core": "host"}), "plan.recompute=selective", "plan.recompute_parts=['attend']"], "which contains it"),
         ([parts({"mlp": "host", "attention": "disk"})], "names disk and host"),
         ([parts({"mlp": "host"}), "plan.retain.blocks=disk"], "names disk and host"),
         ([parts({"mlp": "host"}), "plan.compile=true"], "compiled code decides"),
-        ([parts({"mlp": "compress"}), "train.precision=bf16"], 'with precision.kept = "fp8"'),
-        ([parts({"attention.core": "compress"}), "train.precision=fp32"], "promises more than bf16"),
-        ([parts({"attention.core": "compress"}), "train.precision=fp16"], "promises more than bf16"),
+        ([parts({"mlp": "compress"}), "train.precision=bf16"], 'use precision.kept = "fp8"'),
+        ([parts({"attention.core": "compress"}), "train.precision=fp32"], 'needs train.precision = "bf16"'),
+        ([parts({"attention.core": "compress"}), "train.precision=fp16"], 'needs train.precision = "bf16"'),
     ],
 )
 def test_actions_that_cannot_be_are_named_with_a_way_out(settings: list[str], said: str):

@@ -67,7 +67,7 @@ def test_a_launcher_starts_the_ranks_of_one_site() -> None:
         problem for problem in check(run, world=2, files=False) if problem.severity == "error" and "data" not in problem.key
     ]
     (found,) = [problem for problem in check(run, world=4, files=False) if "were started" in problem.reason]
-    assert found.reason == "data 2 x tensor 1 x pipeline 1 = 2 ranks are needed in each site, and 4 were started"
+    assert found.reason == "data 2 x tensor 1 x pipeline 1 = 2 ranks are needed in each site, but 4 were started"
     unnamed = tiny_run(sites={"count": 2}, plan={"data": 2})
     assert "sites.site" in [problem.key for problem in check(unnamed, world=2, files=False)]
     assert all_ranks(unnamed) == 4 and all_ranks(run) == 2
@@ -237,4 +237,4 @@ def test_what_a_lost_site_hands_back_can_be_trained(schedule: str, share: int, b
     found = [problem for problem in errors if problem.key == "sites.each.0.plan.schedule"]
     assert bool(found) is refused
     if found:
-        assert "as little as 4 samples in a step, and microbatches = 1 is too few" in found[0].reason
+        assert "as few as 4 samples, and microbatches = 1 is too few" in found[0].reason

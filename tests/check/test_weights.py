@@ -37,8 +37,8 @@ def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
     path = first_weights("first")
     assert keys(FIRST) == []
     (problem,) = errors("model.dim=64", "model.ffn=96")
-    assert "dim = 128" in problem.reason.partition("and the run's")[0]
-    assert "dim = 64" in problem.reason.partition("and the run's")[2]
+    assert "dim = 128" in problem.reason.partition("but the run's")[0]
+    assert "dim = 64" in problem.reason.partition("but the run's")[2]
     (path / checkpoints.INDEX).unlink()
     (problem,) = check(spec(FIRST))
     assert (problem.key, f"{path.name}/{checkpoints.INDEX}" in problem.reason) == ("train.init_from", True)
@@ -65,7 +65,7 @@ def test_each_value_of_the_model_that_its_forward_depends_on_is_compared(data: P
     """A3: if the numbers of parameters were equal, heads, theta and eps were not compared."""
     first_weights("first", "model.head_dim=32", "model.kv_heads=2", "model.tied=false")
     (problem,) = errors("model.head_dim=32", "model.kv_heads=2", "model.tied=false", setting)
-    theirs, _, ours = problem.reason.partition(", and the run's has ")
+    theirs, _, ours = problem.reason.partition(", but the run's model has ")
     assert (problem.key, there in theirs, here in ours) == ("train.init_from", True, True), problem
     assert theirs.count(" = ") == ours.count(" = ") == 1, "and nothing else is said to differ"
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_describes_no_model_is_refused(data: Path):
     path.mkdir(parents=True)
     files = {checkpoints.INDEX: checkpoints.write_index(path, {})}
     checkpoints.write_manifest(path, checkpoints.Manifest(0, 1, {}, files))
-    assert any("describes no model" in problem.reason for problem in errors())
+    assert any("describes a model that" in problem.reason for problem in errors())
 
 
 @pytest.mark.parametrize("imported", [False, True])

@@ -142,7 +142,7 @@ def test_where_only_checkpoints_are_left_another_learning_rate_is_said(run: Path
 
 def test_a_checkpoint_without_a_description_is_no_runs(run: Path, jobs: list[supervisor.Job]):
     checkpoints.write_manifest(saved(run), Manifest(20, 1, {"weights": "of somebody"}, {}))
-    with pytest.raises(SpecErrors, match="checkpoints/step-00000020: holds no description of a run"):
+    with pytest.raises(SpecErrors, match="checkpoints/step-00000020: has no description of its run"):
         train(run)
 
 
@@ -276,7 +276,7 @@ def test_a_rank_that_stopped_as_asked_says_so(run: Path, monkeypatch: pytest.Mon
 
 def test_a_world_of_another_size_is_refused(run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "find", lambda: place(0))
-    with pytest.raises(SpecErrors, match="8 ranks are needed, and 4 were started"):
+    with pytest.raises(SpecErrors, match="8 ranks are needed, but 4 were started"):
         train(run, "plan.data=4")
     assert joined == []
 

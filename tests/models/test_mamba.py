@@ -159,9 +159,9 @@ def test_a_hybrid_is_made_of_halves() -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"mamba": SPEC, "attention": {"kind": "attention", "heads": 1, "kv_heads": 1, "head_dim": 8}}, "mixes tokens one way"),
-    ({}, "a block of nothing"),
-    ({"mamba": SPEC, "mlp": MlpSpec(hidden=8), "parallel": True}, "parallel and post_norms are of blocks"),
+    ({"mamba": SPEC, "attention": {"kind": "attention", "heads": 1, "kv_heads": 1, "head_dim": 8}}, "a block has one mixer"),
+    ({}, "the block is empty"),
+    ({"mamba": SPEC, "mlp": MlpSpec(hidden=8), "parallel": True}, "parallel and post_norms need a block"),
 ])  # fmt: skip
 def test_what_makes_no_block_is_refused(given: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):

@@ -79,7 +79,7 @@ def test_a_row_that_is_far_off_is_named_and_not_followed(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
     found = confidence_of(resolve(PlanRequest(**WORDS)), rows)
     assert found.factor == pytest.approx(1.1, rel=0.05)
-    assert "1 is ignored: it took 2.60 of its prediction" in found.words
+    assert "1 is ignored: its time is 2.60 of the predicted one" in found.words
 
 
 def test_a_table_is_read_with_the_software_that_is_planned_for(tmp_path: Path):
@@ -97,13 +97,13 @@ def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
     with pytest.raises(SpecErrors) as caught:
         measured([local, bad, tmp_path / "none"], "megalith")
     assert [problem.value for problem in caught.value.problems] == [str(local), str(bad), str(tmp_path / "none")]
-    assert "names no cluster" in caught.value.problems[0].reason and "gives no sizes" in caught.value.problems[1].reason
+    assert "needs a named cluster" in caught.value.problems[0].reason and "gives no sizes" in caught.value.problems[1].reason
 
 
 def test_without_rows_nothing_is_moved():
     found = confidence_of(resolve(PlanRequest(**WORDS)))
     assert found.factor == 1.0
-    assert "was not measured: the interval is the one for unmeasured software" in found.words
+    assert "was not measured: the interval is that of unmeasured software" in found.words
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
     far = confidence_of(resolve(PlanRequest(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
@@ -143,9 +143,9 @@ def test_memory_is_less_certain_for_larger_models_than_measured_ones():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"cluster": "a100-80gb:4"}, "1 measured row of a dense model by Megalith on h100: not followed"),
-        ({"software": "megatron-te"}, "1 measured row of a dense model by Megalith on h100: not followed"),
-        ({"model": "deepseek-tiny"}, "1 measured row of a dense model by Megalith on h100: not followed"),
+        ({"cluster": "a100-80gb:4"}, "1 measured row of a dense model by Megalith on h100: without effect"),
+        ({"software": "megatron-te"}, "1 measured row of a dense model by Megalith on h100: without effect"),
+        ({"model": "deepseek-tiny"}, "1 measured row of a dense model by Megalith on h100: without effect"),
     ],
 )
 def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Path, asked: dict[str, Any], said: str):

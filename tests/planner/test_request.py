@@ -219,7 +219,10 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
 def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and_noted():
     asked = resolve(PlanRequest(model="llama3.1-8b", cluster="h100:8"))
     assert (asked.run.train.seq_len, asked.run.train.global_batch) == (8192, 512)
-    assert "--seq-len was not given: 8,192" in asked.notes[0] and "--global-batch was not given: 512" in asked.notes[1]
+    assert (
+        "--seq-len was not given: planned with 8,192" in asked.notes[0]
+        and "--global-batch was not given: planned with 512" in asked.notes[1]
+    )
     assert resolve(PlanRequest(model="tiny", cluster="h100:8")).run.train.seq_len == 256
 
 
@@ -230,9 +233,9 @@ def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_
     assert resolve(PlanRequest(model="405b", cluster="64xh100")).cluster.count == 64
     size = resolve(PlanRequest(model="7b", cluster="h100:8"))
     assert size.run.model.name == "llama2-7b"
-    assert any(note.startswith("--model 7b: taken as llama2-7b; also llama1-7b") for note in size.notes)
+    assert any(note.startswith("--model 7b: means llama2-7b; other models of this size: llama1-7b") for note in size.notes)
     several = wrong(model="gemma2", cluster="h100:8")["--model"]
-    assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one, such as --model ")
+    assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one of them, such as --model ")
     assert "megalith models" in wrong(model="zebra", cluster="h100:8")["--model"].way_out
 
 

@@ -70,7 +70,7 @@ def test_a_folder_that_is_no_run_or_names_no_cluster_is_refused(tmp_path: Path):
     with pytest.raises(OSError):
         slowdown(tmp_path)
     (tmp_path / SPEC_FILE).write_text(RUN.model_copy(update={"cluster": "local"}).model_dump_json())
-    with pytest.raises(ValueError, match="names no cluster"):
+    with pytest.raises(ValueError, match="needs a named cluster"):
         slowdown(tmp_path)
 
 
@@ -89,8 +89,8 @@ def test_the_page_of_a_run_shows_each_term_beside_its_prediction(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cluster": "local"}, "the run names no cluster to predict it for"),
-        ({"plan": {"tenser": 2}}, "another version of Megalith wrote the run's spec.json: this one does not take plan.tenser"),
+        ({"cluster": "local"}, "a prediction needs a named cluster"),
+        ({"plan": {"tenser": 2}}, "another version of Megalith wrote the run's spec.json: this version refuses plan.tenser"),
     ],
 )
 def test_the_page_of_a_run_says_why_nothing_is_predicted(tmp_path: Path, change: dict[str, Any], said: str):

@@ -71,7 +71,7 @@ def test_no_row_is_slower_than_the_one_before_and_the_last_is_the_answer(found: 
 def test_a_mixture_begins_with_its_experts_dealt_out():
     rows = walk(resolve(PlanRequest(model="deepseek-tiny", cluster="h100:8", seq_len=128, global_batch=64))).fit
     assert [row.technique.name for row in rows] == [PLAIN.name, TECHNIQUES[0].name]
-    assert "no layout has the whole model" in rows[0].why and rows[1].choice is not None and rows[1].choice.plan.expert > 1
+    assert "no layout with the whole model" in rows[0].why and rows[1].choice is not None and rows[1].choice.plan.expert > 1
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_layout_that_fits_its_devices_but_not_their_hosts_says_so(found: Walk)
     assert found.first is not None
     here = found.first.estimate
     away = replace(here, fits=False, memory=replace(here.memory, host=200 * 2.0**30))
-    assert _host_too_small(away) == "it would fit the device, but needs 200 GiB of host memory for each device"
+    assert _host_too_small(away) == "the layout fits the devices, but needs 200 GiB of host memory for each device"
     assert _host_too_small(here) == _host_too_small(replace(away, limit=1)) == ""
 
 

@@ -239,10 +239,10 @@ def test_extremes_are_measured_where_an_own_attention_has_a_core(attention: str,
     ("name", "says"),
     [
         ("nowhere:PART", "cannot be imported"),
-        (f"{HERE}:POWER", "its kind is 'norm', where 'mlp' is needed"),
+        (f"{HERE}:POWER", "its kind is 'norm', but must be 'mlp'"),
         (f"{HERE}:Odd", "a part of a model is a megalith.spec.parts.ModelPart"),
         (f"{HERE}:BROKEN", "AttributeError"),
-        (f"{HERE}:AWAY", "whose source the run keeps the digest of"),
+        (f"{HERE}:AWAY", "the run only records a digest of that package's source"),
     ],
 )
 def test_check_names_a_part_that_cannot_be_used(name: str, says: str) -> None:
@@ -255,7 +255,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
     assert "the inputs of down.weight = 50" in errors(run({"tensor": 4}, model={"ffn": 50, "mlp": f"{HERE}:ODD"}))["plan.tensor"]
     assert "of v.weight = 2" in errors(run({"tensor": 4}, model={"attention": f"{HERE}:GATED"}))["plan.tensor"]
     mean = {"attention": f"{HERE}:MEAN"}
-    assert "self.core alone" in errors(run({"context": 2}, model=mean))["plan.context"]
+    assert "only through self.core" in errors(run({"context": 2}, model=mean))["plan.context"]
     assert "which weights of" in errors(run(model=mean, optimizer={"qk_clip": 100.0}))["optimizer.qk_clip"]
     again = {"recompute": "selective", "recompute_parts": ["attention.core"]}
     assert "plan.recompute_parts" in errors(run(again, model=mean))

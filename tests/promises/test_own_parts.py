@@ -298,7 +298,7 @@ def test_plans_that_a_part_is_not_written_for_are_refused(folder: Path, monkeypa
 
 
 def test_a_name_that_is_none_is_refused() -> None:
-    with pytest.raises(Exception, match="a colon and an object"):
+    with pytest.raises(Exception, match="has the name MODULE:OBJECT"):
         tiny_run(train={"loss": "focal"})
 
 

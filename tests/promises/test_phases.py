@@ -113,6 +113,6 @@ def test_a_phase_may_come_between_two_commands_and_one_that_has_begun_stays(data
     newest = max((tmp_path / "checkpoints").glob("step-*"))
     altered = run(data, {}, [PHASES[0] | {"seq_len": 8}, PHASES[1]])
     (problem,) = check_checkpoint("here", read_manifest(newest).meta, altered)
-    assert problem.key == "data.phases[0]" and "cannot be altered any more" in problem.reason
+    assert problem.key == "data.phases[0]" and "can no longer change" in problem.reason
     with pytest.raises(RuntimeError):
         runs.train(altered.model_copy(update={"train": altered.train.model_copy(update={"steps": 20})}), tmp_path)

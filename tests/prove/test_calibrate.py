@@ -252,7 +252,7 @@ def test_a_plan_names_the_source_of_its_rates(tmp_path: Path, monkeypatch: pytes
     found, measured = best_plans(asked, top=1), asked.cluster.measured
     assert measured is not None
     assert (
-        f"rates were measured on {measured.processor} at {measured.at} UTC with 2 ranks of 3 threads and torch {measured.torch}"
-        in found.confidence.words
+        f"rates of the cluster were measured on {measured.processor} at {measured.at} UTC with 2 ranks of 3 threads "
+        f"and torch {measured.torch}" in found.confidence.words
     )
     assert found.to_json()["sure"]["rests_on"] == found.confidence.words

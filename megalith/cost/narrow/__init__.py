@@ -1,1 +1,1 @@
-"""Narrow products as this project's trainer computes them: their formats, their time, and whether they pay. No torch."""
+"""Narrow products of Megalith's trainer: their formats, their time, and the gain over wide products. No torch."""

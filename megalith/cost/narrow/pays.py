@@ -22,17 +22,18 @@ from megalith.spec.sizes import layer_of, multiplied
 
 @dataclass(frozen=True)
 class Layer:
-    """The three products of a layer with its weights, of one microbatch on one rank, in seconds."""
+    """Seconds of the three products of a layer's weights (forward, input and weight gradients), for one microbatch on one
+    rank."""
 
     name: str
-    """Its name within a block: `attention.q`."""
+    """The layer's name within a block: `attention.q`."""
     blocks: tuple[int, ...]
-    """Numbers of the blocks that have it."""
+    """Numbers of the blocks with this layer."""
     tokens: int
     shape: tuple[int, int]
-    """Outputs and inputs on a rank; those of each expert."""
+    """Outputs and inputs on a rank; for experts, of each expert."""
     experts: int
-    """Number of experts on a rank; 0: it is not a layer of experts."""
+    """Number of experts on a rank; 0: not a layer of experts."""
     wide: float
     """Seconds of the products in the wide format."""
     products: float
@@ -40,13 +41,13 @@ class Layer:
     rounding: float
     """Seconds of the rounding."""
     kernels: int
-    """Kernels that the rounding launches."""
+    """Number of kernels that the rounding launches."""
     codes: bool
-    """True if the products are of codes; otherwise rounded factors are multiplied in the wide format."""
+    """True if 8-bit codes are multiplied; otherwise rounded factors are multiplied in the wide format."""
 
     @property
     def module(self) -> str:
-        """The name of its module within a block: that of the experts, whose weights are one layer."""
+        """The name of the layer's module within a block; all weights of the experts are one module."""
         return EXPERTS if self.experts else self.name
 
     @property
@@ -56,7 +57,7 @@ class Layer:
 
     @property
     def gain(self) -> float:
-        """Time of the wide products over that of the narrow ones: above 1 where narrow ones pay."""
+        """Time of the wide products divided by that of the narrow products; above 1: narrow products pay."""
         return self.wide / self.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -64,8 +65,9 @@ class Layer:
 
 
 def pays(spec: RunSpec, cluster: ClusterSpec, choices: PrecisionSpec, *, precision: str = "fp8") -> tuple[Layer, ...]:
-    """Return what the layers of a run gain in a narrow precision with some choices, on a cluster's devices: one for each name and
-    shape. Layers that stay wide by name (`choices.wide`) are there too; the first and last blocks that stay wide are not."""
+    """Predict wide and narrow products of a run's layers, for a narrow precision with these choices on a cluster's devices:
+    one Layer for each name and shape. Layers that stay wide by name (`choices.wide`) are included; first and last blocks that
+    stay wide are not."""
     case, plan, train = Case(spec, None, files=False), spec.plan, spec.train
     model = spec.model.build()
     format, narrow = computed(precision, choices.model_copy(update={"wide": ()}))
@@ -123,7 +125,7 @@ def losers(layers: Iterable[Layer]) -> tuple[str, ...]:
 
 
 def gained(layers: Iterable[Layer], wide: Iterable[str] = ()) -> float:
-    """Return the seconds of a microbatch that narrow products save in all these layers, but for those whose names match `wide`."""
+    """Return the seconds of a microbatch that narrow products save in these layers, except layers whose names match `wide`."""
     wide = tuple(wide)
     return sum(
         layer.wide - layer.seconds

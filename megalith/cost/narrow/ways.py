@@ -1,4 +1,4 @@
-"""How this project's trainer multiplies in a block with narrow layers: the format of each product, and the roundings of its factors.
+"""Products of Megalith's trainer in a block with narrow layers: the format of each product, and the roundings of its factors.
 
 A product of codes has the speed of 8 bits, and its factors are rounded by kernels that a compiler makes. Every other narrow product is a
 wide one of factors that plain operations of torch have rounded. No torch.
@@ -24,37 +24,37 @@ H200 of docs/performance.md, "Products in 8 bits". Rows: from torchao's table of
 which gains 25.0 % with scales of tensors, and 10.0 % with scales of rows."""
 
 CODED: Mapping[Granularity, float] = {"tensor": 5.0, "row": 5.0, "tile": 3.0}
-"""Bytes that are moved to turn a number into a code: it is read in bf16, twice where its scale must be known first, and written."""
+"""Bytes moved to turn a number into a code: it is read in bf16 (twice if its scale must be known first) and written."""
 
 SHARED = 6.0
-"""Bytes that are moved in addition if other ranks or steps determine a scale: the maximum is then taken apart, without a compiler."""
+"""Additional bytes moved if other ranks or steps determine a scale: the maximum is then taken separately, without a compiler."""
 
 ROUNDED: Mapping[str, float] = {"up": 93.0, "ocp": 102.0, "fp32": 100.0, "e4m3": 114.0}
-"""Bytes that the plain operations of `kernels.quantise.narrowed` move to round a number, by its scale."""
+"""Bytes that the plain operations of `kernels.quantise.narrowed` move to round a number, by the kind of scale."""
 
 DRAWN, ROTATED = 320.0, 20.0
-"""Bytes that are moved in addition for a number that is rounded stochastically, and for each step of its rotation with others."""
+"""Additional bytes moved for stochastic rounding of a number, and for each step of a Hadamard transform."""
 
 PIECE = 1 << 24
-"""Numbers that are rounded at once to be kept, on a GPU (`kernels.packed.SLAB`)."""
+"""Number of elements that are rounded at once for keeping, on a GPU (`kernels.packed.SLAB`)."""
 
 HELD = 14
 """Bytes for each number of a factor while plain operations round it on a GPU: three copies in fp32, and the result."""
 
 CODING, ROUNDING = 2, 30
-"""Kernels of a rounding: in codes, and by plain operations."""
+"""Number of kernels of a rounding to codes, and of a rounding by plain operations."""
 
 
 class FormattedProduct(NamedTuple):
-    """A product in the format that multiplies it."""
+    """A product with its format."""
 
     product: Product
     format: str
     """A name from PRECISIONS."""
     share: float
-    """Share of the product's kernels that are computed so."""
+    """Share of the product's kernels that are computed in this format."""
     rate: float = 1.0
-    """Rate relative to the device's usual one in this format."""
+    """Rate relative to the device's usual rate in this format."""
 
 
 class Rounding(NamedTuple):
@@ -64,7 +64,7 @@ class Rounding(NamedTuple):
     numbers: float
     """Total number of elements that are rounded."""
     bytes: float
-    """Bytes that are moved for each."""
+    """Bytes moved for each element."""
     kernels: float
     """Total number of kernels that are launched."""
     messages: float
@@ -73,23 +73,23 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True)
 class Ways:
-    """The products of a block of this project's trainer."""
+    """The way in which Megalith's trainer computes the products of a block."""
 
     wide: str
     """The format of wide products: a name from PRECISIONS."""
     narrow: Narrow
     shares: Mapping[tuple[int, int], float]
-    """The share of layers that are narrow among those whose weight on a rank has these sizes, the smaller one first."""
+    """Sizes of a weight on a rank, the smaller one first -> the share of narrow layers among the layers of these sizes."""
     experts: bool
     """True if experts multiply in the narrow format."""
     codes: bool
-    """True if the device multiplies codes."""
+    """True if the device multiplies 8-bit codes."""
     shared: bool
     """True if scales follow numbers of other ranks."""
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile, layers: tuple[str, ...]) -> "Ways | None":
-        """Return the ways of a block with these narrow layers; None if it has none."""
+        """Return the ways of a block with these narrow layers; None if it has no narrow layers."""
         narrow, plan = workload.narrow, workload.plan
         if narrow is None or not layers:
             return None
@@ -115,7 +115,7 @@ class Ways:
         return replace(self, shares={_sizes((rows, columns)): 1.0}, experts=True)
 
     def computed(self, products: Iterable[Product]) -> Iterator[FormattedProduct]:
-        """Yield how each product is computed; one that some layers compute narrow and others wide is there twice."""
+        """Yield each product with its format. A product that some layers compute narrow and others wide is yielded twice."""
         for product in products:
             share = self._share(product)
             if share < 1:
@@ -138,7 +138,7 @@ class Ways:
                     yield Rounding(product, numbers, moved, kernels, times * self.shared)
 
     def held(self, profile: Profile) -> float:
-        """Return the most bytes that the rounding of a factor takes for a moment on a GPU."""
+        """Return the largest temporary bytes for the rounding of a factor on a GPU."""
         each = (
             max(product.rows, product.columns) * product.inner * product.count * (1 if self.multiplies_codes(product) else HELD)
             for product in profile.products
@@ -164,7 +164,7 @@ class Ways:
         return frozenset(phase for phase, format in asked.items() if format == "wide")
 
     def multiplies_codes(self, product: Product) -> bool:
-        """Return True if a narrow product's codes are multiplied."""
+        """Return True if the device multiplies the codes of this narrow product."""
         sizes = product.rows, product.columns, product.inner
         return self.codes and not product.expert and aligned(*sizes, tile=self.narrow.tile, square=product.phase != "W")
 
@@ -175,13 +175,13 @@ class Ways:
 
     @cached_property
     def _coded(self) -> float:
-        """Return the bytes that are moved to turn a number into a code."""
+        """Return the bytes moved to turn a number into a code."""
         apart = self.shared or self.narrow.choices.history > 0
         return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
 
     @cached_property
     def _rounded(self) -> dict[tuple[bool, bool], float]:
-        """The bytes that plain operations move to round a number, by two answers: whether it is a gradient, which may be rounded
+        """The bytes that plain operations move to round a number, by two answers: whether the number is a gradient, which may be rounded
         stochastically, and whether its product gives gradients of weights, whose factors may be rotated first."""
         choices = settled(self.narrow.choices, self.narrow.precision)
         kind = "e4m3" if PRECISIONS[self.narrow.precision].factors.name == "nvfp4" else choices.scale
@@ -197,7 +197,7 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def rounding_bytes(workload: Workload, traced: "Parts") -> float:
-    """Return the most bytes that the rounding of a factor takes for a moment. A processor rounds few numbers at a time."""
+    """Return the largest temporary bytes for the rounding of a factor; 0 on a CPU, which rounds few numbers at a time."""
     device = workload.cluster.accelerator
     if workload.narrow is None or device.is_processor:
         return 0.0

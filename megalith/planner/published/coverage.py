@@ -1,6 +1,6 @@
-"""Judgement of published rows on predictions and of their intervals: coverage and width, few-shot errors, and the cost of
-choosing by them. Each row's residual is from a fit without its source group, and each group is judged by the deviations of the
-others."""
+"""Evaluation of predictions and their intervals on published rows: coverage and width, few-shot errors, and the cost of
+choosing layouts by prediction. Each row's residual is from a fit without its source group, and each group's intervals use the
+deviations of the other groups."""
 
 import random
 from collections import defaultdict
@@ -19,10 +19,10 @@ Groups = Mapping[str, Sequence[float]]
 """Logarithms of measured over predicted by source group."""
 
 ENOUGH, DRAWS = 8, 20
-"""Minimum rows of a stack from which a few are drawn, and the number of draws."""
+"""Minimum number of rows of a stack in the few-shot evaluation, and the number of draws."""
 
 CLEAR = 1.1
-"""Two measured steps differ clearly if one is longer by this factor."""
+"""Two measured steps differ clearly if their ratio is above this."""
 
 
 def others_of(groups: Groups) -> Callable[[str], Spread]:
@@ -38,9 +38,9 @@ class Coverage:
     rows: int
     groups: int
     share: float
-    """Share of rows that lie in it."""
+    """Share of rows inside their interval."""
     width: float
-    """Its half-width, in the median over groups."""
+    """Half-width of the intervals, as the median over groups."""
     score: float
     """Mean interval score of the logarithms: width, and ten times how far rows lie outside (Gneiting & Raftery 2007, section 6.2)."""
 
@@ -49,7 +49,7 @@ class Coverage:
 
 
 def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Coverage:
-    """Return the scores of intervals. `interval` returns the interval of a row of a group."""
+    """Return the scores of intervals. `interval`: function from a group and the place of its row to an interval."""
     shares, widths, scores = list[float](), list[float](), list[float]()
     for group, logs in groups.items():
         found = [interval(group, place) for place in range(len(logs))]
@@ -65,8 +65,8 @@ def _score(interval: Interval, value: float) -> float:
 
 
 def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval) -> dict[str, Coverage]:
-    """Return the scores of intervals for stacks without known rows, for stacks whose other rows are all known, and of one
-    interval for all rows."""
+    """Return the scores of three kinds of intervals: for stacks without known rows, for stacks whose other rows are all
+    known, and one interval for all rows."""
     alone = {group: others(group).interval() for group in groups}
     several = {group: logs for group, logs in groups.items() if len(logs) > 1}
 
@@ -89,7 +89,7 @@ def one_for_all(groups: Sequence[Groups]) -> Interval:
 
 
 def few_shot(groups: Groups, others: Callable[[str], Spread], rows: int) -> dict[str, dict[str, float]]:
-    """Return for each stack the median error of its other rows: as predicted, with some rows known, and with one known row
+    """Return for each stack the median error of its remaining rows before some rows are known, after, and with one known row
     doubled; and the share of draws in which the doubled row was detected."""
     found: dict[str, dict[str, float]] = {}
     for group, logs in groups.items():
@@ -115,8 +115,9 @@ def _error(logs: Sequence[float], factor: float) -> float:
 
 
 def choosing(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Judge the choice among the layouts of one model, machine and software, for each such set: the time lost by the layout predicted to be
-    fastest, and the number of clear pairs in the right order. A layout that was measured twice counts once, by its best."""
+    """Evaluate the choice of a layout in each set of rows of one model, machine and software: the time lost with the layout
+    that is predicted to be the fastest, and the number of clear pairs in the right order. A layout that was measured twice
+    counts once, with its best time."""
     found: dict[str, dict[str, Any]] = {}
     for name, layouts in sets(results).items():
         first = min(layouts, key=lambda one: one.estimate.time.step)
@@ -135,7 +136,7 @@ LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "recompute", "shar
 
 
 def sets(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Group the results by all that a choice of layout leaves unchanged, for groups of two layouts or more."""
+    """Return the sets of at least two layouts whose rows agree in everything except the layout."""
     known: dict[str, dict[tuple[str, ...], Result]] = defaultdict(dict)
     for one in results:
         if one.seconds is None or one.kind == "hybrid":

@@ -1,7 +1,7 @@
-"""A published row as workloads: its model, plan and cluster in the project's own types.
+"""Conversion of a published row to workloads: its model, plan and cluster in Megalith's types.
 
-If a source does not state something (recomputation, the microbatch, interleaving), every choice is a workload of its own. The
-prediction is the planner's pick among them: the fastest that fits. A row that cannot be expressed has the reason instead.
+If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the
+prediction is that of the fastest one that fits. A row that cannot be converted has a reason instead.
 """
 
 import re
@@ -33,10 +33,10 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
-"""Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
+"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements lacks them."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
-"""The abbreviated layers of a hybrid in the file of measurements -> the preset with all its layers."""
+"""Abbreviated layers of a hybrid in the file of measurements -> the preset with these layers."""
 
 PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a block here
     "core_attn": ("attention.core",),
@@ -51,16 +51,14 @@ PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a bl
 
 @dataclass(frozen=True)
 class ExpressedRow:
-    """A row in the project's own types: `choices` holds one workload, or several where the source leaves something open. If there
-    is
-    a `reason`, the row has no workload."""
+    """A row in Megalith's types: `choices` has one workload, or several if the source leaves settings open. A row with a
+    `reason` has no workload."""
 
     row: Row
     choices: tuple[Workload, ...] = ()
     reason: str = ""
     transformer: bool = True
-    """True for attention and feed-forward blocks only: dense or mixture of experts. Hybrids are predicted, and nothing is fitted
-    on them."""
+    """True for a transformer, dense or with experts; False for hybrids, which are predicted but not used in fits."""
 
     @property
     def expert(self) -> bool:
@@ -69,7 +67,7 @@ class ExpressedRow:
 
 
 def express(row: Row) -> ExpressedRow:
-    """The row as workloads, or the reason why not."""
+    """Convert a row to workloads; the result has the reason if this is not possible."""
     try:
         transformer = "hybrid" not in row.model
     except ValueError as error:  # of another file: sizes that are no JSON
@@ -87,7 +85,7 @@ def _brief(error: Exception) -> str:
 
 
 def measured_seconds(row: Row, workload: Workload) -> float | None:
-    """Seconds of a step as the source measured them: directly, from tokens/s, or from its TFLOP/s by its own convention."""
+    """Return the measured seconds of a step: as stated, from tokens/s, or from TFLOP/s by the source's convention."""
     if (seconds := row.number("step_time_s")) is not None:
         return seconds
     tokens, devices = workload.tokens, workload.cluster.count
@@ -179,12 +177,12 @@ def _model(row: Row) -> ModelSpec:
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if not isinstance(sizes["hybrid"], str):
-        raise CannotSayError(f"{row.text('model')} has layers that are given as an object, which no preset is known for")
+        raise CannotSayError(f"{row.text('model')} has layers that are stated as an object, for which there is no preset")
     if sizes["hybrid"] not in HYBRIDS:
-        raise CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
+        raise CannotSayError(f"{row.text('model')} has experts on a latent, which Megalith does not support")
     if "mtp" in sizes:
         raise CannotSayError(
-            f"{row.text('model')} has multi-token prediction with blocks of two layers, which models/ does not have"
+            f"{row.text('model')} has multi-token prediction with blocks of two layers, which Megalith does not support"
         )
     model = presets()[HYBRIDS[sizes["hybrid"]]].build()
     return model.model_copy(update={"balanced": True}).build()
@@ -208,7 +206,7 @@ def _experts(moe: dict[str, Any], gated: bool, groups: dict[str, int]) -> MoeSpe
 
 
 def _ahead(row: Row, sizes: dict[str, Any]) -> int:
-    """Depth of multi-token prediction: as the row says, or as its model does (DeepSeek-V3 trains with one)."""
+    """Return the depth of multi-token prediction that the row states, or else its model's usual depth (1 for DeepSeek-V3)."""
     if "mtp" in row.options:
         return int(row.options["mtp"])
     if "variant" in row.options:
@@ -257,7 +255,7 @@ def _sequence(row: Row, tensor: int) -> bool:
 def _micro(row: Row, per_rank: int) -> list[int]:
     if (size := row.whole("micro_batch")) is not None:
         if per_rank % size:
-            raise CannotSayError(f"{per_rank} sequences a data rank are no multiple of the microbatch of {size}")
+            raise CannotSayError(f"{per_rank} sequences a data rank are not a multiple of the microbatch of {size}")
         return [size]
     return [size for size in (1, 2, 4, 8) if per_rank % size == 0]
 
@@ -275,7 +273,7 @@ def _chunks(row: Row, model: ModelSpec) -> list[int]:
 
 
 def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (policy, parts) as the source states them, or every usual choice if it does not."""
+    """Return (policy, parts) of recomputation as the source states it; otherwise every usual choice."""
     text = row.text("recompute")
     core = ("attention.core",)
     if text.startswith("full"):
@@ -295,8 +293,8 @@ def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
-    """Uneven stages: embedding and head count as a block each if that gives equal stages (Llama 3); otherwise blocks are divided
-    by cost."""
+    """Return the blocks of uneven stages: divided by cost, or with embedding and head counted as blocks if this gives equal
+    stages (Llama 3); None for an even division."""
     blocks = len(model.blocks)
     if stages == 1:
         return None
@@ -311,7 +309,7 @@ def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
 
 
 def _by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Split the layers as evenly as whole blocks allow; the head counts as as many blocks as its product costs."""
+    """Divide the blocks as evenly as possible; the head counts as the number of blocks with the same cost."""
     one = model.model_copy(update={"blocks": model.blocks[:1]})
     block = step_flops(one, tokens=1, seq_len=model.context, causal="full", recomputed=False, head=False)
     head = 6 * model.dim * model.head.vocab / block

@@ -1,8 +1,8 @@
 """`python -m megalith.planner.published.fit`: fit the calibration on all published rows, and again without each source group.
 
-It writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that each
-group can be judged by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the physical
-values of starts.toml, and nothing is drawn at random: the same rows and the same code give the same figures.
+It writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that
+each group is predicted by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the
+physical values of starts.toml and is deterministic: the same rows and code give the same figures.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from megalith.planner.published.rows import Row, read
 COMMAND = "python -m megalith.planner.published.fit"
 
 SWEEPS = 6
-"""Passes over all figures; the bundled figures were fitted with this number."""
+"""Number of passes over all figures in the fit of the bundled figures."""
 
 LEFT_OUT = "left_out.toml"
 
 
 def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
-    """Return the scored rows that can be expressed, at most `most` of each source group, evenly spaced."""
+    """Return the scored rows that can be converted to workloads, at most `most` of each source group, evenly spaced."""
     found: list[Observation] = []
     for group in sorted({row.group for row in rows if row.scored}):
         mine = (row for row in rows if row.scored and row.group == group)
@@ -49,7 +49,7 @@ def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
 
 
 def without(group: str, everything: Sequence[Observation], start: Calibration, sweeps: int) -> Calibration:
-    """Return the fit on all groups but one."""
+    """Return the fit on all groups except `group`."""
     return fit([one for one in everything if one.group != group], start, sweeps=sweeps)
 
 
@@ -62,7 +62,7 @@ def left_out() -> Mapping[str, Calibration]:
 
 def as_changes(whole: Calibration, others: Mapping[str, Calibration]) -> str:
     """Return calibrations as TOML: for each source group the figures that differ from the whole fit's."""
-    lines = [f"# Figures of fits without one source group, where they differ from calibration.toml: {COMMAND}"]
+    lines = [f"# For each source group: figures of the fit without it that differ from calibration.toml: {COMMAND}"]
     for group, figures in others.items():
         flat, base = figures.flat(), whole.flat()
         lines += [
@@ -77,9 +77,11 @@ def main() -> None:
     """Fit and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", type=int, default=SWEEPS)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="fits that run side by side")
-    parser.add_argument("--out", type=Path, help="folder for the three files; default: where the package reads them")
-    parser.add_argument("--doubt", action="store_true", help="write doubt.toml alone, from the fits there are")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="number of fits that run in parallel")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the three files; default: the folders from which the package reads them"
+    )
+    parser.add_argument("--doubt", action="store_true", help="only write doubt.toml, from the existing fits")
     arguments = parser.parse_args()
     here = arguments.out or Path(cost.__file__).parent
     other = arguments.out or Path(__file__).parent
@@ -103,7 +105,7 @@ def main() -> None:
 
 
 _shared: dict[str, Any] = {}
-"""The arguments of every fit, which forked processes inherit: traces are looked up by identity."""
+"""Arguments of every fit. Forked processes inherit them, because traces are looked up by identity."""
 
 
 def _job(group: str) -> Calibration:

@@ -1,7 +1,7 @@
-"""The FLOPs a source counts for a step, so that its TFLOP/s can be turned back into seconds. Nothing is predicted from these.
+"""FLOPs of a step as a source counts them, which turn its TFLOP/s back into seconds. Predictions do not use them.
 
-Conventions differ in two ways: attention is counted in full or halved for the causal mask, and work done again in backward counts
-("hardware") or does not ("model").
+Conventions differ in two ways: attention is counted in full or halved for the causal mask, and recomputation is counted
+("hardware") or not ("model").
 """
 
 from typing import Literal
@@ -13,7 +13,8 @@ from megalith.spec.sizes import block_parameters, count_active
 def step_flops(
     model: ModelSpec, *, tokens: int, seq_len: int, causal: Literal["full", "half"], recomputed: bool, head: bool = True
 ) -> float:
-    """FLOPs of one step: 6 a weight of a matrix product and token, 12 a score and channel; 8 and 16 where blocks run again."""
+    """FLOPs of one step: for each token, 6 a weight of matrix products and 12 a score and channel; 8 and 16 if blocks are
+    recomputed."""
     blocks = sum(
         2 * _weights(block, model.dim) + _state(block) + _scores(block) * seq_len * (0.5 if causal == "half" else 1.0)
         for block in model.blocks
@@ -27,7 +28,7 @@ def step_flops(
 
 
 def _weights(block: BlockSpec, dim: int) -> int:
-    """Return the number of weights of the matrix products that one token goes through."""
+    """Return the number of matrix weights that act on one token."""
     others = sum(each.numel for each in block_parameters(block, dim) if each.role not in ("matrix", "experts"))
     return count_active(block, dim) - others
 

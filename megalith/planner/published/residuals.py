@@ -39,7 +39,7 @@ class Result:
         return None if measured is None else self.memory / measured - 1
 
     def residuals(self) -> Iterator[Residual]:
-        """Return the quantities that the row measured: time, memory or both."""
+        """Yield the residual of each quantity that the row measured: time, memory or both."""
         if self.seconds is not None:
             yield Residual(self.row.name, self.row.group, f"time.{self.kind}", log(self.seconds / self.estimate.time.step))
         if self.row.memory is not None:
@@ -47,7 +47,7 @@ class Result:
 
 
 def predict(said: ExpressedRow, figures: Calibration) -> Result:
-    """Return the planner's pick among what the row can mean."""
+    """Predict a row: of all workloads that it can mean, the one that the planner would choose."""
     workload, found = choose([(choice, parts(choice)) for choice in said.choices], figures)
     seconds = measured_seconds(said.row, workload)
     kind = "hybrid" if not said.transformer else "expert" if said.expert else "dense"
@@ -63,7 +63,7 @@ def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration)
 
 
 def residuals(rows: Sequence[Row], left_out: Mapping[str, Calibration], whole: Calibration) -> list[Residual]:
-    """Return the residuals of all scored rows, each with the fit that excludes its source group."""
+    """Return the residuals of all scored rows, each from the fit without the row's source group."""
     found = []
     for said in (express(row) for row in rows if row.scored):
         if said.choices and said.transformer:

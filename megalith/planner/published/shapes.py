@@ -1,4 +1,4 @@
-"""The shapes that published rows measured, and how far outside of them a question is. No torch."""
+"""Range of shapes in published rows, and the distance of a request from it. No torch."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,26 +8,26 @@ from typing import NamedTuple
 from megalith.planner.published.rows import Row, read
 
 COLUMNS = {"parameters": ("params_total_b", 1e9), "tokens a sequence": ("seq_len", 1.0), "devices": ("n_gpus", 1.0)}
-"""The sizes that make a shape: the column that has each, and the unit of that column."""
+"""Size of a shape -> its column, and the unit of this column."""
 
 
 class Beyond(NamedTuple):
-    """One size of a question that no row has measured on its side."""
+    """One size of a request that is outside of the measured range."""
 
     name: str
     size: float
     edge: float
-    """The measured size that is nearest."""
+    """The nearest measured size."""
 
     @property
     def doublings(self) -> float:
-        """How often the edge must double, or halve, to become the size."""
+        """Number of doublings or halvings from the nearest measured size."""
         return abs(log2(self.size / self.edge))
 
 
 @cache
 def measured(kind: str) -> Mapping[str, tuple[float, float]]:
-    """Return the smallest and the largest size of the rows behind a kind of predictions (`cost.doubt.KINDS`)."""
+    """Return the smallest and the largest size in the rows of a kind of prediction (`cost.doubt.KINDS`)."""
     rows = [row for row in read() if row.scored and _is_of(row, kind)]
     found: dict[str, tuple[float, float]] = {}
     for name, (column, unit) in COLUMNS.items():
@@ -46,7 +46,7 @@ def _is_of(row: Row, kind: str) -> bool:
 
 
 def beyond(kind: str, sizes: Mapping[str, float]) -> list[Beyond]:
-    """Return the sizes of a question outside of those that rows measured, the furthest first."""
+    """Return the sizes of a request that are outside of the measured range, the furthest first."""
     found = []
     for name, (low, high) in measured(kind).items():
         if not low <= sizes[name] <= high:

@@ -1,4 +1,4 @@
-"""The machine and the software of a published row: its cluster, its software profile, its number format."""
+"""Cluster, software profile and number format of a published row."""
 
 import re
 from dataclasses import replace
@@ -38,9 +38,9 @@ NETWORK = (  # (what the column says, bytes/s out of a device)
 )
 
 FLAT_ADAMW = 4 + 2 * 4
-"""Bytes for each parameter that InternEvo updates at once, as one flat tensor in fp32 (solver/optimizer/hybrid_zero_optim.py and
-fsdp_optimizer.py): the gradient in fp32, and two temporary tensors of torch's AdamW (`_single_tensor_adamw`: the root of the second moment,
-and that over its correction)."""
+"""Temporary bytes for each parameter while InternEvo updates all as one flat tensor in fp32
+(solver/optimizer/hybrid_zero_optim.py and fsdp_optimizer.py): the gradient in fp32, and two temporary tensors of torch's AdamW
+(`_single_tensor_adamw`: the root of the second moment, and that over its correction)."""
 
 SOFTWARE = {  # source group -> the software its runs used
     "sc21": PLAIN_2021,
@@ -66,7 +66,7 @@ SOFTWARE = {  # source group -> the software its runs used
 }
 
 _BY_SENDER = {"deduplicated": False, "router": "plain"}
-"""NCCL's all-to-all and a router of torch's operations: Megatron-Core's defaults."""
+"""Megatron-Core's defaults: NCCL's all-to-all, and a router of torch's operations."""
 
 _AHEAD = {"overlap_expert": True, "moment_bytes": 4}
 
@@ -81,13 +81,14 @@ EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # missing in rows of ex
 }
 
 GRAPHED = 26.04
-"""Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
+"""Release of the NeMo container from which Megatron-Bridge's MXFP8 recipes record whole steps in CUDA graphs
+(scripts/performance/configs)."""
 
 PARTLY = 25.11
-"""Release from which they record attention and router, except on H100."""
+"""Release from which these recipes record attention and router, except on H100."""
 
 RECORDED = ("GB200", "GB300", "B300")
-"""Hardware for which they record these."""
+"""Hardware for which these recipes record attention."""
 
 FORMATS: dict[str, str] = {
     "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
@@ -96,7 +97,7 @@ FORMATS: dict[str, str] = {
 
 
 def cluster_of(row: Row) -> ClusterSpec:
-    """Return the machines of a row. Raises CannotSayError for hardware outside the catalogue, or a number of devices that is not stated."""
+    """Return the cluster of a row. Raises CannotSayError for hardware outside the catalogue, or an unstated number of devices."""
     if row.text("hardware") not in HARDWARE:
         raise CannotSayError(f"the catalogue has no {row.text('hardware')}")
     accelerator = clusters.catalogue()[HARDWARE[row.text("hardware")]]
@@ -109,7 +110,7 @@ def cluster_of(row: Row) -> ClusterSpec:
 
 
 def software_profile_of(row: Row) -> SoftwareProfile:
-    """Return what the software of a row overlaps, fuses and keeps."""
+    """Return the software profile of a row."""
     software_profile = SOFTWARE.get(row.group, FUSED_2024)
     options = row.options
     if options.get("compile") is False and software_profile.overheads == "compiled":  # torch's own loss, which copies its logits
@@ -150,8 +151,8 @@ def software_profile_of(row: Row) -> SoftwareProfile:
 
 
 def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfile:
-    """Apply the recorded graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: DeepSeek's all-to-all in
-    MXFP8, otherwise none."""
+    """Apply the CUDA graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: only DeepSeek's all-to-all in
+    MXFP8."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
     early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
@@ -167,14 +168,14 @@ def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfi
 
 
 def _graphed(options: dict[str, Any]) -> str:
-    """The parts of a block whose kernels recorded graphs start, as the row names them; "" where it does not."""
+    """The row's names of the parts of a block that CUDA graphs launch; "" if it names none."""
     feature = options.get("feat") or {}
     graph = feature.get("cuda_graph") if isinstance(feature, dict) else None
     return ",".join(graph.get("scopes", ())) if graph else options.get("cuda_graphs", "")
 
 
 def _untuned(row: Row) -> bool:
-    """Megatron-Core as it comes: functional and regression runs."""
+    """True for untuned runs of Megatron-Core, such as functional tests."""
     notes = row.text("notes")
     return (
         row.options.get("tuned") is False
@@ -185,7 +186,7 @@ def _untuned(row: Row) -> bool:
 
 
 def format_of(row: Row) -> str:
-    """Return the number format of a row's products. Raises CannotSayError for one that has no name here."""
+    """Return the number format of a row's products. Raises CannotSayError for an unknown format."""
     if row.text("precision") not in FORMATS:
         raise CannotSayError(f"no such precision: {row.text('precision')!r}")
     return FORMATS[row.text("precision")]

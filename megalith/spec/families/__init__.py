@@ -1,8 +1,8 @@
 """Model families: the values of `[model]`, one flat spec for each family, chosen by `family` ("llama" by default).
 
-A family is a frozen Spec with `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std` among its sizes, `build()`, which
-gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `common.py`
-has their common code. A new family is a module in this folder and a line in `Model`.
+A family is a frozen Spec. Its sizes include `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std`. `build()`
+returns the model as parts; `small(layers, unit, heads_unit)` returns the same family in small sizes that every split divides.
+Common code is in `common.py`. A new family is a module in this folder and a line in `Model`.
 """
 
 from collections.abc import Mapping

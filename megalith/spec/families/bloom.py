@@ -21,7 +21,9 @@ class Bloom(OwnPartsSpec):
     head_dim: PositiveInt | None = None
     ffn: PositiveInt | None = None
     vocab: PositiveInt
-    context: Annotated[int, Field(gt=0, le=65_536, description="positions that every number format holds exactly")] = 2048
+    context: Annotated[
+        int, Field(gt=0, le=65_536, description="longest sequence, in tokens; bf16 ALiBi needs it to be small")
+    ] = 2048
     norm_eps: PositiveFloat = 1e-5
     tied: bool = True
     init_std: PositiveFloat = 0.02
@@ -44,5 +46,5 @@ class Bloom(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_norm=norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, ffn=multiple(48, unit))

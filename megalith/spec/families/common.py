@@ -1,4 +1,4 @@
-"""Common parts of families: fields that mean the same in each, the tail of `build`, the small form."""
+"""Common code of families: fields that mean the same in each, the end of `build`, and the small form."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -28,7 +28,7 @@ ZWeight = Annotated[NonNegativeFloat, Field(description="weight of the router z-
 Balanced = Annotated[
     bool,
     Field(
-        description="distribute tokens evenly over experts, whatever their scores: for benchmarks, since no routing is learned"
+        description="distribute tokens evenly over experts and ignore the scores; only for benchmarks, because no routing is learned"
     ),
 ]
 
@@ -91,8 +91,8 @@ def model_of(
     softcap: float | None = None,
     ahead: MtpSpec | None = None,
 ) -> ModelSpec:
-    """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec. Its multipliers are
-    those of its parametrization, and a user's own parts take their places."""
+    """Build the model of these blocks, an embedding and a head with `norm`; the other arguments are fields of EmbeddingSpec
+    and HeadSpec. The model has the multipliers of its parametrization, and the user's own parts."""
     if isinstance(sizes, OwnPartsSpec) and (sizes.attention or sizes.mlp or sizes.norm):
         blocks, norm = replaced(blocks, sizes), own_norm(norm, sizes)
     model = ModelSpec(
@@ -110,7 +110,7 @@ def model_of(
 
 
 def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
-    """The attention of these heads; `own` are settings that only some families have."""
+    """The attention with the sizes of a family; `own` are fields that only some families set."""
     return AttentionSpec.model_validate(
         {
             "heads": sizes.heads,
@@ -123,28 +123,28 @@ def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
 
 
 def router_of(sizes: Spec, **own: Any) -> RouterSpec:
-    """The router, from a family's fields that have the names of a router's; `own` is the rest."""
+    """The router with the fields that a family has under the same names; `own` are the other fields."""
     same = {name: getattr(sizes, name) for name in RouterSpec.model_fields if name in type(sizes).model_fields}
     return RouterSpec.model_validate(same | own)
 
 
 def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
-    """The same family with every size just large enough to be split, widths in multiples of `unit`; `own` are the sizes that not every
-    family has."""
+    """The same family with every size just large enough to be split; widths are multiples of `unit`. `own` are sizes that
+    only some families have."""
     common = {"layers": layers, "dim": multiple(32, unit), "vocab": multiple(96, unit), "context": 64}
     return family.model_copy(update=common | own)
 
 
 def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
-    """Heads in multiples of `unit` that share keys as before: each with its own, in groups, or all with the same. `unit` is the
-    number of ranks that split heads. If there are fewer key heads than that, their number stays, and ranks share them."""
+    """A small number of heads for `unit` ranks that split heads. Attention stays multi-head, grouped-query or multi-query. If
+    `unit` is a multiple of the number of key heads, that number stays, and ranks share key heads."""
     grouped = kv_heads is not None and kv_heads < heads
     few = kv_heads is not None and (grouped or kv_heads == 1) and unit % kv_heads == 0
     return {"heads": unit * (2 if grouped else 1), "kv_heads": kv_heads if kv_heads and few else unit, "head_dim": 8}
 
 
 def multiple(least: int, of: int) -> int:
-    """The smallest multiple of `of` that is at least `least`."""
+    """The smallest multiple of `of` that is not below `least`."""
     return -(-least // of) * of
 
 

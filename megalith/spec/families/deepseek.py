@@ -1,4 +1,4 @@
-"""The DeepSeek family, V2 and V3 and those built like them, as a user writes it (`[model] family = "deepseek"`)."""
+"""The DeepSeek family as a user writes it (`[model] family = "deepseek"`): V2, V3 and models of the same design."""
 
 from typing import Literal, Self
 
@@ -22,15 +22,17 @@ from megalith.spec.model import (
 class DeepSeek(ParametrizedSpec):
     """Sizes of a DeepSeek: latent attention and, after the first layers, fine-grained experts beside shared ones.
 
-    V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax and groups by their best expert; V3 (arXiv:2412.19437) by sigmoid
-    and by their best two, with a bias instead of most of the balance loss, and multi-token prediction; Kimi K2 (arXiv:2507.20534) is a
-    wider V3 without groups.
+    V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax, and a group by its best expert. V3 (arXiv:2412.19437)
+    scores experts by sigmoid, and a group by its best two; a bias replaces most of the balance loss; it has multi-token
+    prediction. Kimi K2 (arXiv:2507.20534) is a wider V3 without groups.
     """
 
     family: Literal["deepseek"] = "deepseek"
     name: str = "deepseek"
     layers: PositiveInt
-    dense_layers: NonNegativeInt = Field(default=1, description="the first layers, with one MLP of `ffn` each and no experts")
+    dense_layers: NonNegativeInt = Field(
+        default=1, description="number of first layers that have one MLP of width `ffn` and no experts"
+    )
     dim: PositiveInt
     heads: PositiveInt
     q_rank: PositiveInt | None = Field(default=None, description="width of the queries' latent; none: queries straight from x")
@@ -108,7 +110,7 @@ class DeepSeek(ParametrizedSpec):
         return model_of(self, blocks, norm, ahead=ahead)
 
     def _experts(self) -> MoeSpec:
-        """Return the experts. The shared experts are one of their joint width, which computes the same."""
+        """Return the experts. One expert of their joint width stands for the shared experts, which computes the same."""
         return MoeSpec(
             experts=self.experts,
             hidden=self.expert_ffn,
@@ -117,7 +119,7 @@ class DeepSeek(ParametrizedSpec):
         )
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         grouped, scaling = self.groups > 1, self.rope_scaling
         return shrunk(
             self,

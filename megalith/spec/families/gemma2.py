@@ -11,9 +11,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
 class Gemma2(OwnPartsSpec):
-    """Sizes of a Gemma 2: every second layer, beginning with the first, sees only a window; scores and logits are capped; norms
-    before and
-    after attention and MLP, their weights stored less one; GeGLU (Gemma Team 2024, arXiv:2408.00118, section 2)."""
+    """Sizes of a Gemma 2: the first layer and every second one after it attend to a window; scores and logits are capped;
+    attention and MLP have a norm before and after them, whose weights are stored minus one; GeGLU (Gemma Team 2024,
+    arXiv:2408.00118, section 2)."""
 
     family: Literal["gemma2"] = "gemma2"
     name: str = "gemma2"
@@ -35,7 +35,7 @@ class Gemma2(OwnPartsSpec):
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts. Scores are scaled by 1 / sqrt(query_scalar), which is head_dim unless given."""
+        """The model as a tuple of parts. Scores are scaled by 1 / sqrt(query_scalar); query_scalar is head_dim unless given."""
         norm = NormSpec(eps=self.norm_eps, offset=True)
 
         def block(window: int | None) -> BlockSpec:
@@ -53,7 +53,7 @@ class Gemma2(OwnPartsSpec):
         return model_of(self, blocks, norm, embedding_scale=sqrt(self.dim), softcap=self.logit_softcap)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`. The window is shorter than the shortest sequence, so that it
-        has an effect."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is
+        shorter than the shortest sequence, so that it has an effect."""
         own = {"query_scalar": 12, "window": 9, "ffn": multiple(48, unit)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

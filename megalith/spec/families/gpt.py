@@ -46,5 +46,5 @@ class Gpt(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm, positions=self.context)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, ffn=multiple(48, unit))

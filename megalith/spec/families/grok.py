@@ -24,8 +24,8 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 class Grok(ParametrizedSpec):
     """Sizes of a Grok-1 (xAI 2024, released model.py and run.py): norms before and after attention and experts, capped attention
-    scores, GeGLU experts weighted by their share of the softmax over all, and factors on embeddings and logits. How its loads were
-    balanced is not published; `balance_weight` is the user's."""
+    scores, GeGLU experts weighted by the softmax over all experts, and factors on embeddings and logits. The published files do
+    not show how loads were balanced; the user chooses `balance_weight`."""
 
     family: Literal["grok"] = "grok"
     name: str = "grok"
@@ -69,6 +69,6 @@ class Grok(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_scale=scale, output_scale=self.output_scale)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {"ffn": multiple(24, unit), "experts": multiple(4, unit), "active": min(self.active, 2)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -23,7 +23,9 @@ class Mistral(OwnPartsSpec):
     ffn: PositiveInt
     vocab: PositiveInt
     context: PositiveInt = 32768
-    window: PositiveInt | None = Field(default=None, description="tokens that a token sees, itself included; default: all")
+    window: PositiveInt | None = Field(
+        default=None, description="number of last tokens that a token attends to, itself included; default: all"
+    )
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: Scaling | None = None
     norm_eps: PositiveFloat = 1e-5
@@ -40,7 +42,7 @@ class Mistral(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, block.norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`. The window is shorter than the shortest sequence, so that it
-        has an effect."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is
+        shorter than the shortest sequence, so that it has an effect."""
         own = {"window": self.window and 9, "ffn": multiple(48, unit)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -24,8 +24,8 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Mixtral(ParametrizedSpec):
-    """Sizes of a Mixtral: a Llama whose every MLP is a few of several experts, weighted by the softmax over the chosen ones' logits
-    (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
+    """Sizes of a Mixtral: a Llama in which experts replace every MLP; a token's experts are weighted by the softmax over their
+    logits (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
 
     family: Literal["mixtral"] = "mixtral"
     name: str = "mixtral"
@@ -63,7 +63,7 @@ class Mixtral(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {
             "window": self.window and 9,
             "ffn": multiple(24, unit),

@@ -10,8 +10,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
 class Nemotron(OwnPartsSpec):
-    """Sizes of a Nemotron-4: grouped-query attention that rotates a share of each head's channels, squared ReLU without a gate, and
-    LayerNorm whose weights are stored less one (Parmar et al. 2024, arXiv:2402.16819, section 2; NVIDIA 2024, arXiv:2406.11704)."""
+    """Sizes of a Nemotron-4: grouped-query attention with rotary positions on a share of each head's channels, squared ReLU
+    without a gate, and LayerNorm whose weights are stored minus one (Parmar et al. 2024, arXiv:2402.16819, section 2; NVIDIA
+    2024, arXiv:2406.11704)."""
 
     family: Literal["nemotron"] = "nemotron"
     name: str = "nemotron"
@@ -41,7 +42,7 @@ class Nemotron(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

@@ -24,15 +24,16 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, Mo
 
 
 class NemotronH(ParametrizedSpec):
-    """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624; with experts: Nemotron 3 Nano, arXiv:2512.20848). Each layer is one half of a
-    transformer's block; attention has no positions of its own, experts squared ReLU, and DeepSeek-V3's routing."""
+    """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624; with experts: Nemotron 3 Nano, arXiv:2512.20848). Each layer is
+    one half of a transformer block. Attention has no position encoding. Experts have squared ReLU and the routing of
+    DeepSeek-V3."""
 
     family: Literal["nemotron_h"] = "nemotron_h"
     name: str = "nemotron_h"
     layers: PositiveInt
     pattern: str = Field(
         pattern=r"^[M*E-]+$",
-        description="the layers, a letter each: M Mamba-2, * attention, E experts, - an MLP; repeated as needed",
+        description="one letter for each layer: M is Mamba-2, * attention, E experts, - an MLP; the pattern is repeated to fill all layers",
     )
     dim: PositiveInt
     mamba_heads: PositiveInt
@@ -40,7 +41,9 @@ class NemotronH(ParametrizedSpec):
     state: PositiveInt = Field(default=128, description="channels of Mamba-2's state")
     mamba_groups: PositiveInt = Field(default=8, description="groups of Mamba-2's heads")
     conv: PositiveInt = Field(default=4, description="tokens that Mamba-2's convolution sees")
-    chunk: PositiveInt = Field(default=128, description="tokens that Mamba-2 computes at once; changes no result")
+    chunk: PositiveInt = Field(
+        default=128, description="tokens that Mamba-2 computes at once; the result is the same for any number"
+    )
     heads: PositiveInt
     kv_heads: PositiveInt = 2
     head_dim: PositiveInt = 128
@@ -86,7 +89,7 @@ class NemotronH(ParametrizedSpec):
         return model_of(self, (kinds[kind] for kind in islice(cycle(self.pattern), self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`, and each kind of layer comes early."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`, and each kind of layer comes early."""
         own = {
             "pattern": "".join(dict.fromkeys(self.pattern)), "mamba_heads": 2 * heads_unit, "mamba_head_dim": 8,
             "mamba_groups": heads_unit, "state": multiple(8, unit), "chunk": 8, "ffn": multiple(48, unit),

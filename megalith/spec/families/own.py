@@ -10,15 +10,17 @@ from megalith.spec.parts import OwnPart
 
 
 class OwnPartsSpec(ParametrizedSpec):
-    """A family of blocks that all have an attention and a dense MLP."""
+    """A family whose blocks all have attention and a dense MLP."""
 
     attention: OwnPart | None = Field(default=None, description="own attention of every block, `module:object`")
     mlp: OwnPart | None = Field(default=None, description="own MLP of every block, `module:object`")
-    norm: OwnPart | None = Field(default=None, description="own norm, `module:object`: those of every block and the final one")
+    norm: OwnPart | None = Field(
+        default=None, description="own module for all norms of blocks and the final norm, `module:object`"
+    )
 
 
 def replaced(blocks: Iterable[BlockSpec], sizes: OwnPartsSpec) -> Iterator[BlockSpec]:
-    """Yield the blocks with the own parts that the sizes name. Blocks that are one object stay one."""
+    """Yield the blocks with the own parts that the sizes name. Blocks that share one object share one again."""
     known: dict[int, tuple[BlockSpec, BlockSpec]] = {}
     for block in blocks:
         if id(block) not in known:

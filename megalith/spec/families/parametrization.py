@@ -1,9 +1,9 @@
 """How a model's first weights, multipliers and learning rates follow its width and depth, so that a learning rate found on a small model
 holds for a large one. No torch.
 
-`mup` is the maximal update parametrization (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8), `completep` also scales the
-two halves of each block with the depth (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1). Both equal `standard` at the base sizes.
-With m the width and l the depth over those of the base:
+`mup` is the maximal update parametrization (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8); `completep` also
+scales the two halves of each block with the depth (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1). Both equal `standard`
+at the base sizes. Let m be the width divided by the base width, and l the depth divided by the base depth:
 
     first weights of hidden matrices    standard deviation x m^-1/2
     logits                              x 1/m
@@ -34,16 +34,19 @@ class ParametrizedSpec(Spec):
     parametrization: Parametrization = Field(
         default="standard", description="how first weights, multipliers and learning rates follow the sizes"
     )
-    base_dim: PositiveInt | None = Field(default=None, description="mup, completep: the width at which it equals `standard`")
+    base_dim: PositiveInt | None = Field(
+        default=None, description="mup, completep: the model width at which the parametrization equals `standard`"
+    )
     base_layers: PositiveInt | None = Field(
-        default=None, description="completep: the number of blocks at which it equals `standard`"
+        default=None, description="completep: the number of blocks at which the parametrization equals `standard`"
     )
     base_head_dim: PositiveInt | None = Field(
-        default=None, description="mup, completep: the head_dim at which it equals `standard`; none: heads grow in number alone"
+        default=None,
+        description="mup, completep: the head_dim at which scores equal `standard`; none: only the number of heads grows",
     )
 
     def scaling(self, dim: int, layers: int) -> Growth:
-        """Return the model's sizes divided by those of the base. Without a base, which `check` refuses, they are 1."""
+        """Return the model's sizes divided by those of the base. Without a base, which `check` refuses, the ratios are 1."""
         if self.parametrization == "standard":
             return Growth()
         deep = self.parametrization == "completep" and self.base_layers
@@ -55,7 +58,8 @@ class ParametrizedSpec(Spec):
 
 
 def applied(model: ModelSpec, sizes: ParametrizedSpec) -> ModelSpec:
-    """Return the model with the multipliers of its sizes. A model with the base sizes is unchanged."""
+    """Return the model with the multipliers that its parametrization gives for its sizes. A model with the base sizes is
+    unchanged."""
     scaling = sizes.scaling(model.dim, len(model.blocks))
     if scaling == Growth():
         return model
@@ -80,5 +84,5 @@ def _block(block: BlockSpec, scaling: Growth, base_head_dim: int | None) -> Bloc
 
 
 def is_hidden(parameter: Parameter) -> bool:
-    """Return True for a matrix that maps a width to a width, called by its name in the whole model."""
+    """Return True for a matrix that maps a width to a width. Its name is the one in the whole model."""
     return parameter.role in ("matrix", "experts") and parameter.name != "head.output.weight"

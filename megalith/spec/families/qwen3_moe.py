@@ -25,7 +25,7 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 class Qwen3Moe(ParametrizedSpec):
     """Sizes of a Qwen3 with many small experts and no shared one; loads are balanced over the global batch (Qwen Team 2025,
-    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873), which is here the batch of the step before."""
+    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873): here, that of the step before."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     name: str = "qwen3_moe"
@@ -36,7 +36,7 @@ class Qwen3Moe(ParametrizedSpec):
     head_dim: PositiveInt = 128
     ffn: PositiveInt | None = Field(default=None, description="width of the MLP of a layer without experts")
     dense_layers: tuple[NonNegativeInt, ...] = Field(
-        default=(), description="numbers of the layers, from 0, with one MLP of `ffn` each and no experts"
+        default=(), description="indices, from 0, of the layers that have one MLP of width `ffn` and no experts"
     )
     expert_ffn: ExpertWidth
     experts: PositiveInt = 128
@@ -59,9 +59,11 @@ class Qwen3Moe(ParametrizedSpec):
     def _dense_layers_are_there(self) -> Self:
         problems = []
         if self.dense_layers and self.ffn is None:
-            problems.append(f"dense_layers = {list(self.dense_layers)} have no width: give ffn")
+            problems.append(f"dense_layers = {list(self.dense_layers)} need the width of their MLP: give ffn")
         if beyond := [number for number in self.dense_layers if number >= self.layers]:
-            problems.append(f"dense_layers names {beyond} of {self.layers} layers: give numbers below {self.layers}")
+            problems.append(
+                f"dense_layers contains {beyond}, but there are {self.layers} layers: give numbers below {self.layers}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -79,7 +81,7 @@ class Qwen3Moe(ParametrizedSpec):
         return model_of(self, (dense if number in self.dense_layers else block for number in range(self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         dense = (0,) if self.dense_layers and layers > 1 else ()
         own = {"ffn": multiple(48, unit) if self.ffn else None, "dense_layers": dense}
         own |= {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}

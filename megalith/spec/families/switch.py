@@ -10,13 +10,14 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, Mo
 
 
 class Switch(ParametrizedSpec):
-    """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): each token goes to the one best expert of every
-    `every`-th block; an expert takes a limited number of tokens of a sequence, and the others skip it.
+    """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): every `every`-th block has experts,
+    and a token goes to the expert with the highest score. An expert takes a limited number of a sequence's tokens; further
+    tokens skip it.
 
-    Adapted from the published encoder and decoder: `layers` is the sum of both, in one causal stack without cross-attention;
-    rotary positions replace T5's relative biases; scores scaled by 1 / sqrt(head_dim), which T5 folds into its first weights;
-    capacity by the
-    sequence; no jitter on the router's input, so that a step is a function of its data.
+    Adapted from the published encoder and decoder: `layers` counts the layers of both, in one causal stack without
+    cross-attention. Rotary positions replace T5's relative biases. Scores are scaled by 1 / sqrt(head_dim), which T5 folds
+    into its initial weights. Capacity is per sequence. The router's input has no jitter, so that a step is a function of its
+    data.
     """
 
     family: Literal["switch"] = "switch"
@@ -25,12 +26,14 @@ class Switch(ParametrizedSpec):
     dim: PositiveInt
     heads: PositiveInt
     head_dim: PositiveInt = 64
-    ffn: PositiveInt = Field(description="width of an expert, and of the MLP of a block without")
+    ffn: PositiveInt = Field(description="width of an expert, and of the MLP in blocks without experts")
     gated: bool = False
     activation: Literal["relu", "gelu_tanh"] = "relu"
     experts: PositiveInt
-    every: PositiveInt = Field(default=2, description="one block in this many has experts: the last of each group")
-    capacity: PositiveFloat = Field(default=1.25, description="an expert takes at most capacity * tokens / experts of a sequence")
+    every: PositiveInt = Field(default=2, description="size of a group of blocks; the last block of each group has experts")
+    capacity: PositiveFloat = Field(
+        default=1.25, description="an expert takes at most capacity * seq_len / experts tokens of a sequence"
+    )
     balance_weight: NonNegativeFloat = Field(default=0.01, description="weight of the load-balancing loss (the paper's alpha)")
     z_weight: ZWeight = 0.0
     balanced: Balanced = False
@@ -62,6 +65,6 @@ class Switch(ParametrizedSpec):
         return model_of(self, blocks, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
         own = {"every": min(self.every, layers), "ffn": multiple(48, unit), "experts": multiple(4, unit)}
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, **own)

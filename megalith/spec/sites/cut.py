@@ -1,6 +1,6 @@
-"""How a model is cut for merges, when each part is due, and its bytes. No torch.
+"""Division of a model into fragments for merges: their tensors, their bytes, and the steps after which each is sent. No torch.
 
-Data between sites is cut by whole tensors, never by a rank's share. So its bytes follow from the run file alone.
+A fragment has whole tensors, never a rank's share, so its bytes follow from the run file alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from megalith.spec.state import Slot
 BLOCK = 128
 """Neighbouring elements of a tensor that share a scale."""
 HEAD_BYTES = 40
-"""Bytes of the header of a fragment's differences: a kind, its number, its step, a request to stop, the site's mean loss, the
-name of the common start, and a length."""
+"""Bytes of the header of a fragment's differences: a kind, the fragment's number, its step, a request to stop, the site's
+mean loss, the name of the common start, and a length."""
 VERDICT_BYTES, STEP_BYTES = 76, 8
-"""Bytes of the message with the sites whose differences are merged, and of each site's step in it, where merges are asynchronous."""
+"""Bytes of the message that names the merged sites, and of each site's step in it, if merges are asynchronous."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
-"""Bytes that authentication adds to a frame, and the most that it carries."""
+"""Bytes that authentication adds to a frame, and the largest payload of a frame."""
 
 
 class Piece(NamedTuple):
-    """One unsharded tensor of a fragment, in the form that is sent."""
+    """One unsharded tensor of a fragment, as it is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of its positions, scales and codes."""
+        """The bytes of the tensor's positions, scales and codes."""
         if self.top_k is None:
             return encoded_bytes(self.numel, self.bits)
         count = chosen(self.numel, self.top_k)
@@ -69,19 +69,20 @@ def encoded_bytes(numel: int, bits: int) -> int:
 
 
 def chosen(numel: int, top_k: int) -> int:
-    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and the same share of the rest, rounded up."""
+    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and the same share of the last, shorter chunk,
+    rounded up."""
     return numel // CHUNK * top_k + -(-(numel % CHUNK) * top_k // CHUNK)
 
 
 def low_bits(numel: int, count: int) -> int:
-    """Return how many of the lowest bits of each of `count` positions in `numel` are written unchanged: the code of Elias (1974)
-    and Fano (1971), which writes the higher bits in unary."""
+    """Return how many low bits the code of Elias (1974) and Fano (1971) writes unchanged for each of `count` positions in
+    `numel`. It writes the higher bits in unary."""
     return max(0, (numel // count).bit_length() - 1) if count else 0
 
 
 def places_bits(numel: int, count: int) -> int:
-    """Return the bits of `count` different positions in `numel`: for each, its low bits and a one; and a zero for each step of
-    the high bits."""
+    """Return the bits of `count` different positions in `numel`: for each position its low bits and a one, and a zero for
+    each step of the high bits."""
     low = low_bits(numel, count)
     return count * (low + 1) + (max(0, numel - 1) >> low)
 
@@ -92,9 +93,9 @@ def places_bytes(numel: int, count: int) -> int:
 
 
 def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
-    """Cut a model into fragments of whole parts (embedding, block, head): the largest part first, each to the fragment that has the
-    least. `shapes`: the shape of every tensor that is merged, by its name in the whole model. A tied tensor has one name, so one fragment.
-    Equal blocks are assigned in turn, like Streaming DiLoCo's strided fragments (section 3.2)."""
+    """Cut a model into fragments of whole parts (embedding, block, head): in order of size, each part is added to the smallest
+    fragment so far. `shapes`: the shape of every merged tensor, by its name in the whole model. A tied tensor has one name, and
+    therefore one fragment. Equal blocks are assigned in turn, like Streaming DiLoCo's strided fragments (section 3.2)."""
     parts: dict[str, list[str]] = {}
     for name in shapes:
         parts.setdefault(part_of(name), []).append(name)
@@ -121,8 +122,9 @@ def wire_bytes(fragment: Fragment) -> int:
 
 
 def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
-    """Return the tensors that merges keep for each weight, cut as the weights are: an anchor, a velocity with momentum, and with rounded
-    differences what rounding left out. Vectors and routers' biases have fewer, but are counted with the rest."""
+    """Return the tensors that merges keep for each weight, sharded like the weights: an anchor; with momentum, a velocity;
+    with error feedback, the unsent rest of the differences. Vectors and router biases have fewer tensors, but are counted
+    like other weights."""
     if sites is None or sites.exchanges_gradients:
         return ()
     names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}
@@ -130,8 +132,8 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
 
 
 def verdict_bytes(steps: int = 0) -> int:
-    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: for how many sites it holds a step, if merges
-    are asynchronous."""
+    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: the number of sites whose step
+    the message holds, if merges are asynchronous."""
     return VERDICT_BYTES + STEP_BYTES * steps + FRAME_BYTES
 
 
@@ -147,8 +149,8 @@ def _order(part: str) -> tuple[str, int]:
 
 
 def sent_after(step: int, sites: SitesSpec) -> Iterator[int]:
-    """Yield the fragments whose differences are taken when `step` steps are done: fragment p of P after (p + 1) H / P steps, rounded
-    down, and every H steps from there on."""
+    """Yield the fragments whose differences are taken after `step` steps. Fragment p of P is first taken after (p + 1) H / P
+    steps, rounded down, and then every H steps."""
     for number in range(sites.fragments):
         first = (number + 1) * sites.inner_steps // sites.fragments
         if step >= first and (step - first) % sites.inner_steps == 0:

@@ -1,7 +1,8 @@
 """The samples that each site reads in each step: a pure function of the run file and of the merges that were recorded. No torch.
 
-In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves returns its samples that no merge
-contains. Returned samples are assigned first, to the sites that are present, so that no sample is lost or counted twice.
+In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves returns those of its samples
+that no merge contains. Returned samples are assigned first, to the sites that are present, so that no sample is lost or
+counted twice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ class Share(NamedTuple):
 
 @dataclass
 class Deal:
-    """The samples of a run that are assigned so far. `count`: sites among which a step's batch is divided."""
+    """The assignment of a run's samples so far. `count`: number of sites that divide a step's batch."""
 
     count: int
     members: dict[int, int]
@@ -30,13 +31,13 @@ class Deal:
     next: int = 0
     """The first sample that was never assigned."""
     returned: list[Share] = field(default_factory=list)
-    """Shares that sites returned and that are not assigned again yet, in order."""
+    """Returned shares that are not assigned again yet, in order."""
     open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
-    """Shares of each site that no merge contains yet, each with the number of finished steps after it."""
+    """Shares of each site that no merge contains yet, each with the number of steps finished once the share is trained."""
     shares: tuple[int, ...] = ()
-    """How a step's batch is divided, as in `SitesSpec`; empty: evenly."""
+    """Relative shares of the sites in a step's batch, as in `SitesSpec`; empty: equal shares."""
     counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The weight of each site in the merge of each fragment under way: the shares by which its samples were assigned."""
+    """For each fragment in flight, the weight of each site in its merge: the site's share when its samples were assigned."""
     backlog: Backlog | None = None
     """The unmerged differences; None if merges are synchronous."""
 
@@ -47,12 +48,12 @@ class Deal:
 
     @property
     def dealt(self) -> int:
-        """Samples that sites have read, or are reading, without those handed back."""
+        """Number of samples that sites have read or are reading, minus the returned ones."""
         return self.next - sum(share.size for share in self.returned)
 
     @property
     def merged(self) -> int:
-        """Samples that the merged weights have seen."""
+        """Number of samples that the merged weights were trained on."""
         return self.dealt - sum(share.size for shares in self.open.values() for _, share in shares)
 
     def count_in(self, fragment: int) -> tuple[int, ...]:
@@ -60,12 +61,12 @@ class Deal:
         return self.counted.get(fragment, self.shares or (1,) * self.count)
 
     def left(self, total: int) -> int:
-        """Samples of a run of `total` that are not assigned yet."""
+        """Number of samples, of the run's `total`, that are not assigned yet."""
         return max(0, total - self.next) + sum(share.size for share in self.returned)
 
     def deal(self, step: int, phases: Phases, total: int) -> dict[int, Share]:
-        """Assign the samples of a step, after `step` steps: a share to each site that trains, in the order of their numbers,
-        while samples of the run's `total` remain."""
+        """Assign the samples of the step that comes after `step` steps: each training site gets a share, in the order of site
+        numbers, while samples of the run's `total` remain."""
         found = {}
         for site in sorted(self.members):
             if not self.returned and self.next >= total:
@@ -77,24 +78,25 @@ class Deal:
         return found
 
     def send(self, fragment: int, step: int) -> None:
-        """Record that the sites that train take their differences of a fragment after `step` steps."""
+        """Record that all training sites take their differences of a fragment after `step` steps."""
         self.counted[fragment] = self.count_in(fragment)
         if self.backlog is not None:
             self.backlog.send(fragment, step, self.due(step))
 
     def waiting(self, fragment: int) -> dict[int, tuple[int, ...]]:
-        """Return for each site the steps after which its unmerged differences of a fragment were taken, where merges are asynchronous."""
+        """Return for each site the steps after which its unmerged differences of a fragment were taken; empty if merges are
+        synchronous."""
         return {} if self.backlog is None else self.backlog.waiting(fragment)
 
     def taken(self, fragment: int, takes: Sequence[tuple[int, int]]) -> tuple[Taken, ...]:
-        """Return differences of a fragment with their weights in a merge. `takes`: site and step of each."""
+        """Return differences of a fragment with their weights in a merge. `takes`: site and step of each difference."""
         if self.backlog is not None:
             return self.backlog.taken(fragment, takes)
         counted = self.count_in(fragment)
         return tuple(Taken(site, sent, counted[site]) for site, sent in takes)
 
     def _again(self, site: int, phases: Phases) -> Share:
-        """Return the first returned share, or a part of it if it is more than the site reads in a step."""
+        """Return the first returned share, or only as many of its samples as the site reads in a step."""
         share = self.returned.pop(0)
         size = min(share.size, self._most(site, phases.at(share.first)))
         if size < share.size:
@@ -102,11 +104,11 @@ class Deal:
         return Share(share.first, size)
 
     def _most(self, site: int, phase: Phase) -> int:
-        """Return the samples of a site in an undisturbed step of a phase."""
+        """Return the number of samples of a site in an undisturbed step of a phase."""
         return part_of_batch(phase.global_batch, site, self.count, self.shares)
 
     def _new(self, site: int, phases: Phases, total: int) -> Share:
-        """Return the next share of new samples. It ends at the end of a phase or of the run."""
+        """Return the next share of new samples. The share ends at the latest where a phase or the run ends."""
         phase = phases.at(self.next)
         ends = [total, *(each.first for each in phases.all if each.first > self.next)]
         size = min([self._most(site, phase), *(end - self.next for end in ends)])
@@ -124,9 +126,9 @@ class Deal:
         fragment: int = 0,
         steps: Sequence[int] = (),
     ) -> None:
-        """Record a merge, after `step` steps, of differences of a fragment that the sites `merged` computed after `sent` steps; where
-        merges are asynchronous, after at most `steps`, one for each site. The sites `left` no longer train and return their shares; the
-        sites `joined` train from now on."""
+        """Record a merge, after `step` steps, of the differences of a fragment that the sites `merged` took after `sent` steps.
+        If merges are asynchronous, `steps` has for each of these sites the step of its newest merged difference. The sites `left`
+        no longer train and return their shares; the sites `joined` train from now on."""
         newest = dict(zip(merged, steps or [sent] * len(merged), strict=True))
         if self.backlog is not None:
             self.backlog.merge(fragment, newest, left)
@@ -139,11 +141,11 @@ class Deal:
         self.members |= dict.fromkeys(joined, step)
 
     def due(self, sent: int) -> set[int]:
-        """Return the sites that compute differences after `sent` steps: those that have trained a step by then."""
+        """Return the sites that take differences after `sent` steps: the sites that have trained at least one step by then."""
         return {site for site, since in self.members.items() if since < sent}
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the state as JSON."""
         return {
             "count": self.count,
             "members": {str(site): since for site, since in self.members.items()},

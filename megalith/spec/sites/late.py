@@ -1,5 +1,5 @@
-"""Asynchronous merges: the differences of each site that no merge contains yet. A pure function of the run file and of the merges that were
-recorded. No torch."""
+"""Asynchronous merges: the differences of each site that no merge contains yet. They are a pure function of the run file and
+of the recorded merges. No torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """A difference that a site has taken after `sent` steps, of what it learned from `samples` samples."""
+    """An unmerged difference that a site took after `sent` steps; it holds the training on `samples` samples."""
 
     sent: int
     samples: int
 
 
 class Taken(NamedTuple):
-    """A difference that is merged: of a site, taken after `sent` steps, with its weight in the mean. `age`: merges of its fragment that it
-    has missed."""
+    """A merged difference: its site, the steps `sent` after which it was taken, and its weight in the mean. `age`: number of
+    merges of its fragment that it missed."""
 
     site: int
     sent: int
@@ -26,19 +26,19 @@ class Taken(NamedTuple):
 
 @dataclass
 class Backlog:
-    """The unmerged differences of each fragment and site, oldest first; and the samples that each site has read since its newest
-    one."""
+    """The unmerged differences of each fragment and site, oldest first; and the number of samples that each site has read
+    since its newest difference."""
 
     due: dict[int, dict[int, list[Due]]] = field(default_factory=dict)
     read: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of_fragments(cls, count: int) -> "Backlog":
-        """The state at a run's beginning. `count`: fragments of the model."""
+        """The state at a run's beginning. `count`: number of the model's fragments."""
         return cls({number: {} for number in range(count)}, {number: {} for number in range(count)})
 
     def note(self, site: int, samples: int) -> None:
-        """Record that a site reads samples."""
+        """Record that a site reads this number of samples."""
         for each in self.read.values():
             each[site] = each.get(site, 0) + samples
 
@@ -54,8 +54,8 @@ class Backlog:
         return {site: tuple(one.sent for one in each) for site, each in self.due[fragment].items() if each}
 
     def taken(self, fragment: int, takes: Sequence[tuple[int, int]]) -> tuple[Taken, ...]:
-        """Return the differences with their weights: the samples, divided by one more than the age (Zhang et al. 2016,
-        arXiv:1511.05950), as whole numbers without a common divisor. `takes`: site and step of each."""
+        """Return the differences with their weights: a weight is samples / (1 + age) (Zhang et al. 2016, arXiv:1511.05950),
+        and all are scaled to whole numbers without a common divisor. `takes`: site and step of each difference."""
         found = list[tuple[int, int, int, int]]()
         for site, sent in takes:
             steps = [one.sent for one in self.due[fragment][site]]
@@ -67,7 +67,8 @@ class Backlog:
         return tuple(Taken(site, sent, weight // least, age) for (site, sent, _, age), weight in zip(found, weights, strict=True))
 
     def merge(self, fragment: int, newest: Mapping[int, int], left: Collection[int]) -> None:
-        """Forget what was merged: of each site in `newest` all up to that step. The sites `left` have nothing under way."""
+        """Remove the merged differences: those of each site up to the step that `newest` states. Also remove all data of the
+        sites `left`."""
         due = self.due[fragment]
         for site, sent in newest.items():
             due[site] = [one for one in due[site] if one.sent > sent]
@@ -76,7 +77,7 @@ class Backlog:
                 each.pop(site, None)
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the state as JSON."""
         due = {
             str(number): {str(site): [list(one) for one in each] for site, each in sites.items()}
             for number, sites in self.due.items()
