@@ -54,9 +54,8 @@ class MatrixHome:
 
 
 def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
-    """Return the home of each matrix among its candidates: the longest first, each to the candidate with the least work so far.
-    `loads`: the work that each rank already has, updated in place. Ties go to the first candidate. (Graham 1969: at most a third above
-    the best.)
+    """Return the home of each matrix: in order of decreasing cost, each goes to its candidate with the least work so far. `loads`: the
+    work that each rank already has, updated in place. Ties go to the first candidate. (Graham 1969: at most a third above the optimum.)
     """
     homes: dict[Item, int] = {}
     for item, candidates in sorted(items, key=lambda each: -each[0].work):  # a stable sort: the same on every rank

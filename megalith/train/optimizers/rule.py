@@ -1,4 +1,5 @@
-"""Rule of an optimizer: a function over the slots of each parameter's share. The update of a rank's parameters: each by its rule."""
+"""An update rule: a function over the slots of each parameter's share. The update of a rank's parameters, each by its optimizer's
+rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -84,12 +85,12 @@ class Rule(Protocol):
         ...
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
-        """Update all parts from their gradients. `number` counts the updates before this one.
+        """Update all parts from their gradients. `number`: updates made before this one.
 
         A rule that must wait for other ranks may return a function with the rest of its work; this function is called after the other
         rules. All ranks of a pipeline place call it together, with shares of the same parameters in the same order. An elementwise rule
-        gets only shares that are not empty on this rank; any other rule gets all shares. Weights and slots may be read and changed only
-        within `opened`.
+        gets only shares that are not empty on this rank; any other rule gets all shares. A rule may read and change weights and slots
+        only within `opened`.
         """
         ...
 

@@ -49,7 +49,7 @@ def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
-        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have computed different steps from here on. Put it "
+        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have computed different steps. Put it "
         "back unless the change is meant"
         for old, new in dict.fromkeys(changed.values())
     ]

@@ -88,5 +88,5 @@ def test_places_are_sent_in_few_bits() -> None:
     piece = Piece("a", (4096, 256), 2, 64)
     count = 64 * 256
     assert piece.bytes == count + 4 * count // 128 + count * 2 // 8
-    with pytest.raises(ValueError, match="places came where"):
+    with pytest.raises(ValueError, match="indices arrived, but"):
         pieces.decode(torch.zeros(piece.bytes, dtype=torch.uint8), piece)
