@@ -116,7 +116,7 @@ class Findings:
             found.append(("hardware", f"the recomputed step gave different numbers; {self.first}"))
         if self.replayed is not None and self.replayed.step is not None:
             one = self.replayed
-            words = f"recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
+            words = f"when recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
             found.append(("hardware", f"{words}; {self._part()}" if self.compared else words))
         if self.jump is not None:
             words = f"the learning rate went from {self.jump.before:.3g} to {self.jump.after:.3g} in step {self.jump.step + 1}"

@@ -215,8 +215,8 @@ class Healer:
         return self.trainer.groups.rank == 0
 
     def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
-        """Restore the copy `target` in step `step`; return the events to log. `late`: the next step's microbatches have begun, so
-        nothing else can be computed.
+        """Restore the copy `target` in step `step`; return the events to log. `late`: a step's microbatches are in progress, so nothing
+        else can be computed.
 
         If the copy is damaged, report that and raise Reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
