@@ -24,7 +24,7 @@ BALLAST = "ballast-"  # and the step: files that fill a disk
 
 
 class Injected(RuntimeError):  # noqa: N818  # it is what happened
-    """The exception that stands for a software bug in a campaign."""
+    """A campaign's simulated software bug."""
 
 
 def _raise(one: Injection, rank_info: RankInfo) -> None:

@@ -40,10 +40,10 @@ PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
 
 
 class Agent:
-    """The agent of a node. `order` is the engine's number for the node, which decides the order of the first places. `store` and
-    `beating` are two connections to one store, so that a wait on one does not stop the heartbeat. If the store is not reached for
-    `seconds`, a thread calls `cut_off`, which should end the process at once, because a call to the store may never return. `pieces`
-    returns the copies of the state that this node holds.
+    """The agent of a node. `order`: the engine's number for the node, which orders the first places. `store` and `beating` are two
+    connections to one store, so that a wait on one does not stop the heartbeat. If the store is not reached for `seconds`, a thread
+    calls `cut_off`, which should end the process at once, because a call to the store may never return. `pieces` returns the copies
+    that this node holds.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class Agent:
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:
-        """Loop of the thread that ends this node's ranks when the store has not been reached for too long. A separate thread is needed
-        because a call to the store may never return."""
+        """Loop of a thread that ends this node's ranks when the store has not been reached for too long. A call to the store may never
+        return."""
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             if time.monotonic() - self._reached > self._seconds:
                 self._lose_contact(f"the store was not reached for {self._seconds:g} s")

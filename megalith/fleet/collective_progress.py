@@ -1,6 +1,6 @@
 """Progress of each rank in the collectives of its groups, which shows the rank that the others wait for. The signal that requests a
-rank's stack also requests this progress. A separate thread of the rank answers, because the main thread may be inside a call that never
-returns. A stopped process does not answer.
+rank's stack also requests this progress. A separate thread answers, because the main thread may be in a call that never returns. A
+stopped process does not answer.
 """
 
 import json
@@ -12,8 +12,8 @@ PREFIX = "==== stands at "
 
 
 def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
-    """Return the line with a rank's answer. `begun`: number of collectives begun in each group, by the group's name; `recorded`: the
-    last collectives, as text."""
+    """Return the line with a rank's answer. `begun`: collectives begun in each group, by its name; `recorded`: the last ones, as
+    text."""
     return f"\n{PREFIX}{json.dumps({'begun': dict(begun), 'recorded': list(recorded)})}\n"
 
 
@@ -33,10 +33,9 @@ def without(log: str) -> str:
 
 
 def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Return the late ranks, each with the reason as text: those that others wait for in some group, and that wait for no rank
-    themselves. `begun`: the counts of each rank that answered. If a rank has begun a collective that another member of the group has
-    not, it waits for that member. The result is empty if all members have begun equally many collectives, because the counts then do
-    not show a late rank.
+    """Return the late ranks, with reasons: others wait for them in some group, but they wait for no rank. `begun`: the counts of each
+    rank that answered. A rank waits for a member of its group that has begun fewer collectives. Empty if all have begun equally many,
+    because the counts then do not show a late rank.
     """
     groups: dict[str, dict[int, int]] = {}
     for rank, numbers in begun.items():

@@ -87,9 +87,8 @@ def _local(environment: Mapping[str, str]) -> Place:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place:
-    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless its variables say otherwise. TORCHELASTIC_RESTART_COUNT
-    is the agent's own count, on which the agents of several machines may disagree after a restart. So no generation can be read from
-    the environment.
+    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless a variable denies it. TORCHELASTIC_RESTART_COUNT is the
+    agent's own count, which may differ between machines after a restart. So no generation can be read here.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")

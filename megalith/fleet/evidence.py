@@ -86,9 +86,9 @@ def dumps(
     waited: Callable[[], Mapping[int, float]] = dict,
 ) -> dict[int, str]:
     """Ask processes for their stacks, wait until the `able` processes have written them to their logs, and read all stacks. A rank of a
-    training run also writes its position, a moment after its stack; the wait for it is short, because other processes write none.
-    `waited` returns the seconds for which each process has waited for a processor. This time does not count towards the limit: a rank
-    that cannot run cannot answer, and would be blamed for another rank's hang.
+    training run also writes its position, a moment later; other processes do not, so the wait for it is short. `waited` returns the
+    seconds for which each process has waited for a processor. This time does not count towards the limit: a rank that cannot run cannot
+    answer, and would be blamed for another rank's hang.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)
@@ -110,8 +110,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """A clock of the seconds since its creation, without the time for which the most starved process waited for a processor. At least
-    1/MAX_STARVED of the real time counts."""
+    """A clock of the seconds since its creation, without those for which the most starved process waited for a processor; it counts at
+    least 1/MAX_STARVED of all."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()

@@ -37,7 +37,9 @@ MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.REPORTED: Meaning(
         "a rank detected a fault and reported it (`ranks/reports`, events of kind `incident`)", retry=True
     ),
-    ExitCode.INTERRUPTED: Meaning("a second interrupt ended the run at once; steps since the newest checkpoint are lost", retry=True),
+    ExitCode.INTERRUPTED: Meaning(
+        "a second interrupt ended the run at once; steps since the newest checkpoint are lost", retry=True
+    ),
     ExitCode.TERMINATED: Meaning(
         "a stop was requested while no ranks could save, because they were starting or the run waited for a node", retry=True
     ),

@@ -1,7 +1,7 @@
 """The fork server, and its client in the supervisor. The server imports the modules of all ranks once, then forks ranks in
-milliseconds, reaps them, and reports their ends. The server stays safe to fork: one thread, no process group, no store, no accelerator
-context. A fork of a process with more than that inherits locks that are never released and threads that do not exist. Commands come on
-standard input and reports go to standard output, one JSON object a line:
+milliseconds, reaps them, and reports their ends. It stays safe to fork: one thread, no process group, no store, no accelerator context.
+A fork of any other process inherits locks that are never released and lacks its threads. Commands come on standard input and reports go
+to standard output, one JSON object a line:
 
     {"prepare": {"path": [...], "preload": [...]}}   ->  {"prepared": seconds}  or  {"problem": text}
     {"fork": {"job": path, "ranks": [...]}}          ->  {"forked": {rank: process id}}  or  {"problem": text}
@@ -358,8 +358,7 @@ class Server:
 
 
 def main() -> None:
-    """Run a server. Arguments: the supervisor's process id, and the descriptor of the pipe by which the ranks will watch that
-    process."""
+    """Run a server. Arguments: the supervisor's process id, and the descriptor of the pipe by which ranks watch it."""
     parent, watched = int(sys.argv[1]), int(sys.argv[2])
     # Meant for the ranks; the server goes when its input ends. Blocked, not ignored: a rank inherits that, so a request to stop
     # that comes just after its fork waits until the rank has set its own handlers, instead of being lost.

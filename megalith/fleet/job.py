@@ -12,13 +12,12 @@ class Job:
 
     `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`:
     modules that are imported once, before the ranks are forked. Every rank must send a heartbeat of phase `ready`
-    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on, all ranks together may send no beat for
-    at most `silence_timeout` seconds (None: without limit). `threads`: the number that a rank computes with; 0: cores / ranks.
-    `environment`: variables added to those that ranks inherit, before their interpreter starts. `fallback`: the job to start if too few
-    nodes are left, with fewer ranks, but equally many on each node. `sealed`: files that must not change (`megalith.sealed`); if not
-    empty, the entry gets the argument `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON
-    (`admission.burnt`). It runs before an excluded node returns, within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the
-    ranks need the run's key.
+    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on, all ranks may be silent for at most
+    `silence_timeout` seconds (None: no limit). `threads`: a rank's compute threads; 0: cores / ranks. `environment`: variables added to
+    those that ranks inherit, before their interpreter starts. `fallback`: the job to start if too few nodes are left, with fewer ranks,
+    but as many on each node. `sealed`: files that must not change (`megalith.sealed`); if there are any, the entry gets them as
+    `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON (`admission.burnt`). It runs before an excluded
+    node returns, within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the ranks need the run's key.
     """
 
     entry: str

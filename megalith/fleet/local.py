@@ -58,7 +58,7 @@ class LocalNodes:
     last. `memory`: the root of their folders for copies in memory (None: one node without copies); `disk`: the root of those on a disk
     (None: no copies on disk). If a placement also has nodes on other machines, `meeting` is the store for the rendezvous of all ranks
     ("megalith://HOST:PORT"), and `folder` is one that only this machine writes to (default: RUN_DIR/ranks). If copies or messages must
-    be authenticated, the run's key is read, or made if it does not exist.
+    be authenticated, the run's key is read, or made.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LocalNodes:
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
                 print(
-                    f"{self._memory} was removed by another process: the folder is made again, and new copies of the state are written",
+                    f"{self._memory} was removed by another process: it is made again, and copies of the state are written again",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -16,8 +16,8 @@ from megalith.fleet.tiers import Copy, Source
 @dataclass(frozen=True)
 class Generation:
     """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: the entry function
-    chooses the state. `shrunk`: the ranks run the job's fallback. Copies in memory are sharded for the run's own plan: under another
-    plan no copies are kept, and earlier ones are lost. `epoch`: the epoch of the run folder's owner (`megalith.epochs`).
+    chooses. `shrunk`: the ranks run the job's fallback; they keep no copies in memory, which are sharded for the run's own plan, and
+    earlier ones are lost. `epoch`: that of the run folder's owner (`megalith.epochs`).
     """
 
     name: str

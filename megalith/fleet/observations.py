@@ -55,8 +55,7 @@ class RankFailed(Observation):
 @dataclass(frozen=True, kw_only=True)
 class Hang(Observation):
     """No rank makes progress. `slot` None: no single rank is furthest behind, so no node can be blamed. `limit`, `silence`: seconds.
-    `hardware`: the blamed machine is known to be broken. Only the simulator knows that, because a real run does not query the machine
-    after a hang.
+    `hardware`: the blamed machine is known to be broken (to the simulator only: a real run does not query the machine after a hang).
     """
 
     kind: ClassVar[str] = "hang"
@@ -178,7 +177,7 @@ class StopRequested(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Observation):
-    """A copy could not be written, for example because the disk is full or the store is unreachable."""
+    """A copy could not be written: the disk is full, or the store unreachable."""
 
     kind: ClassVar[str] = "save_failed"
     tier: Tier
@@ -215,8 +214,7 @@ class NotThisRun(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAway(Observation):
-    """A folder or file that the run has used cannot be reached, because its file system is unavailable or it was moved. The content may
-    be intact."""
+    """A folder or file that the run has used is unreachable: its file system is unavailable, or it was moved. It may be intact."""
 
     kind: ClassVar[str] = "store_away"
     path: str

@@ -34,12 +34,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """The information that a rank needs: the content of the job file, which the supervisor writes. `path`: Python's module path.
-    `parent_watch`: a descriptor. `placement`: the node of each slot. `memory`: the root of the copies in shared memory (empty: no
-    copies). `own`: the folder for files that this supervisor (process `agent`) and its ranks write, apart from the run's files.
-    `heartbeats`: the file of its ranks' heartbeats (empty: no process reads them). `meeting`: the store for the rendezvous of all ranks
-    ("megalith://HOST:PORT"); empty: a file in `own`, for ranks of one machine. The run's key is left out, because others may read the
-    file.
+    """The content of the job file, which the supervisor writes for its ranks. `path`: Python's module path. `parent_watch`: a
+    descriptor. `placement`: the node of each slot. `memory`: the root of the copies in shared memory (empty: no copies). `own`: the
+    folder for files that this supervisor (process `agent`) and its ranks write besides the run's. `heartbeats`: the file of heartbeats
+    (empty: none are read). `meeting`: the store for the rendezvous of all ranks ("megalith://HOST:PORT"); empty: a file in `own`, for
+    ranks of one machine. The run's key is left out, because others may read the file.
     """
 
     entry: str

@@ -1,5 +1,5 @@
-"""Place of a rank: its slot, the node that fills the slot, and that node's folder of copies. This module imports little, because every
-rank imports it first."""
+"""Place of a rank: its slot, the node that fills the slot, and its folder of copies. Every rank imports this first, so it imports
+little."""
 
 import os
 from collections.abc import Mapping

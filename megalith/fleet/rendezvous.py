@@ -46,10 +46,10 @@ class RunStore(Store, Protocol):
 
 def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
     """Return rank 0's `value` on every rank of the current start. An engine may restart ranks while the store lives on, and its count
-    of starts is not shared, because the agents of several machines count separately. So each rank draws a fresh random word, and rank 0
-    answers that word: the answer to a fresh word cannot be stale. Rank 0 returns once all ranks have confirmed its answers. Until then
-    it also answers stale words, whose answers no rank reads. On rank 0, raises TimeoutError with the ranks that did not arrive within
-    `seconds`; on other ranks, any error of the store's `get`.
+    of starts is not shared: the agents of several machines count separately. So each rank draws a fresh random word, and rank 0 answers
+    it: the answer to a fresh word cannot be stale. Rank 0 returns once all ranks have confirmed. Until then it also answers stale
+    words, which no rank reads. On rank 0, raises TimeoutError with the ranks that did not arrive within `seconds`; elsewhere, any error
+    of the store's `get`.
     """
     if rank:
         word = secrets.token_hex(8)

@@ -242,8 +242,8 @@ def _control(
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
-    """Run the agent of the machine that directs the run. If the controller counts this agent as lost (perhaps the machine was too busy
-    for a heartbeat), the agent joins the run again."""
+    """Run the agent of the machine that directs the run. If the controller counts it as lost (the machine may have been too busy for a
+    heartbeat), it joins again."""
     try:
         parent_watch.die_with_parent(parent)
         os.environ[MEETING] = meeting

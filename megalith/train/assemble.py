@@ -79,8 +79,8 @@ class Trainer:
         spec = within(during(self.run, phase), size)
         if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
             raise ValueError(
-                f"{size} samples that another site handed back are not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
-                "sites.count back to their old values until these samples are trained"
+                f"{size} samples handed back by another site are not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
+                "sites.count back until these samples are trained"
             )
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
@@ -88,7 +88,7 @@ class Trainer:
 
     @property
     def reader(self) -> int:
-        """This rank's index on the data axis: ranks with different indices read different samples."""
+        """This rank's index among the ranks that read different samples."""
         return self.groups.coordinates["data"]
 
     @property
@@ -204,8 +204,8 @@ class Trainer:
 
     @property
     def wide(self) -> bool:
-        """True if the next update computes low-precision products in high precision: `precision.wide_decay` asks for this during the
-        learning rate's decay."""
+        """True if the next update uses no low-precision products: `precision.wide_decay` asks for this during the learning rate's
+        decay."""
         spec = self.spec
         if not spec.precision.wide_decay:
             return False

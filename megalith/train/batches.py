@@ -57,8 +57,8 @@ def to_batch(
     wide: bool = False,
     raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Return a microbatch on the device. `sequences`: their number in the whole global batch. `wide`: compute all low-precision
-    products in high precision; `raised`: only those of these parts of the model."""
+    """Return a microbatch on the device. `sequences`: those of the whole global batch. `wide`: all low-precision products use high
+    precision; `raised`: only those of these parts do."""
     several = cut.masked and any(len(row) > 1 for row in samples.segments)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)

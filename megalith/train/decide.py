@@ -36,7 +36,7 @@ class Vitals:
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """In a spike, True if the previous batch still has the loss that it had in training; None: not examined."""
+    """In a spike, True if the previous batch still has its old loss; None: not examined."""
     scale: Scale | None = None
     """The loss scale of the step; None if the run has no loss scale."""
 
@@ -180,8 +180,7 @@ def _spike(
 def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
-    """Return a rewind to a copy from before the spike. If an earlier rewind for the same spike restored a copy, the new one must be
-    older."""
+    """Return a rewind to a copy from before the spike. A further rewind for the same spike uses an older copy."""
     if "rewind" not in stability.answers or not vitals.attended or len(history.rewinds) >= stability.rewinds:
         return None
     began = history.began if history.began >= 0 else vitals.step

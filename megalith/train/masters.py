@@ -36,10 +36,10 @@ class JoinedMasters:
 
     @property
     def extents(self) -> None:
-        """None: no file holds the fp32 numbers, because the halves are joined as they are read."""
+        """None: no file holds joined numbers."""
 
     def snapshot(self) -> None:
-        """None: no snapshot exists, because the compute half is in memory, where updates change it."""
+        """None: no snapshot exists, as updates change the compute half in memory."""
 
     def numel(self) -> int:
         """The number of elements."""

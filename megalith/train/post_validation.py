@@ -129,8 +129,7 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`. The batches are made again, because without the undone update the loss scale may be lower, and the rate's decay
-        may not have begun."""
+        """See `Check`. Without the undone update, the loss scale may be lower, and the rate's decay may not have begun."""
         scale, wide = self.trainer.gradient_scale, self.trainer.wide
         return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 

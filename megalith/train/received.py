@@ -18,8 +18,8 @@ from megalith.train.state import like
 
 
 def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn: Warn = silent) -> LoadResult | None:
-    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once with a
-    description of the conversions."""
+    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once with
+    the conversions."""
     received = _Received(trainer)
     loaded = load(received.wanted)
     if loaded is not None and received.scratch:

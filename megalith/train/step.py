@@ -171,7 +171,9 @@ def releasing(
     """Run forwards and backwards. After a part's gradients are reduced, multiply them by `factor`, update the part, and free them;
     `factor` None: only measure gradients. The update does not count yet."""
     release = trainer.release
-    assert release is not None and len(microbatches) == 1, "with several microbatches, gradients are complete only after the last one"
+    assert release is not None and len(microbatches) == 1, (
+        "with several microbatches, gradients are complete only after the last one"
+    )
     if factor is not None:
         notify(step_hooks, "before_update", trainer, step)
     with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
@@ -215,8 +217,8 @@ def conclude(trainer: Trainer, accumulated: StepGradients, *, step: int, stop: b
 
 
 class AllGatherTotals:
-    """The totals of a step, gathered over all ranks by one operation in progress. Sums are in rank order, so every rank gets the same
-    bits in every run."""
+    """A step's totals, which one gather in progress collects over all ranks. Sums are in rank order, so every rank gets the same bits
+    in every run."""
 
     def __init__(self, trainer: Trainer, executed: RowResult, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)

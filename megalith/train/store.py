@@ -38,9 +38,8 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
 
 
 def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
-    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It checks no key. The serving process listens
-    only at that address (or at MEGALITH_LISTEN), whereas torch would listen at all addresses of the machine. Raises OSError if it
-    cannot listen there.
+    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It checks no key. It listens only at that address
+    (or at MEGALITH_LISTEN); torch would listen at all addresses of the machine. Raises OSError if it cannot.
     """
     host, _, port = address.partition("://")[2].rpartition(":")
     if not serves:
@@ -58,8 +57,7 @@ def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStor
 
 
 _ALIVE: list["RunStore"] = []
-"""Stores in use by process groups. They are kept alive because C++ keeps its half of a store, and would call methods of a deleted
-Python half."""
+"""Stores in use by process groups, kept alive: C++ keeps its half of a store, and would call methods of a deleted Python half."""
 
 
 class RunStore(dist.Store):

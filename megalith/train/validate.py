@@ -16,8 +16,8 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Computes the held-out loss with forwards alone, on the stages that train. All ranks build it together, because it creates its own
-    message lanes. Held-out text is cut to `train.seq_len` in all phases of a run."""
+    """Runs only forwards, on the stages that train. All ranks build it together, because it creates its own message lanes. Held-out
+    text is cut to `train.seq_len` in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
         plan = trainer.spec.plan

@@ -1,4 +1,4 @@
-"""Mistral's dense models, both ways."""
+"""Conversion of Mistral's dense models from and to transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

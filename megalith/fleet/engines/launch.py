@@ -85,7 +85,7 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
     found += [f"environment: {name!r} is not the name of a variable. Use letters, digits and underscores" for name in wrong]
     if key.VARIABLE in launch.environment:
         found.append(
-            f"environment: {key.VARIABLE} would be readable by all in the artefact. Leave it out, and name a file with the key by {key.FILE_VARIABLE}"
+            f"environment: {key.VARIABLE} would be readable by all in the artefact. Instead, name a key file by {key.FILE_VARIABLE}"
         )
     return found
 

@@ -108,9 +108,9 @@ class Peers:
         most_waiting: int = 1 << 40,
         tls: Tls | None = None,
     ) -> None:
-        """Listen at `host`, on a free port if `port` is 0. `address_of`: returns the address at which a site listens; None while it is
-        not known. `most_waiting`: bytes that may queue for one connection; with more, the connection is cut. `tls`: encrypt
-        connections. Raises OSError if this process cannot listen there."""
+        """Listen at `host`, on a free port if `port` is 0. `address_of` returns a site's address; None while it is not known.
+        `most_waiting`: bytes that may queue for a connection before it is cut. `tls`: encrypt connections. Raises OSError if this
+        process cannot listen there."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
         self._tls = tls

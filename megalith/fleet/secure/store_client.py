@@ -87,7 +87,7 @@ class StoreClient:
                 raise StoreGone(f"wait timeout after {round(1000 * limit)}ms for {', '.join(keys)} in the run's store")
 
     def strangers(self) -> dict[str, int]:
-        """Return how many connections and messages the store has refused so far, by kind (`messages.STRANGERS`)."""
+        """Return the counts of refused connections and messages, by kind (`messages.STRANGERS`)."""
         counts = self._call(Operation.STRANGERS) or []
         return dict(zip(STRANGERS, map(int, counts), strict=False))
 

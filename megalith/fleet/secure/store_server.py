@@ -77,11 +77,11 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         raise OSError(
             error.errno,
-            f"cannot listen at {address}, port {port} ({error.strerror}). Free the port or use another one; or set {LISTEN} to another address",
+            f"cannot listen at {address}, port {port} ({error.strerror}). Free the port, use another, or set {LISTEN} to another address",
         ) from error
     if ip_address(where[0]).is_loopback and not is_loopback(address):
         print(
-            f"{address} is {where[0]} on this machine, which no other machine reaches. "
+            f"{address} is {where[0]} on this machine, which no other machine can reach. "
             f"If the run has other machines, set {LISTEN} to the address at which they reach this one",
             file=sys.stderr,
             flush=True,

@@ -18,7 +18,7 @@ class Connection(Protocol):
     """The part of a socket that a connection between sites uses."""
 
     def recv(self, count: int, /) -> bytes:
-        """Return what came, `count` bytes at most; nothing at the end."""
+        """Return received bytes, `count` at most; empty at the end of the stream."""
         ...
 
     def sendall(self, data: bytes, /) -> None:
@@ -30,7 +30,7 @@ class Connection(Protocol):
         ...
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction, or both."""
+        """Close one direction of the connection, or both."""
         ...
 
     def close(self) -> None:
@@ -70,8 +70,8 @@ class EncryptedConnection:
     """A connected socket with TLS. One thread may receive while another sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
-        """Do the handshake. `host`: the host that this end connected to; None if the other end made the connection. Raises OSError, and
-        leaves the socket open, if the other end has no valid certificate."""
+        """Do the handshake. `host`: to which this end connected; None: the other end connected. Raises OSError, and leaves the socket
+        open, if the other end has no valid certificate."""
         self._socket = connection
         self._came, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._leaving, server_side=host is None, server_hostname=host)
@@ -89,7 +89,7 @@ class EncryptedConnection:
                 self._flush()  # the end of the handshake, or what was wrong with it
 
     def recv(self, count: int, /) -> bytes:
-        """Return what came, `count` bytes at most; nothing at the end. Raises OSError."""
+        """Return received bytes, `count` at most; empty at the end of the stream. Raises OSError."""
         while True:
             with self._lock:
                 try:
@@ -117,7 +117,7 @@ class EncryptedConnection:
         self._socket.settimeout(seconds)
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction, or both."""
+        """Close one direction of the connection, or both."""
         self._socket.shutdown(how)
 
     def close(self) -> None:

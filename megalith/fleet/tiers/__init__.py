@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Tier(StrEnum):
-    """Storage tiers for a copy, fastest first. If a node is lost, so are the MEMORY and DISK copies of its slot, and the BUDDY copies
-    that it kept for another slot."""
+    """Storage tiers for a copy, fastest first. A lost node loses the MEMORY and DISK copies of its slot, and the BUDDY copies that it
+    kept."""
 
     MEMORY = "memory"
     BUDDY = "buddy"
@@ -71,7 +71,7 @@ BEGINNING = Source(step=0, tier=None)
 def newest(
     copies: Iterable[Copy], *, at_most: int | None = None, before: int | None = None, below: Tier | None = None
 ) -> Source | None:
-    """Return the newest step of which all pieces exist, from the fastest tiers that have them; None if no step is complete.
+    """Return the newest complete step, from the fastest tiers that have its pieces; None if no step is complete.
 
     `at_most`: no later step. `before`: strictly earlier steps only. `below`: only tiers slower than this one.
     """
@@ -107,8 +107,8 @@ def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
     independently written tier.
 
     The same step in another tier would hold the same bits, as its digest shows. A buddy's copy is made from the same bytes as the copy
-    in memory, so both contain any damage from before the digest was taken. If no such source exists, return one from any slower tier;
-    None if no slower tier is left.
+    in memory, so both contain any damage from before the digest was taken. Without such a source, return one from any slower tier; None
+    if none is left.
     """
     if used.tier is None:
         return None

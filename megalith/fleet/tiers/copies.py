@@ -115,7 +115,7 @@ class Layout:
 
 
 def file_name(whose: Whose, rank: int, buffer: int) -> str:
-    """Return a file's name. `rank`: the rank whose state is copied. On a disk, `buffer` is the step instead of the buffer's number."""
+    """Return a file's name. `rank`: whose state is copied. On a disk, `buffer` is the step."""
     return f"{whose}-{rank}.{buffer}"
 
 
@@ -135,8 +135,8 @@ class Buffer:
 
     @classmethod
     def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
-        """Create the buffer at `path`; an existing one of the right size is kept unchanged. Raises OSError if there is no room for the
-        buffer, all of whose memory is allocated now, and NotPrivate if other users can access its folders."""
+        """Create the buffer at `path`; one of the right size is kept unchanged. All its memory is allocated now. Raises OSError if
+        there is no room, and NotPrivate if other users can access its folders."""
         size = PAGE + bytes_after_header
         with private.opened_below(path.parent, create=True) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)

@@ -125,8 +125,8 @@ def clear_abandoned(place: Path) -> None:
 
 
 def claim(memory: Path, owner: str) -> IO[str]:
-    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until the lock ends, the copies are in
-    use, even if other machines or users cannot see the run folder."""
+    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until then the copies are in use, even if
+    others cannot see the run folder."""
     private.make(memory)  # others have no business with a run's weights
     with private.opened(memory) as folder:
         file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")

@@ -11,8 +11,8 @@ from megalith.train.assemble import Trainer
 
 
 def smallest(trainer: Trainer) -> Executor:
-    """Return an executor of the plan's schedule with the fewest microbatches that this schedule allows. Collective, because the
-    executor creates its own message lanes."""
+    """Return an executor of the plan's schedule with the fewest microbatches allowed. Collective, because it creates its own message
+    lanes."""
     spec, executor = trainer.spec, trainer.executor
     plan = spec.plan
     sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}

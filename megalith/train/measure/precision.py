@@ -1,5 +1,5 @@
-"""Precision watch: compares gradients of low-precision products with those of high-precision products, and can switch the worst block
-to high precision."""
+"""Precision watch: compares gradients of low-precision and high-precision products, and can switch the worst block to high
+precision."""
 
 import math
 import time
@@ -35,15 +35,15 @@ class GradientComparison(NamedTuple):
     wide: Gradients
     narrow: Gradients
     lost: Mapping[str, Tensor]
-    """Counts of saturated and zeroed numbers (`kernels.narrow.losses`), by part."""
+    """Counts of saturated and zeroed numbers, by part."""
 
 
 class PartError(NamedTuple):
-    """The rounding errors of a part of the model, the same on all ranks."""
+    """The errors of a part of the model, the same on all ranks."""
 
     error: float | None
-    """The relative error of the part's gradient: infinite if only the low-precision gradient is not finite; None if the high-precision
-    one is 0 or not finite."""
+    """The relative error of its gradient: infinite if only the low-precision gradient is not finite; None if the high-precision one is
+    0 or not finite."""
     narrow: bool
     """True if the part has low-precision products now."""
     saturated: float
@@ -78,7 +78,7 @@ class PrecisionWatch:
 
     def measure(self, step: int) -> None:
         """Compare gradients if that is due after `step` steps, and switch the worst block to high precision if `precision.auto`
-        requires it. Before the call, every step must be verified, and the gradients of the last one dropped."""
+        requires it. All steps must be verified, and the last gradients dropped."""
         if not self.due(step):
             return
         self.beat("precision", step)

@@ -22,8 +22,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def aside_of(state: StateSpec, folder: Path | None) -> Put | None:
-    """Return a function that moves master weights off the device while the model is built, if each gather makes the compute weights
-    from them; None: they stay on the device. `folder`: see `folder_of`."""
+    """Return the function that moves master weights off the device while the model is built; None: they stay on the device. `folder`:
+    see `folder_of`."""
     if state.weights == "device":
         return None
     put: Put = _in_memory if state.weights == "host" else Aside(folder_of(state, folder))
@@ -70,7 +70,7 @@ class Aside:
         """Read the tensor that begins at byte `start`, with the shape and dtype of `like`."""
         octets = torch.empty(like.nbytes, dtype=torch.uint8)
         failed = f"plan.state: {like.nbytes:,} bytes of weights in {self.folder} cannot be read back while the model is built"
-        way_out = "Start again. If this error comes again, name a folder on another disk by plan.state.folder"
+        way_out = "Start again. If this error recurs, name a folder on another disk by plan.state.folder"
         try:
             moved = move_all(os.preadv, self._opened(), octets.numpy(), start)
         except OSError as error:

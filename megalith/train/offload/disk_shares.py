@@ -62,7 +62,7 @@ class LiveShare(Segment):
         """None: updates change it."""
 
     def snapshot(self) -> "ShareSnapshot | None":
-        """Return a snapshot of the share as it is now; None if its file cannot be protected from updates."""
+        """Return a snapshot of the share; None if its file cannot be protected from updates."""
         file = self._stream.slots.hold()
         return None if file is None else ShareSnapshot(file, self)
 

@@ -90,7 +90,7 @@ class Release:
         self.norms: dict[str, Norms] = {}
         """Norms of the last pass's gradients, before any clipping, by parameter."""
         self.odd: dict[str, Tensor] = {}
-        """The number of non-finite elements of the last pass's gradients, by parameter."""
+        """The number of these gradients' non-finite elements."""
         self.marks: list[tuple[str, object, object]] = []
         """Start and end times of the last pass's updates."""
         self.asked: UpdateRequest | None = None
@@ -98,8 +98,8 @@ class Release:
 
     @contextmanager
     def during(self, asked: UpdateRequest, *, loss_scale: float) -> Iterator[None]:
-        """In the block, make the update of each gradient once it is reduced, and free the gradient. `loss_scale`: the factor to remove
-        from the gradients."""
+        """In the block, make the update of each reduced gradient, and free it. `loss_scale`: the factor to remove from the
+        gradients."""
         self.norms, self.odd, self.marks = {}, {}, []
 
         def reduced(bucket: Bucket) -> None:

@@ -20,8 +20,7 @@ from megalith.spec.plan import RetainSpec
 from megalith.train.offload.slot_file import StateFileError, move_all
 
 BEHIND = 2
-"""Number of blocks whose activations may be in transfer to the tier. A further block waits for the oldest transfer, which limits the
-device memory in use."""
+"""Blocks whose activations may be in transfer to the tier. A further one waits for the oldest transfer, which limits device memory."""
 
 
 class TierUsage:
@@ -210,9 +209,7 @@ class DiskFile:
     def read(self, start: int, content: Tensor, known: int) -> None:
         """Read a tensor's content, which begins at byte `start`; `known` is its checksum when it was written."""
         octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes in {self.folder}"
-        way_out = (
-            "The run resumes from its newest checkpoint. If this error comes again, name a folder on another disk by plan.retain.folder"
-        )
+        way_out = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.retain.folder"
         try:
             moved = move_all(os.preadv, self._file.fileno(), octets, start)
         except OSError as error:

@@ -20,7 +20,7 @@ from megalith.fleet.exit_codes import ExitCode
 PAGE = 4096
 """Alignment of direct I/O in bytes: at least the sector size of common disks."""
 FREE = "Make room there, or name a folder on another disk by plan.state.folder"
-BACK = "The run resumes from its newest checkpoint. If this error comes again, name a folder on another disk by plan.state.folder"
+BACK = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.state.folder"
 NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 """Error numbers from file systems and kernels that lack O_TMPFILE."""
 
@@ -173,8 +173,8 @@ class SlotFile:
 
 
 def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]", start: int) -> int:
-    """Read or write all of `octets` at byte `start` of a file, in several calls if one transfers fewer bytes. Return the number of
-    bytes, which is smaller if the file ends."""
+    """Read or write all of `octets` at byte `start` of a file, as one call may transfer fewer. Return the bytes transferred: fewer
+    where the file ends."""
     memory, done = octets.data, 0
     while done < len(memory) and (moved := call(file, [memory[done:]], start + done)):
         done += moved
@@ -182,7 +182,7 @@ def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]"
 
 
 def _new(path: Path, header: bytes) -> int:
-    """Open a new file and write its header. I/O bypasses the page cache if the file system allows that."""
+    """Open a new file and write its header. I/O bypasses the page cache if possible."""
     page = memory_of(len(header)).numpy()
     page[:] = np.frombuffer(header, dtype=np.uint8)
     try:

@@ -22,8 +22,7 @@ class Slots:
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
-        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: no file is written or read, because this is a dry
-        run."""
+        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: in a dry run, no file is written or read."""
         self.path, self.dry, self.layout = path, dry, Layout(chunks)
         self._pair: list[SlotFile] = [] if dry else [self._make(), self._make()]  # the files that may be written
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk

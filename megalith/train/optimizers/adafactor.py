@@ -27,7 +27,7 @@ class _Seen(NamedTuple):
     rows: Tensor
     """Means of the squared gradient over each of the share's rows."""
     columns: Tensor
-    """Means of the squared gradient over each of the share's columns."""
+    """Means over each of the share's columns."""
     mean: Tensor
     """Mean of the updated row moments of each matrix."""
     size: Tensor | None
@@ -102,7 +102,7 @@ class Adafactor:
         ]
 
     def _numel(self, part: Part) -> int:
-        """Return the number of elements in one matrix of the parameter, or in the parameter if it is a vector."""
+        """Return the number of elements of one matrix of the parameter, or of a vector."""
         return torch.Size(self.whole.cuts[part.name].shape[-2:]).numel()
 
 

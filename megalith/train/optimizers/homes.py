@@ -1,5 +1,5 @@
-"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. One message takes all shares there, and one brings
-the results back."""
+"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares go there and results come back in one message
+each way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -20,8 +20,8 @@ AdamW's (Liu et al. 2025, section 2.2). So AdamW's learning rate and weight deca
 
 
 class Muon:
-    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T, where U V^T is the orthogonal factor of
-    m, or of Nesterov's look-ahead.
+    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T, the orthogonal factor of m, or of
+    Nesterov's look-ahead.
 
     Each matrix is orthogonalised whole, on its home rank, so the result has the same bits under every plan.
     """

@@ -33,8 +33,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
 
 
 def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
-    """Return the rate of an update of a branch with its own decay: from the original schedule's rate at the branch's first update, down
-    to the minimum at the decay's last update. The decay is linear, or 1 - sqrt if the schedule is."""
+    """Return the rate of an update of a branch with its own decay: from the original schedule's rate at the branch's first update, to
+    the minimum at the decay's last. The decay is linear, or 1 - sqrt if the schedule is."""
     begins = branch.updates if branch.decay else update
     start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
     if update < branch.updates or not branch.decay:

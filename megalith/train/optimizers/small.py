@@ -31,7 +31,7 @@ class PackedState(NamedTuple):
     slots: tuple[Slot, ...]
     """The moments with the parameter's shape; some may be in fp32."""
     lower: Slot | None
-    """The lower half of the parameter's master weights; None: the master weights are in fp32."""
+    """The lower half of its master weights; None: they are in fp32."""
     number: int
     """The number of the update, which seeds stochastic rounding."""
     cut: Cut

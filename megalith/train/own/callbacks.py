@@ -28,8 +28,8 @@ class Done(NamedTuple):
     skipped: str
     """Why the step's update was skipped; empty if the update was made."""
     rank: int
-    """This rank's number in its site, the only value here that differs between ranks. A callback that writes files or sends messages
-    should do so on rank 0."""
+    """This rank's number in its site, the only value here that differs between ranks. A callback that writes or sends data should do so
+    on rank 0."""
     site: int = 0
     """This rank's site. The loss differs between sites, and so does the norm without data parallelism between sites."""
 

@@ -62,9 +62,13 @@ def _try(module: nn.Module, declared: OwnModule, x: Tensor, stage: Stage, *, mas
     with torch.no_grad():
         out = call(module, x, batch)
         if out.shape != x.shape:
-            raise own.OwnPartError(f"{name} returns shape {list(out.shape)} for x of shape {list(x.shape)}: return the same shape")
+            raise own.OwnPartError(
+                f"{name} returns shape {list(out.shape)} for x of shape {list(x.shape)}: return the same shape"
+            )
         if not torch.equal(out, call(module, x, batch)):
-            raise own.OwnPartError(f"{name} gives another result when called again with the same x: keep no state and draw no random numbers")
+            raise own.OwnPartError(
+                f"{name} gives another result when called again with the same x: keep no state and draw no random numbers"
+            )
         if kind == "attention":
             _try_sight(module, declared, x, out, batch, stage, masked=masked)
         elif not _same(out, _in_halves(module, x, positions, stage, call)):

@@ -1,15 +1,14 @@
-"""The agreement of sites about merges, by their leading ranks: which merges are made, which site decides them, and which sites take
-part.
+"""The agreement of sites, by their leading ranks, on the merges: which are made, who decides, and who takes part.
 
 One site is the decider. At a merge the decider waits for the differences of all sites that train, but no longer than a grace period,
 and sends its verdict to all sites. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the
 allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the
 run file. These sites count: the decider, the sites whose differences arrived, and sites that only follow its merges. A follower must
 have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
-line. Each start of a site's ranks takes part in only one line, and tells that line's decider so. If the sites are split into two halves
-without a connection, at most one half makes merges: no site takes part in both lines, and two quorums always share a site. If a line
-has no quorum or loses its decider, the sites whose differences are due wait at the merge for the others (`meeting`). All other sites
-exit. After a restart, they join with the others' weights, or begin from a checkpoint (`Council.begin`).
+line. Each start of a site's ranks takes part in only one line, and tells its decider so. If a network failure splits the sites, at most
+one half makes merges: no site takes part in both, and two quorums always share a site. If a line has no quorum or loses its decider,
+the sites whose differences are due wait at the merge for the others (`meeting`). All other sites exit. After a restart, they join with
+the others' weights, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
@@ -171,8 +170,8 @@ class Council(SiteMessenger):
         self._post(Hello(stand=stand))
 
     def _meet_again(self, left: str, gone: PeerGone) -> None:
-        """Take part in a line that begins at the merge where this site waits: another site's line, or its own once a quorum has met.
-        Raises `gone` if the others continue in another line, or too few sites connect within the time limit."""
+        """Take part in a line that begins at the merge where this site waits: another site's, or its own once a quorum has met. Raises
+        `gone` if the others continue elsewhere, or too few connect in time."""
         assert self._wire is not None and self._stand is not None and self._since is not None
         waited = time.monotonic() - self._since
         patient = waited < self.pace.grace
@@ -249,9 +248,8 @@ class Council(SiteMessenger):
         return verdict
 
     def _need_decider(self, began: float, step: int, *, missed: bool = False) -> None:
-        """Raise PeerGone if the decider was restarted, has been cut off for the grace period, or has been silent for the longer
-        patience. A busy or waiting decider is not silent, because it sends a message after each step. `missed`: later verdicts arrived,
-        but the due one did not."""
+        """Raise PeerGone if the decider was restarted, or has been cut off for the grace period, or silent for the longer patience. A
+        busy decider is not silent: it sends a message after each step. `missed`: later verdicts arrived, but the due one did not."""
         assert self._wire is not None
         now = time.monotonic()
         connected = self._wire.connected(self.decider) and not missed

@@ -32,7 +32,7 @@ class Joining:
         self.ready.clear()
 
     def take(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask for the weights, each once. A site in `members` is returned only after it has left."""
+        """Return the sites that ask for the weights, each once; of `members`, only those that have left."""
         found = sorted(self.asking - set(members))
         self.asking -= set(found)
         return found

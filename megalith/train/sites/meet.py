@@ -70,7 +70,9 @@ def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:
 def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> Peers:
     if (secret := key.given()) is None:
         names = f"{key.VARIABLE} or {key.FILE_VARIABLE}"
-        raise NoKey(f"sites authenticate each other by the run's key, but this rank was given none. Set {names}: `megalith key` makes one")
+        raise NoKey(
+            f"sites authenticate each other by the run's key, but this rank was given none. Set {names}: `megalith key` makes one"
+        )
     run_dir = folder if site == 0 else folder.parent
 
     def address_of(other: int) -> Address | None:

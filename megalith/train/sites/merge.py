@@ -257,8 +257,8 @@ class Sites:
     # --- one fragment ---
 
     def _take(self, number: int, step: int, *, wait: bool) -> Iterator[MergeResult]:
-        """Send the difference of a fragment and, if `wait`, merge the fragment. If a stop comes before this merge, the difference
-        counts as not sent, unless checkpoints hold differences in flight."""
+        """Send the difference of a fragment and, if `wait`, merge it. A stop before the merge makes the difference count as not sent,
+        unless checkpoints hold differences in flight."""
         left_out = self._send(number, step)
         try:
             if wait:

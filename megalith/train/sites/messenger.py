@@ -32,7 +32,7 @@ KEEPALIVE_SECONDS = 0.5  # between words of a site to the one that decides
 
 
 class SiteMessenger:
-    """Sends and receives the messages of site `site`, and knows the line of merges in which it takes part."""
+    """The messages of site `site`, and the line of merges in which it takes part."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class SiteMessenger:
         limit: float,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`wire`: None if the run has one site. `patience`: seconds that a merge waits for a site without which no quorum is left; a
-        finished site also stays up to this time, so that the others get its last messages. `start`: seconds that a site may take for
-        its first round; after a quarter of this time, a quorum begins without the other sites. `limit`: seconds to wait for a quorum.
-        `beat`: called several times a second."""
+        """`wire`: None if the run has one site. `patience`: seconds that a merge waits for a site that the quorum needs, and that a
+        finished site stays at most, so that the others get its messages. `start`: seconds that a site may take for its first round;
+        after a quarter of this, a quorum begins without the others. `limit`: seconds to wait for a quorum. `beat`: called several times
+        a second."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
@@ -92,8 +92,8 @@ class SiteMessenger:
         self._post(self._joining.asks, to=self.decider)
 
     def asking(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask for the weights, each once; none if this site is not the decider. A site in `members` is returned
-        only after it has left."""
+        """Return the sites that ask for the weights, each once (if this site is the decider); of `members`, only those that have
+        left."""
         return self._joining.take(members) if self.decides else []
 
     def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:

@@ -42,8 +42,8 @@ def average(anchor: Tensor, gradient: Tensor) -> None:
 
 
 def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
-    """Replace, in place, the outer step that a site took early with its own difference alone (to `early`) by the outer step of all
-    sites. Keep the training that the site has done since."""
+    """Replace, in place, the outer step that a site took early, by itself (to `early`), by that of all sites. Training since then is
+    kept."""
     weight.add_(anchor - early)
 
 

@@ -93,7 +93,9 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
         before = [""] if number == 0 else [one for other, one in known if other == number - 1]
         fitting = [one for one in before if verdict.mark(one) == mark]
         if not fitting:
-            raise RecordError(f"merge {number} does not follow any merge in the logs of {named}. Also name the folders of the other sites")
+            raise RecordError(
+                f"merge {number} does not follow any merge in the logs of {named}. Also name the folders of the other sites"
+            )
         found[number], mark = verdict, fitting[0]
     return found
 

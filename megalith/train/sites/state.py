@@ -43,7 +43,7 @@ class OuterState:
             for fragment in fragments
             if leads and sites.flies
         }
-        """The site's own encoded differences of each fragment that may be in flight; only on the leading rank."""
+        """The site's own encoded differences that may be in flight, by fragment; only on the leading rank."""
         self.slots = torch.full((len(fragments), 1 + self.late), NOT_SENT, dtype=torch.int64) if self.late else self.sent[:, None]
         """The step at which each difference in flight was taken."""
 
@@ -123,8 +123,7 @@ class OuterState:
         return sum(share.numel() * share.element_size() for each in kept for share in each.values())
 
     def swap(self) -> None:
-        """Exchange live weights and anchors: a first call gives access to the merged weights, and a second one restores the live
-        weights."""
+        """Exchange live weights and anchors: one call exposes the merged weights, the next restores the live ones."""
         if self._alike:
             return
         for name, anchor in self.anchors.items():

@@ -132,7 +132,7 @@ class AllSitesCouncil(Council):
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
                 f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the others begin, and with data "
-                "parallelism all sites need it. Copy the checkpoints of another site's run folder to this site's: all sites save the same ones"
+                "parallelism all sites need it. Copy the checkpoints of another site's run folder to this site's: all are the same"
             )
         beginning = super()._begun(start, decider)
         return Beginning(None) if start.cut == self._first else beginning

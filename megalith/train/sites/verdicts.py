@@ -13,8 +13,7 @@ class Verdicts:
     """Verdicts by line of merges and number of the merge."""
 
     def __init__(self, *, kept: int, named: Callable[[int], str] = usual_name) -> None:
-        """`kept`: how many of this site's own verdicts are kept, in case a broken connection has lost them. `named`: returns the name
-        of a site."""
+        """`kept`: how many of this site's own verdicts a broken connection may have lost. `named` returns the name of a site."""
         self._named = named
         self._there: dict[tuple[str, int], Verdict] = {}
         self.given: deque[Verdict] = deque(maxlen=kept)

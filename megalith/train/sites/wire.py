@@ -6,7 +6,7 @@ from megalith.fleet.secure.peers import News
 
 
 class Wire(Protocol):
-    """The interface of one site's connections to the others (`fleet.secure.peers.Peers` implements it)."""
+    """One site's connections to the others (as `fleet.secure.peers.Peers`)."""
 
     def send(self, message: bytes, to: int | None = None) -> None:
         """Send a message to one site, or to all other connected sites, without waiting."""

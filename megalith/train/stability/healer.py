@@ -41,8 +41,8 @@ RECENT = 8  # steps before a spike in which a change of the learning rate may be
 
 @dataclass(frozen=True)
 class Data:
-    """The run's data, by step, since this rank was started. `read`: this rank's microbatches of a step. `mine`: the numbers of the
-    samples in these microbatches."""
+    """The run's data, by step, since this rank was started. `read`: this rank's microbatches of a step. `mine`: the numbers of their
+    samples."""
 
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]

@@ -1,8 +1,8 @@
 """A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. The
 history is equal on every rank and, like the run's position, part of copies and checkpoints. So all ranks make the same decisions, also
 after the run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the
-next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core skips steps by the mean and standard deviation of a
-window, which both of these widen.)
+next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which
+both widen.)
 """
 
 import json
@@ -49,7 +49,7 @@ class History:
     began: int = -1
     """The first step of the current spike; -1: no spike."""
     outside: int = 0
-    """Number of steps of the current spike that were outside a band."""
+    """Steps of the current spike that were outside a band."""
     calm: int = 0
     """Number of consecutive steps inside all bands since then."""
     rewinds: tuple[tuple[int, int], ...] = ()

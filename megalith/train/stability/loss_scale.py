@@ -11,8 +11,8 @@ from typing import NamedTuple
 from megalith.spec.run import LossScaleSpec
 
 LARGEST = 64
-"""The largest exponent of the scale: fp32 must be able to hold the scale times any gradient. The scale reaches it, for example, if all
-gradients are zero."""
+"""The largest exponent of the scale: fp32 must hold the scale times any gradient. It is reached, for example, if all gradients are
+zero."""
 
 
 class Scale(NamedTuple):

@@ -63,7 +63,7 @@ def test_what_is_too_short_or_no_text_is_no_key(tmp_path: Path, text: str, capsy
     with pytest.raises(NoKey, match="ranks/key holds no key"):
         key.shared(tmp_path, {})
     made = key.of_run(tmp_path, {})
-    assert "A new one is made" in capsys.readouterr().err
+    assert "A new key is made" in capsys.readouterr().err
     assert key.of_run(tmp_path, {}) == key.shared(tmp_path, {}) == made
 
 

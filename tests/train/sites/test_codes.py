@@ -64,7 +64,7 @@ def test_error_feedback_sends_everything_in_time() -> None:
 
 
 def test_another_number_of_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 bytes are not 5 values of 8 bits: these have 9"):
+    with pytest.raises(ValueError, match=r"3 bytes cannot be 5 values of 8 bits, which take 9"):
         decode(torch.zeros(3, dtype=torch.uint8), 5, 8)
 
 
