@@ -112,10 +112,9 @@ class Checkpointer:
 
         A failed save raises no error: `poll` or `wait` return the outcome. Returns when the tensors may change again: once they are
         copied if `asynchronous`, else when the checkpoint is committed. First waits for a save in progress. Shares on disk are not
-        copied to memory: their files are left unchanged, and linked or copied into the checkpoint. If the disk has no room for new
-        files to replace them in training, the save is not asynchronous. `check` is called once the state is copied (if not
-        `asynchronous`: before the state is read), and raises if the state must not be saved. Then this step gets no checkpoint, because
-        a checkpoint needs the files of all ranks.
+        copied to memory: their files stay unchanged, and are linked or copied. If the disk has no room for files to replace them, the
+        save is not asynchronous. `check` is called once the state is copied (if not `asynchronous`: before the state is read), and
+        raises if the state must not be saved. Then this step gets no checkpoint, because a checkpoint needs the files of all ranks.
         """
         job = _Job(step, began=time.monotonic())
         self._join()
@@ -137,8 +136,7 @@ class Checkpointer:
         job.wait_seconds = time.monotonic() - job.began
 
     def poll(self) -> list[Outcome]:
-        """Return the outcomes of saves that ended since the last call, each once. Does not wait; ranks may see a save's end at
-        different steps."""
+        """Return the outcomes of saves that ended since the last call. Does not wait; ranks may see an end at different steps."""
         if self._job and (self._job.thread is None or not self._job.thread.is_alive()):
             self._join()
         outcomes, self._outcomes = self._outcomes, []
@@ -211,8 +209,8 @@ class Checkpointer:
     # --- one save -----------------------------------------------------------------------------------------------------------
 
     def _claim(self, state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
-        """Return the shares that this rank must write. Replicated shares are written once; the ranks agree on the writers when they
-        first see a layout."""
+        """Return the shares that this rank must write. Replicas are written once; ranks choose the writers when they first see a
+        layout."""
         refused, found = None, {}
         try:
             found = shares(state)
@@ -229,8 +227,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """Return the rest of a save, a function that may run in a thread. It contains further collectives, so a rank with an error
-        continues, and reports the error in them."""
+        """Return the rest of a save, which may run in a thread. It has further collectives, so a rank with an error continues, and
+        reports it in them."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))

@@ -1,5 +1,4 @@
-"""Digests of a checkpoint's files: sha256, or sums of 64-bit words, which are as fast as reading memory. This module does not import
-torch."""
+"""Digests of a checkpoint's files: sha256, or sums of 64-bit words, which are as fast as reading memory. Needs no torch."""
 
 import hashlib
 from dataclasses import dataclass

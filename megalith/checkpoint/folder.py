@@ -1,5 +1,4 @@
-"""A checkpoint on disk: names, manifest, digests, commit, pruning. This module does not import torch, so that tools can read
-checkpoints without it.
+"""A checkpoint on disk: names, manifest, digests, commit, pruning. Tools can use this module without torch.
 
     checkpoints/step-00000120/
         manifest.json             meta, and the size and sha256 of every other file; carries its own sha256
@@ -43,8 +42,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class AwayError(OSError):
-    """A checkpoint is temporarily unreadable. Because it may be intact, the run must neither use an earlier checkpoint nor start
-    over."""
+    """A checkpoint is temporarily unreadable. It may be intact, so the run must neither use an earlier one nor start over."""
 
     exit_code = ExitCode.LOST
 
@@ -284,8 +282,8 @@ def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> P
 
 
 def find_complete(path: Path) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint that `path` refers to (see `locate`) whose files all have the right lengths, and its manifest. The
-    files are not read. Raises FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is complete.
+    """Return the newest checkpoint at `path` (see `locate`) whose files all have the right lengths, and its manifest. Files are not
+    read. Raises FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is complete.
     """
     damaged: list[str] = []
     for candidate in locate(path):
@@ -372,7 +370,7 @@ def commit(written: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove the temporary folders that interrupted saves have left in `folder`."""
+    """Remove the temporary folders of interrupted saves in `folder`."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -428,7 +426,7 @@ def _write(path: Path, content: bytes) -> FileDigest:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the names in `folder` to disk, so that they survive a power cut."""
+    """Sync the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -103,9 +103,9 @@ def export(
     """Write a folder that transformers (4.46 and later) loads, and return the files written.
 
     `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps in
-    fp32. `tokenizer` is copied too, and defines the end-of-text token. Weights of more than `file_bytes` are split into several files.
-    Raises ValueError for a family that transformers does not have, and, with their names, for weights that are missing, unknown or of
-    another shape; FileExistsError if `out` has files; OSError, which names `out`, if that folder cannot be made.
+    fp32. `tokenizer` is copied too, and defines the end-of-text token. Weights beyond `file_bytes` go to further files. Raises
+    ValueError for a family that transformers does not have, and, with their names, for weights that are missing, unknown or of another
+    shape; FileExistsError if `out` has files; OSError, which names `out`, if that folder cannot be made.
     """
     spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
@@ -132,8 +132,7 @@ def export(
 
 
 def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> list[Path]:
-    """Yield the weights of each file of at most `file_bytes` (a larger tensor gets its own file). Each file's weights are converted
-    only when it is yielded."""
+    """Yield the weights of each file of at most `file_bytes` (a larger tensor gets its own), converted only when needed."""
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     groups: list[list[str]] = [[]]
     room = file_bytes
@@ -208,9 +207,9 @@ def _json_object(path: Path) -> Json:
 
 
 def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
-    """Return every weight of the model in `folder` under our names; weights with the same layout as ours are memory-mapped, so they are
-    read only when used. `spec`: default is `read_config(folder)`. Raises ForeignModelError for pickled weights, and, with their names,
-    for weights that are missing, unknown or of another shape.
+    """Return every weight of the model in `folder` under our names; those with our layout are memory-mapped, so they are read only when
+    used. `spec`: default is `read_config(folder)`. Raises ForeignModelError for pickled weights, and, with their names, for weights
+    that are missing, unknown or of another shape.
     """
     spec = spec or read_config(folder)
     foreign = _foreign(spec)
@@ -241,8 +240,8 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor in the folder's files. Raises ForeignModelError with the name of a file that cannot be read, or of two files
-    that hold the same tensor."""
+    """Return every tensor in the folder's files. Raises ForeignModelError, with the names, for an unreadable file, or two files with
+    the same tensor."""
     found: dict[str, Tensor] = {}
     where: dict[str, Path] = {}
     for path in _weight_files(folder):

@@ -11,8 +11,8 @@ from megalith.checkpoint.folder import FileDigest, Piece
 from megalith.checkpoint.shares import ImmutableFile, StreamedShare
 
 MINIMUM = 0.75
-"""The minimum share of a file that a checkpoint must use to link the file. If data ranks hold the same state, each saves a part of its
-own file, and a copy of it takes less room than a link to the whole file."""
+"""The least part of a file that a checkpoint must use to link it. If data ranks hold the same state, each saves a part of its own file,
+and a copy of it takes less room than a link to the whole file."""
 
 
 class ShareLocation(NamedTuple):

@@ -1,5 +1,5 @@
-"""Load a checkpoint into state that is sharded under any plan: verify the files, compare shapes, then read each rank's boxes directly
-into its tensors."""
+"""Load a checkpoint into state sharded under any plan: verify files, compare shapes, then read each rank's boxes directly into its
+tensors."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
@@ -61,9 +61,9 @@ def load(
 
     Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are verified first, each
     file by one rank. `partial`: the checkpoint may hold more than the requested state. `cast`: convert values to the dtype of their
-    destination. `rows`: tensors that may have more or fewer rows in the checkpoint; the rows that both have are read, and the other
-    rows keep their values. `accept` is called on every rank, before a checkpoint is read, with its path and its meta; its exceptions
-    are passed on. `warn` is called on the first rank.
+    destination. `rows`: tensors that may have more or fewer rows in the checkpoint; only the rows that both have are read. `accept` is
+    called on every rank, before a checkpoint is read, with its path and its meta; its exceptions are passed on. `warn` is called on the
+    first rank.
 
     Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest undamaged one is temporarily
     unreadable), or MismatchError; every rank raises the same error.

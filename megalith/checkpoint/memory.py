@@ -329,8 +329,8 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier determines where this rank's piece is stored. Return the piece's label; None if the
-        piece is in the store. All ranks call it together.
+        """Fill the state from `source`, whose tier determines where this rank's piece is. Return the piece's label; None if it is in
+        the store. All ranks call it together.
 
         Newer copies are invalidated, because repeated steps will make new ones. Raises CopyError on the rank whose piece is damaged.
         """

@@ -42,8 +42,7 @@ class ImmutableFile(Protocol):
         ...
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file `path` as a second name, synced to disk. Raises OSError if that is impossible, for example on another file
-        system."""
+        """Give the file `path` as a second name, synced to disk. Raises OSError if that is impossible, as on another file system."""
         ...
 
 
@@ -147,9 +146,8 @@ def as_tensor(share: Share) -> Tensor:
 
 
 def shares(state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
-    """Return this rank's shares of a flat state, by name. Left out are empty boxes, and tensors of meshes that do not include this
-    rank. Raises ValueError with the names of all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or
-    layouts.
+    """Return this rank's shares of a flat state, by name. Empty boxes, and tensors of meshes without this rank, are left out. Raises
+    ValueError with all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
     """
     found: dict[str, Share] = {}
     problems: list[str] = []

@@ -82,7 +82,7 @@ class WrittenFile:
 class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
-    `error`: the reason why this rank has no shares to write. The rank still takes part in the collectives, and makes all ranks abort.
+    `error`: why this rank has no shares to write. The rank still takes part in the collectives, and makes all ranks abort.
     `place` must exist: `folder` is created in it.
     """
 

@@ -1,9 +1,8 @@
-"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. On one machine, `megalith train` is
-the controller.
+"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. On one machine: `megalith train`.
 
-Only `policy.decide` decides; this module collects its observations, and carries out its commands. Ranks are never repaired while they
-run: every rank is killed, and all ranks are started again from the newest complete copy of the state. If a controller is killed, the
-next one can take over completely: copies are files, and `ranks/fleet.json` holds the controller's own state.
+Only `policy.decide` decides; this module observes, and carries out its commands. Ranks are never repaired while they run: all are
+killed, and started again from the newest complete copy of the state. If a controller is killed, the next one can take over: copies are
+files, and `ranks/fleet.json` holds its own state.
 """
 
 import secrets
@@ -114,8 +113,8 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed, because without them the run would start over. Return False if a stop is requested
-        meanwhile. Raises OSError if this takes longer than the run would wait for a node."""
+        """Wait until the checkpoints can be listed: without them, the run would start over. False if a stop is requested meanwhile.
+        Raises OSError if this takes longer than the run would wait for a node."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
             try:
@@ -277,8 +276,7 @@ class Controller:
             ).state
 
     def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
-        """Close incidents once the ranks continue: after a restart, all have begun a step; in place, all are past the incident's
-        step."""
+        """Close incidents once all ranks have begun a step, or, without a restart, are past the incident's step."""
         for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
             self._open.remove(one)
             restored = None if in_place else str(self._state.restored)
@@ -288,8 +286,8 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
-        """Return the observations that explain the end of a generation: lost nodes before reports of ranks, and these before exits.
-        Other events of that time, such as a repaired node, explain nothing and come first."""
+        """Return the observations that explain a generation's end: lost nodes before reports of ranks, and these before exits. Other
+        events, such as a repaired node, explain nothing and come first."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]

@@ -15,8 +15,8 @@ FOLDER = "incidents"
 
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
     """Write a failure's record to a file, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
-    return the outcome unchanged. `number`: the incident's number in the event log; None: the next free one. `epoch`: the epoch of the
-    run folder's owner."""
+    return it unchanged. `number`: the incident's number in the event log; None: the next free one. `epoch`: that of the run folder's
+    owner."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)

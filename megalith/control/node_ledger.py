@@ -71,8 +71,7 @@ def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
 
 
 def node_changes(before: State, after: State, *, time: float, reason: str, run: str) -> list[NodeRecord]:
-    """Return the records to append when the state changes from `before` to `after`: with them, `standings` of the ledger equals the new
-    state."""
+    """Return the records to append at a change from `before` to `after`: `standings` of the ledger then equals the state."""
     found = []
     for node, times in after.faults.items():
         if times and times[-1:] != before.faults.get(node, ())[-1:]:

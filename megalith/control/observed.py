@@ -96,8 +96,7 @@ class GenerationEnd:
         return found | {"exits": exits, "phases": phases}
 
     def _step_of(self, rank: int | None) -> int:
-        """The step that a rank (None: the furthest rank) had begun in this generation. An earlier generation may have finished this
-        step already."""
+        """The step that a rank (None: the furthest rank) had begun in this generation. An earlier generation may have finished it."""
         steps = [beat.step for number, beat in enumerate(self.beats) if rank in (None, number)]
         begun = max(steps, default=-1)
         return begun if begun >= 0 else self.step

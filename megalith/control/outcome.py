@@ -23,7 +23,7 @@ LINE_CHARACTERS = 600
 class Outcome:
     """The outcome of a run. `code`: the exit status (`exit_codes`). `stopped`: a signal requested the end. `consequences`: failures
     after the first cause. `ended`: the ranks that the supervisor had to end. `ready_seconds`: the time until all ranks were ready
-    (None: never). `report`: the reason why the policy stopped the run; empty if it did not. `file`: the record of the failure
+    (None: never). `report`: why the policy stopped the run; empty if it did not. `file`: the record of the failure
     (`control.incidents`); None if there was no failure, or the file could not be written.
     """
 

@@ -1,7 +1,7 @@
 """Ownership of a run folder: one command at a time writes to it; the error of a second command names the owner.
 
 On a local file system the owner holds a lock, which ends with its process. If other machines can access the folder too, a lock may not
-exclude them; then the owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created atomically:
+exclude them; then the owner renews a lease. Owners leave numbered claims in `ranks/owners/`, each created atomically:
 
     00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
     00000003.beat   changes with each renewal
@@ -108,7 +108,7 @@ class Owner:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is part of the names of files which this owner writes (`megalith.epochs`)."""
+        """The epoch in the names of this owner's files (`megalith.epochs`)."""
         return self._claim.epoch
 
     @contextlib.contextmanager
@@ -373,8 +373,7 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked_by(run_dir: Path, lock: str) -> str:
-    """Return the holder of the lock. The newest claim describes the holder more precisely than the lock file, which an earlier version
-    may have written."""
+    """Return the holder of the lock. The newest claim is more precise than the lock file, which an earlier version may have written."""
     process = Path(lock).read_text(encoding="utf-8").strip()
     newest = _Claims(run_dir).newest()
     return newest.who if newest is not None and process in ("", str(newest.process)) else process or "(unknown)"

@@ -27,11 +27,11 @@ class Limits:
         """Record the newest beats of the ranks."""
 
     def of_start(self) -> float:
-        """Return the limit of the seconds from a generation's first heartbeat until all its ranks are ready."""
+        """Return the limit in seconds from a generation's first heartbeat until all ranks are ready."""
         return self._start
 
     def of_silence(self, beats: Sequence[Beat]) -> float | None:
-        """Return the limit of the seconds without a heartbeat of any rank."""
+        """Return the limit in seconds without any rank's heartbeat."""
         return self._silence
 
 

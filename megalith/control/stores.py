@@ -26,13 +26,13 @@ class Stores:
 
     @property
     def run_folder_away(self) -> str:
-        """Return the reason why the run folder cannot be used now; empty if it can."""
+        """Return why the run folder cannot be used now; empty if it can."""
         return self._run.away()
 
     def start(self, start: Callable[[], None], *, limit: float, notify: Callable[[str], None], pause: Callable[[], bool]) -> bool:
         """Call `start` once all paths can be used, and retry while `start` finds storage unavailable. `pause` waits between two
-        attempts. Return False if `pause` forbids another attempt. A line is printed when the wait begins, and passed to `notify` when
-        the wait ends. Raises StoresAwayError if the wait takes more than `limit` seconds.
+        attempts. Return False if `pause` forbids another attempt. A line is printed when the wait begins, and `notify` is called when
+        it ends. Raises StoresAwayError if the wait exceeds `limit` seconds.
         """
         since: float | None = None
         first = ""

@@ -15,8 +15,8 @@ NOISE_SECONDS = 0.05  # what a step may take longer without anybody being slow
 
 
 class Stragglers:
-    """Compares the seconds of own work in the ranks' heartbeats. Pipeline stages differ, so each rank is compared with its own usual
-    share of the median."""
+    """Compares the own work in the ranks' heartbeats. Pipeline stages differ, so each rank is compared with its usual share of the
+    median."""
 
     def __init__(self, fleet: FleetSpec) -> None:
         self._fleet = fleet

@@ -31,11 +31,11 @@ def run(
     store: Store = no_copies,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Start the job's ranks, and return once all have ended; meanwhile, `tick` is called about every 20 ms. `notify`: called with
-    messages for the user. `store`: lists the checkpoints. SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this
-    process are passed on to every rank, once, as SIGTERM; a later SIGINT ends all ranks immediately. `owner`: this process's ownership
-    of the run folder, if it has it already. Raises ValueError, with all problems, for a job that cannot be started, and InUseError if
-    another process owns its run folder.
+    """Start the job's ranks, and return once all have ended; meanwhile, `tick` is called about every 20 ms. `notify` gets messages for
+    the user; `store` lists the checkpoints. SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are
+    passed on to every rank, once, as SIGTERM; a later SIGINT ends all ranks immediately. `owner`: this process's ownership of the run
+    folder, if it has it already. Raises ValueError, with all problems, for a job that cannot be started, and InUseError if another
+    process owns its run folder.
     """
     job.check()
     with owned(job.run_dir, owner) as own, requests_to_stop() as requests:

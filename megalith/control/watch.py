@@ -273,7 +273,7 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
-        """Describe what a late rank failed to do, and where it hangs. `behind`: how far it is behind in its collectives."""
+        """Describe what a late rank failed to do, and where it hangs. `behind`: its delay in collectives, as text."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:

@@ -100,7 +100,7 @@ class RankError:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, such as SIGKILL for 9; real-time signals have only numbers."""
+    """Return a signal's name (9: SIGKILL); real-time signals have only numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -120,8 +120,7 @@ def is_secondary(type_name: str, text: str) -> bool:
 
 
 def status(error: BaseException) -> int:
-    """Return the exit status for an exception: the one that the exception carries; LOST if another rank or storage was lost; else
-    FAILED."""
+    """Return the exit status for an exception: its own, if it has one; LOST if another rank or storage was lost; else FAILED."""
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
     if code is None and isinstance(error, SystemExit):
         return ExitCode.FINISHED
@@ -141,8 +140,8 @@ def read_error(path: Path) -> RankError | None:
 def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phase: str, oom_kills: int) -> Failure:
     """Classify a rank's abnormal end.
 
-    `output`: the rank's output. `phase`: the phase in its last heartbeat. `oom_kills`: the number of processes that the kernel's
-    out-of-memory killer ended meanwhile.
+    `output`: the rank's output. `phase`: that of its last heartbeat. `oom_kills`: how many processes the kernel's out-of-memory killer
+    ended meanwhile.
     """
     if error is not None:
         reason = f"raised {error.type} in phase `{error.phase}`"
@@ -167,8 +166,8 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """Return the first cause: the earliest failure that is not the consequence of another one, or the earliest of all if every failure
-    is a consequence."""
+    """Return the first cause: the earliest failure that is not a consequence of another; the earliest of all if every failure is
+    one."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 

@@ -143,7 +143,7 @@ class SkipTier(Command):
 
 @dataclass(frozen=True)
 class ReadElsewhere(Command):
-    """Read a shard of the training data from another copy of the data."""
+    """Read a shard from another copy of the training data."""
 
     shard: str
     path: str

@@ -37,9 +37,9 @@ class Place:
 
 def find(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return the place that Megalith's supervisor, torchrun, Slurm's `srun` or a launcher that sets RANK gave this process. None: no
-    launcher started this process as a rank, so it may start ranks itself. That is also the case in a Slurm batch script, in a step of
-    one task, and in a world of one in plain variables. Raises ValueError if the environment is incomplete, because each such process
-    would otherwise train alone.
+    launcher started this process as a rank, so it may start ranks itself. This includes a Slurm batch script, a step of one task, and a
+    world of one in plain variables. Raises ValueError if the environment is incomplete, because each such process would otherwise train
+    alone.
     """
     if "MEGALITH_STORE" in environment:
         return _local(environment)
@@ -116,8 +116,7 @@ def _tcp(environment: Mapping[str, str]) -> str:
 
 
 def _slurm(environment: Mapping[str, str]) -> Place | None:
-    """Tasks of one `srun`. Their rendezvous is on the first machine of the job step, at a port computed from the numbers of job and
-    step."""
+    """Tasks of one `srun`. They meet on the step's first machine, at a port computed from the numbers of job and step."""
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     names = ("SLURM_PROCID", tasks_name, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     _require(environment, "srun", *names)

@@ -65,9 +65,9 @@ def is_stopped(process: int | None) -> bool:
 
 
 def queued(process: int) -> float:
-    """Return the seconds for which a process's threads were ready to run but had no processor; 0 if the kernel does not report this.
-    Threads that poll a hundred times a second do not count: a rank has about twenty of them, and they would make any hang on a busy
-    machine look like starvation.
+    """Return the seconds for which a process's threads were ready to run but had no processor; 0 if not reported by the kernel. Threads
+    that poll a hundred times a second do not count: a rank has about twenty of them, and they would make any hang on a busy machine
+    look like starvation.
     """
     nanoseconds = 0
     for task in (PROC / str(process) / "task").glob("*"):
@@ -110,8 +110,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """A clock of the seconds since its creation, without those for which the most starved process waited for a processor; it counts at
-    least 1/MAX_STARVED of all."""
+    """Seconds since its creation, without those for which the most starved process waited for a processor; at least 1/MAX_STARVED of
+    all."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()
@@ -130,8 +130,7 @@ def main_stack(dump: str) -> str:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel's out-of-memory killer has ended since boot; 0 if the kernel does not report
-    this."""
+    """Return how many processes the out-of-memory killer has ended since boot; 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:

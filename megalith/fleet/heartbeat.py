@@ -102,8 +102,7 @@ class Heartbeat:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "Heartbeat":
-        """Return this rank's slot, which the supervisor named in the environment; without a supervisor, a private slot that no process
-        reads."""
+        """Return this rank's slot from the environment; without a supervisor, a private slot that no process reads."""
         if VARIABLE not in environment:
             return cls(mmap.mmap(-1, SLOT_BYTES), 0)
         return cls.open(Path(environment[VARIABLE]), int(environment["RANK"]))

@@ -1,5 +1,5 @@
-"""The nodes of a run on one machine: this machine as one node, or several nodes rehearsed as folders and groups of ranks. A rehearsed
-node exists as long as its folder, so its loss is real: its ranks are killed, and the copies in its memory are gone.
+"""The nodes of a run on one machine: the machine itself, or several nodes rehearsed as folders and groups of ranks. A rehearsed node
+exists as long as its folder, so its loss is real: its ranks are killed, and its copies in memory are gone.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def node_names(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def _unreachable(node: str) -> str:
-    """Return the reason why ranks on a node cannot communicate; empty if they can. A node without its own network uses the
+    """Return why ranks on a node cannot communicate; empty if they can. A node without its own network uses the
     machine's."""
     network, name = networks.find(), link.named()
     if network is not None:

@@ -53,7 +53,7 @@ class Nodes(Protocol):
     """Nodes on which ranks can be started."""
 
     def there(self) -> tuple[str, ...]:
-        """Return the nodes that answer now, both those in the mesh and the others."""
+        """Return all nodes that answer now, in the mesh or not."""
         ...
 
     def start(self, generation: Generation) -> None:

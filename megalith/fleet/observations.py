@@ -94,8 +94,8 @@ NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
 
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Observation):
-    """A rank's live state has a wrong digest: the state changed between updates, or differs from that of an intact replica or from the
-    recomputed update."""
+    """A rank's live state has a wrong digest: it changed between updates, or differs from an intact replica's or from the recomputed
+    update."""
 
     kind: ClassVar[str] = "state_corrupt"
     slot: int

@@ -60,8 +60,8 @@ def kill_group(process: int) -> None:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, changed so that a fresh interpreter imports the same megalith; the job file has the rest of
-    the module path."""
+    """Return this process's environment, in which a fresh interpreter imports the same megalith; the job file has the other module
+    paths."""
     root = str(Path(megalith.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root} | dict(extra)

@@ -146,7 +146,7 @@ def set_signals() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Set the compute threads of torch if torch is already imported; if it is imported later, torch reads the environment."""
+    """Set torch's compute threads if torch is imported; otherwise, its import reads the environment."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)

@@ -1,8 +1,7 @@
 """Rendezvous of processes that an engine started, through a key-value store that may still hold keys of earlier starts.
 
-The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test), so this module does not import torch. torch's
-store has no authentication: anybody who reaches its port may have written its values. So these values are trusted only for an address,
-at which all processes then authenticate.
+The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test). torch's store has no authentication: anybody
+who reaches its port may have written its values. So they are trusted only for an address, at which all processes then authenticate.
 """
 
 import secrets

@@ -56,8 +56,8 @@ STRANGERS_SECONDS = 60.0  # between reports of those that the store turned away
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a run. `identity` marks this run's copies of the state, as distinct from another run's. `open_data` opens the data
-    before ranks start."""
+    """One machine of a run. `identity` distinguishes this run's copies of the state from another's. `open_data` opens the data before
+    ranks start."""
 
     job: Job
     fleet: FleetSpec
@@ -72,7 +72,7 @@ class Host:
 
     @cached_property
     def disk(self) -> Path | None:
-        """Folder for copies on this node's disk; None if the run keeps no such copies."""
+        """Folder for copies on this node's disk; None: no such copies."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
@@ -194,7 +194,7 @@ class _OwnAgent:
         self._code: int | None = None  # how it ended
 
     def tend(self) -> None:
-        """If the agent was killed, start another one, which joins the run; if it left on purpose, start none."""
+        """If the agent was killed, start another one, which joins the run; not if it left on purpose."""
         if self._code is None:
             self._code = self._look()
         if self._code is not None and self._code < 0:
@@ -255,8 +255,7 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 
 
 def _begin_anew(why: str) -> NoReturn:
-    """Replace this process by a new agent. The old agent's ranks end when its pipe closes, and the run may use the healthy node as a
-    spare."""
+    """Replace this process by a new agent. The old one's ranks end with its pipe, and the run may use the healthy node as a spare."""
     print(f"this node's agent starts over: {why}", file=sys.stderr, flush=True)
     os.execv(sys.executable, _own_command())
 
@@ -305,8 +304,7 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
 
 def _interface_to(meeting: str) -> str | None:
-    """Return the name of the network interface that leads to the store; the ranks use this interface too. None if it cannot be
-    found."""
+    """Return the name of the network interface to the store, which ranks also use; None if not found."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:

@@ -213,7 +213,7 @@ class Trainer:
 
     @property
     def raised(self) -> frozenset[str]:
-        """The parts of the model whose products `precision.auto` has switched to high precision."""
+        """The parts of the model that `precision.auto` has switched to high precision."""
         return frozenset(f"blocks.{block}" for block, _ in self.state.history.raised)
 
     @property

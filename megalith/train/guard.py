@@ -1,7 +1,7 @@
-"""Guard of one rank's state: takes digests between updates, compares them with those of replicas, repeats faulty steps, and copies the
-state. It reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the
-response. A step whose gradients are not finite is first computed again, without a restart. (Google's Gemini report and Meta's studies
-of silent corruption motivate the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
+"""Guard of one rank's state: takes digests between updates, compares them with replicas', repeats faulty steps, and makes copies. It
+reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response. A
+step whose gradients are not finite is first computed again, without a restart. (Google's Gemini report and Meta's studies of silent
+corruption motivate the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
 
 import os
@@ -138,8 +138,8 @@ class StateGuard:
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
-        """Return the loss scale's part of the digest. The loss scale changes in a skipped step, in which nothing else may change.
-        `State` also keeps the scale as a Python number, so that an altered tensor is detected."""
+        """Return the loss scale's part of the digest. Only the loss scale may change in a skipped step. `State` also keeps it as a
+        Python number, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 

@@ -18,7 +18,7 @@ from megalith.train.assemble import Trainer
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
 Reads = Callable[[int], tuple[Path, int, int]]
-"""A function from a step to a data shard that this rank reads in that step, with the first and the last byte."""
+"""A function from a step to a shard that this rank reads in it, with the first and the last byte."""
 
 SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 

@@ -319,7 +319,7 @@ class Loop:
         return any(done.stop for done in settled)
 
     def _done(self, done: StepResult) -> Done:
-        """Return a finished step in the form for the user's own callbacks."""
+        """Return a step as the user's own callbacks get it."""
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
         site = 0 if self.sites is None else self.sites.site
         return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, site=site, **numbers)

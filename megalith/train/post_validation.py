@@ -1,11 +1,10 @@
 """Update first, validate later, undo if needed: the next step begins before the norm of this step's gradients is known (Qi et al. 2024,
 arXiv:2401.10241, section 4).
 
-The norm decides whether gradients are clipped, and needs every rank's last backward. Waiting for the norm between two steps would
-synchronize all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither
-clip nor diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the
-guess was wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a
-synchronous run.
+The norm decides whether gradients are clipped, and needs every rank's last backward. A wait for it between two steps would synchronize
+all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor
+diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the guess was
+wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a synchronous run.
 """
 
 import time
@@ -172,7 +171,7 @@ class LateStepper(Stepper):
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
         """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite
-        with the number of this step or the previous one; the weights are then those before the step of that number."""
+        with the number of this or the previous step; the weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)

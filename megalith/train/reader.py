@@ -11,7 +11,7 @@ from megalith.train.stability.healer import Data
 
 
 class Reader:
-    """Reader of the samples of each step, of a run or of one of its sites. `begin`: the run's position when this rank was started."""
+    """Reader of each step's samples, of a run or of one site. `begin`: the run's position when this rank was started."""
 
     def __init__(self, trainer: Trainer, stream: Stream, begin: Position, sites: Sites | None) -> None:
         self._trainer, self._stream, self._begin, self._sites = trainer, stream, begin, sites
@@ -37,7 +37,7 @@ class Reader:
         return self.indices(step)[0].start
 
     def data(self) -> Data:
-        """Return the run's data in the form that the healer of spikes needs."""
+        """Return the data in the form for the healer of spikes."""
 
         def place(number: int) -> str:
             return f"{self._stream.sample(number).domain} in {self._stream.bytes_of(number)[0].name}"

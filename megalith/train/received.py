@@ -36,7 +36,7 @@ class _Received:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}
-        """This rank's shares of saved moments, by saved slot, this run's slot, and parameter."""
+        """This rank's saved moments, by saved slot, this run's slot, and parameter."""
 
     def wanted(self, meta: Mapping[str, Any]) -> State:
         """Return the tensors to fill from a checkpoint with this `meta`."""

@@ -1,10 +1,10 @@
 """Checks by recomputation: another replica recomputes gradients, and the rank that keeps a copy of the state recomputes updates. A
-wrong gradient is the same on every rank once it is reduced, so no comparison of states finds the error. Before the reduction, a
-gradient can be compared with another data replica's result from the same samples: the same weights, kernels and order give the same
-bits. Faults that persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation. With
-`verify = "all"`, this is the whole step; with `"one"`, it is an extra computation that training does not use. With one data rank, each
-rank can only repeat its own computation. This finds transient faults, but no fault that gives the same wrong result each time. (Silent
-data corruption in training: arXiv:2502.12340, 2604.00726.)
+wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before that, it can be compared with
+another replica's gradient from the same samples: the same weights, kernels and order give the same bits. Faults that persist are found
+within `verify_every` steps; a one-off error is found only if it hits the compared computation. With `verify = "all"`, this is the whole
+step; with `"one"`, it is an extra computation that training does not use. With one data rank, each rank can only repeat its own
+computation. This finds transient faults, but no fault that gives the same wrong result each time. (Silent data corruption in training:
+arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +178,7 @@ class UpdateVerifier:
         self._grads: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Send the gradients to the verifying rank, right before the update."""
+        """Send the gradients to the verifier, right before the update."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
             return

@@ -146,8 +146,8 @@ def main(
 
 
 def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
-    """If an error means that a path of this run cannot be reached, report that and return the exception that ends the rank; else return
-    None. The command found all paths before it started the first ranks."""
+    """If an error means that a path of this run is unreachable, report that and return the exception that ends the rank; else None. The
+    command found all paths before it started the first ranks."""
     path = error.path if isinstance(error, AwayDataError) else None
     if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
         named = Path(error.filename).absolute()
@@ -235,7 +235,7 @@ class _Stop:
 
 
 def source_of(record: dict[str, Any] | None) -> Source | None:
-    """Return the source of the state that a launcher gave as text. Raises pydantic's ValidationError for any other text."""
+    """Decode the source of the state from a launcher. Raises pydantic's ValidationError for any other text."""
     return None if record is None else TypeAdapter(Source).validate_python(record)
 
 
@@ -396,7 +396,7 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.Proc
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
-    """Return a name for this start of the ranks, common to all of them, because their launcher gives none."""
+    """Return a common name for this start of the ranks, because their launcher gives none."""
     meeting = dist.PrefixStore("meeting", store)
     return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 

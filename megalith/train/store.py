@@ -17,7 +17,7 @@ from megalith.machine import parent_watch
 
 def serve(server: socket.socket, key: Key) -> int:
     """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one; return
-    the new process's id. Must be called while this process has one thread, because a fork copies locks that other threads hold.
+    its id. Must be called with only one thread, because a fork copies locks that other threads hold.
     """
     parent = os.getpid()
     process = os.fork()

@@ -1,6 +1,6 @@
-"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3. In their files, rotary positions pair
-neighbouring channels; here, channel i is paired with i + rope_dim / 2. So the rows that produce these channels are reordered. Their
-modules for multi-token prediction are further layers after the model's, each with copies of the embedding and the output.
+"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3. Their rotary positions pair neighbouring
+channels, ours channel i with i + rope_dim / 2, so the rows for these channels are reordered. Their modules for multi-token prediction
+are further layers after the model's, each with copies of the embedding and the output.
 """
 
 from collections.abc import Collection, Sequence
@@ -81,7 +81,7 @@ def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
 
 
 def _ahead(block: Sequence[Piece], depth: int, layer: int) -> list[Piece]:
-    """Return the pieces of a module for multi-token prediction, as in the released DeepSeek-V3."""
+    """Return the pieces of a multi-token prediction module, as in DeepSeek-V3's release."""
     own = [
         same("norm_embedding.weight", "enorm.weight"),
         same("norm_hidden.weight", "hnorm.weight"),

@@ -1,4 +1,4 @@
-"""Conversion of GPT-2 from and to transformers, which has GPT-3 as a GPT-2."""
+"""GPT-2, from and to transformers, which treats GPT-3 as GPT-2."""
 
 from megalith.checkpoint.foreign.family import Foreign, Json
 from megalith.checkpoint.foreign.weights import Piece, joined, layers, same, transposed

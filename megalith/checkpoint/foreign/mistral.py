@@ -1,4 +1,4 @@
-"""Conversion of Mistral's dense models from and to transformers."""
+"""Mistral's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

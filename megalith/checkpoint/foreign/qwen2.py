@@ -1,4 +1,4 @@
-"""Conversion of Qwen2's and Qwen2.5's dense models from and to transformers."""
+"""Qwen2's and Qwen2.5's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

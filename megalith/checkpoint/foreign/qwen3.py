@@ -1,4 +1,4 @@
-"""Conversion of Qwen3's dense models from and to transformers."""
+"""Qwen3's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers, same

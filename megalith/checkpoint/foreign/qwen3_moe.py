@@ -1,4 +1,4 @@
-"""Conversion of Qwen3's mixtures of experts from and to transformers."""
+"""Qwen3's mixtures of experts, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.mixtral import BALANCE, read_balance, write_balance

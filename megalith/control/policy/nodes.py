@@ -34,7 +34,7 @@ def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSp
 
 
 def preempted(state: State, observation: observations.Preempted, fleet: FleetSpec) -> Decision:
-    """The scheduler takes a node away, with time for a coordinated stop, so only the restart costs time."""
+    """A node is preempted. There is time for a coordinated stop, so only the restart costs time."""
     slot = state.slot(observation.node)
     if slot is None:
         spares = tuple(node for node in state.spares if node != observation.node)
@@ -49,7 +49,7 @@ def preempted(state: State, observation: observations.Preempted, fleet: FleetSpe
 
 
 def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
-    """A person excludes a node: the node leaves once the state is saved, and stays out until it has passed a health check."""
+    """A person excludes a node: it leaves once the state is saved, until it has passed a health check."""
     reason = f"a person orders {observation.node} to be taken out"
     if observation.node in state.spares:
         out = {**state.quarantined, observation.node: observation.time}

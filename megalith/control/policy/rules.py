@@ -48,8 +48,8 @@ def _with_trusted_copies(state: State) -> State:
 
 
 def _started(state: State, observation: observations.Started, fleet: FleetSpec) -> Decision:
-    """Start, resume or recover, all in the same way. Nodes that were excluded when the last supervisor ended are checked, and the run
-    waits for the nodes that it needs."""
+    """Start, resume or recover, all in the same way. Nodes excluded by the last supervisor are checked, and the run waits for the nodes
+    that it needs."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))

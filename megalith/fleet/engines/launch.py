@@ -13,7 +13,7 @@ FIXED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Makes torchrun use a fresh store for each start, because restarted ranks must not find the addresses of dead ranks."""
 
 RETRYABLE = tuple(int(code) for code, meaning in MEANINGS.items() if meaning.retry)
-"""Exit statuses after which the same command can be run again to make progress."""
+"""Exit statuses after which the same command can make progress."""
 
 HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.retry and code)
 """Exit statuses after which the same command would fail again."""

@@ -69,9 +69,9 @@ def given(environment: Mapping[str, str] = os.environ) -> Key | None:
 
 def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
     """Return the key of a run whose processes are all on this machine: the launcher's key, or the run folder's, which is made if
-    missing. A damaged key file is replaced, with a message that copies of the state under the old key are not used. A file that other
-    users may read is used, with a warning, because some file systems keep no modes, and here the key protects no port. Raises NoKey if
-    the file belongs to another user, and OSError.
+    missing. A damaged key file is replaced, with a message that copies under the old key are not used. A file that others may read is
+    used, with a warning: some file systems keep no modes, and here the key protects no port. Raises NoKey if the file belongs to
+    another user, and OSError.
     """
     if (key := given(environment)) is not None:
         return key

@@ -15,7 +15,7 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened at once
 
 
 class NotPrivate(PermissionError):  # noqa: N818  # it says what was found
-    """A folder or file that another user owns or may write to, or a link. `path` is the name of the folder or file."""
+    """A folder or file that another user owns or may write to, or a link. `path` names it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EACCES, f"{why}: it is neither read nor written", str(path))

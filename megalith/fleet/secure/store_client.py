@@ -128,8 +128,7 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """Return an authenticated connection. If a connection breaks before it is authenticated, try again, because strangers may crowd the
-    store."""
+    """Return an authenticated connection. Until then, retry a broken connection, because strangers may crowd the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())

@@ -1,8 +1,8 @@
 """A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
 
-One process, one thread. Strangers can use few of its resources: a connection without a proof of the key gets only the memory for that
-proof, a few seconds, and one of a few places; if all places are taken, the newest connection replaces the oldest. So 4,000 idle
-connections cost the run's own processes nothing.
+One process, one thread. Strangers can use little of it: a connection without a proof of the key gets only memory for the proof, a few
+seconds, and one of few places; if all are taken, the newest replaces the oldest. So 4,000 idle connections cost the run's own processes
+nothing.
 """
 
 import errno

@@ -103,12 +103,10 @@ def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
 
 
 def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
-    """Return the next source to try after a run restored from `used` failed in the same way again: an earlier step, from an
-    independently written tier.
-
-    The same step in another tier would hold the same bits, as its digest shows. A buddy's copy is made from the same bytes as the copy
-    in memory, so both contain any damage from before the digest was taken. Without such a source, return one from any slower tier; None
-    if none is left.
+    """Return the next source after a run restored from `used` failed in the same way again: an earlier step, from an independently
+    written tier. Another tier's copy of the same step has the same bits, as its digest shows. A buddy's copy is made from the same
+    bytes as the copy in memory, so both contain any damage from before the digest was taken. Without such a source, return one from any
+    slower tier; None if none is left.
     """
     if used.tier is None:
         return None

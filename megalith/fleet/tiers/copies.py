@@ -2,8 +2,8 @@
 complete steps. A file is one buffer of one rank: a header, a layout (the place of each tensor, as JSON), and a payload. A writer clears
 the header, fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The
 digest is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it. A checksum that also detects swapped words,
-which memory errors do not cause, would cost several times as much. The digest only detects accidents. Other users are kept out by the
-private folder (`secure.private`) and by a MAC over the whole header with the run's key.
+which memory errors do not cause, would cost far more. The digest detects accidents. Other users are kept out by the private folder
+(`secure.private`) and by a MAC over the whole header with the run's key.
 """
 
 import json

@@ -60,7 +60,7 @@ def elsewhere(root: Path, why: NotPrivate) -> Path:
 
 
 def taken(root: Path) -> NotPrivate | None:
-    """Return the reason why a folder does not belong to this run alone; None if it does, or if there is no such folder."""
+    """Return why a folder does not belong to this run alone; None if it does, or if there is no such folder."""
     try:
         with private.opened(root):
             return None

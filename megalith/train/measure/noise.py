@@ -17,7 +17,7 @@ from megalith.spec.run import RunSpec
 
 class NoiseMeter:
     """Measures gradients of the weights for which each data rank has a whole gradient. Left out are experts, which get tokens of all
-    ranks, and weights whose gradients are added up later over tensor ranks or the ends of a pipeline."""
+    ranks, and weights whose gradients tensor ranks or a pipeline's ends add up later."""
 
     def __init__(
         self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: SharedParameters, groups: Groups, spec: RunSpec
@@ -57,7 +57,7 @@ def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """True on the only tensor rank that counts this gradient: the first of those that hold the same one."""
+    """True on the first of the tensor ranks that hold the same gradient: only this one counts."""
     (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 

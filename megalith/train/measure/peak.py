@@ -29,7 +29,7 @@ class Yardstick:
 
 
 def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
-    """Return the inputs of MFU. The peak of a GPU is from the catalogue, and that of a CPU is measured; neither is guessed."""
+    """Return the inputs of MFU. The peak is from the catalogue, or measured for a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
     work = counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, trainer.groups.world.size()
@@ -69,8 +69,8 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
 
 
 def counted_flops(trainer: Trainer, kept: Path) -> float:
-    """Return FLOP per token in the current phase. The figure is counted once in a run and saved, because counting takes longer than the
-    rest of a restart."""
+    """Return FLOP per token in the current phase. It is counted once in a run and saved: counting takes longer than the rest of a
+    restart."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"

@@ -53,9 +53,8 @@ class PartError(NamedTuple):
 class PrecisionWatch:
     """Per-rank watch of rounding errors, between steps. Construction and every method are collective.
 
-    A comparison computes some of the step's microbatches twice, the fewest that the schedule allows: with all products in high
-    precision, and as the next step computes them. The relative error of a part's gradient is the norm of the difference divided by the
-    norm of the high-precision gradient.
+    A comparison computes the fewest microbatches that the schedule allows twice: with all products in high precision, and as the next
+    step will. The relative error of a part's gradient is the norm of the difference over the norm of the high-precision one.
     """
 
     def __init__(

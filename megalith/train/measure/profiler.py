@@ -8,7 +8,7 @@ import torch
 
 
 def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
-    """Return the reason why no step of "A:B" will be traced after `done` steps; None if some will be."""
+    """Return why no step of "A:B" will be traced after `done` steps; None if some will be."""
     first, last = map(int, asked.split(":"))
     if done < min(last - 1, steps) and first <= steps:
         return None

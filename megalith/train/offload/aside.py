@@ -22,8 +22,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def aside_of(state: StateSpec, folder: Path | None) -> Put | None:
-    """Return the function that moves master weights off the device while the model is built; None: they stay on the device. `folder`:
-    see `folder_of`."""
+    """Return the function that moves master weights off the device while the model is built; None: they stay. `folder`: see
+    `folder_of`."""
     if state.weights == "device":
         return None
     put: Put = _in_memory if state.weights == "host" else Aside(folder_of(state, folder))

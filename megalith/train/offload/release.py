@@ -1,5 +1,4 @@
-"""Updates inside the backward: a part of the model is updated once its gradients are reduced, and these are freed, so no step holds all
-gradients.
+"""Updates inside the backward: a part is updated once its gradients are reduced, and these are freed, so no step holds all gradients.
 
 The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip. So a pass
 over the step updates without clipping, and writes to the unused slots on disk. If the step must clip, these slots are dropped. A second

@@ -1,4 +1,4 @@
-"""Offload tiers for the activations that blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
+"""Tiers for the activations that blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
 
 import errno
 import os
@@ -64,8 +64,7 @@ class HostCopy:
 
 
 class HostMemory:
-    """The host's memory as a tier of a run on the CPU. The tier copies to separate memory, so order, bytes and bits are those of a run
-    on a GPU."""
+    """The host's memory as a tier of a run on the CPU. It copies to separate memory, so order, bytes and bits are those of a GPU."""
 
     def __init__(self) -> None:
         self.counted = TierUsage()
@@ -222,8 +221,8 @@ AnyTier = HostMemory | PinnedMemory | DiskFile
 
 
 def tier_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier | None:
-    """Return the offload tier of a run; None if all activations stay on the device. `folder`: the file's folder if the run names none;
-    None: the folder of temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
+    """Return the tier of a run; None if all activations stay on the device. `folder`: used if the run names none; None: that of
+    temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
     if retain.place == "device":
         return None
     if retain.place == "disk" and not isinstance(torch.empty(0), FakeTensor):

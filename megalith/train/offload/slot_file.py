@@ -81,7 +81,7 @@ class Layout:
 
 
 class SlotFile:
-    """A file that holds one slot of all chunks. Raises OSError if the disk has no room for them."""
+    """A file with one slot of all chunks. Raises OSError if they have no room."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         """`path`: names the file in messages only; no file has this name."""
@@ -121,7 +121,7 @@ class SlotFile:
         return self
 
     def sum_of(self, chunk: int) -> int:
-        """The checksum of a chunk: the sum of its 64-bit words, which the caller takes modulo 2^64."""
+        """The checksum of a chunk: the sum of its 64-bit words, not yet modulo 2^64."""
         return sum(self._sums.get(chunk, ()))
 
     def sync(self) -> None:

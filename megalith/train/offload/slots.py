@@ -94,9 +94,9 @@ class Slots:
 
     def hold(self) -> SlotFile | None:
         """Return the file that holds all valid chunks. From now on this file is never written, and `undo` cannot restore an older
-        state. The replacement's room is reserved now, so that no step finds the disk full.
+        state. Its room is reserved now, so that no step finds the disk full.
 
-        None if the disk has no room for a replacement, or during an update.
+        None if a replacement has no room, or during an update.
         """
         files = {*self._used.values()}
         if self._fresh or len(files) != 1 or self._full:

@@ -69,7 +69,7 @@ class GlobalTensors:
 
     @classmethod
     def alone(cls, parameters: Mapping[str, Tensor], described: Mapping[str, Parameter] | None = None) -> "GlobalTensors":
-        """Return the view of a single process that holds whole parameters."""
+        """Return the view for one process that holds whole parameters."""
         cuts = {name: Cut(tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for name, p in parameters.items()}
         return cls(cuts, parameters, described or {})
 
@@ -89,7 +89,7 @@ class GlobalTensors:
         return boxes
 
     def _agree(self, boxes: list[Tensor]) -> None:
-        """Give both ends of the pipeline bitwise equal sums for the parameters that they share."""
+        """Give both ends of the pipeline bitwise equal sums for shared parameters."""
         if boxes and self.groups is not None and self.groups.ends.size() > 1:
             packed = torch.cat([box.flatten() for box in boxes])
             dist.all_reduce(packed, group=self.groups.ends)

@@ -1,5 +1,5 @@
-"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares go there and results come back in one message
-each way."""
+"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares and results travel in one message each
+way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class _View:
         place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
         world = ranks_in(groups.world, groups.place)
         self.everyone = {number: tuple(place(rank).values())[1:] for number, rank in enumerate(world)}
-        """Mesh coordinates of each rank of the pipeline place; the first coordinate is its copy of the state."""
+        """Mesh coordinates of each rank of the pipeline place: first its copy of the state."""
         copy = self.everyone[world.index(groups.rank)][0]
         self.ranks = {rank: stand for rank, stand in self.everyone.items() if stand[0] == copy}
         """The ranks that hold the same copy of the state as this rank."""

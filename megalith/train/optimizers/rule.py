@@ -32,7 +32,7 @@ class Part(NamedTuple):
     home: "Home | None" = None
     """Where the part's slots are if they are not on the device; `opened` yields the part with its slots."""
     first: int = 0
-    """If this part is a flat piece of a share: the index of its first element in that share."""
+    """If this part is a flat piece of a share: its first element's index."""
     small: PackedState | None = None
     """Access to moments and master weights kept in few bits; `opened` yields the part with both in fp32."""
 
@@ -106,14 +106,14 @@ def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Optimizer:
-    """All update rules of a rank: each parameter's rule is named in its row in `spec.optimizers`. Ranks of one pipeline place hold
-    shares of the same parameters, so they use the same rules."""
+    """The update rules of a rank: a parameter's row in `spec.optimizers` names its rule. Ranks of one pipeline place hold shares of the
+    same parameters, so they use the same rules."""
 
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None
     ) -> None:
-        """`treated`: how each parameter of the whole model is updated. A rank may also repeat the update of another rank, which may
-        hold another stage. `target`: the kind of device that a dry run is for; None: the kind that the tensors are on."""
+        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of a rank with another stage.
+        `target`: the kind of device that a dry run is for; None: that of the tensors."""
         self.treated, self.whole, self.target = treated, whole, target
         kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
         first = sorted(

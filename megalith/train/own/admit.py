@@ -45,7 +45,7 @@ def _opens_state(spec: RunSpec) -> bool:
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each source file that changed since the run's last start; it names the parts from that file."""
+    """Return a sentence, with the parts, for each source file that changed since the run's last start."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "

@@ -37,9 +37,9 @@ class Done(NamedTuple):
 class Callback(Protocol):
     """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
 
-    All ranks of a site pass the same numbers, so the callback's state is the same on each; ranks compare states at each checkpoint. A
-    callback that keeps state from step to step must also have `state` and `load`. Without them, the run ends if its attributes change.
-    A callback has no access to weights or gradients, and `megalith parity` does not call it. An exception in it ends the run.
+    All ranks of a site pass the same numbers, so the state is the same on each; ranks compare it at each checkpoint. A callback that
+    keeps state from step to step must also have `state` and `load`. Without them, the run ends if its attributes change. A callback has
+    no access to weights or gradients, and `megalith parity` does not call it. An exception in it ends the run.
     """
 
     def after_step(self, done: Done) -> bool | None:

@@ -147,7 +147,7 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
 
 
 class _Trial(Split):
-    """One of two simulated tensor-parallel ranks. They send no messages: the caller adds up their results."""
+    """One of two simulated tensor-parallel ranks, whose results the caller adds up."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -157,8 +157,7 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """An attention core in which each token sees only itself. Its output also depends on queries and keys, because these contain the
-    positions."""
+    """An attention core in which each token sees only itself. Queries and keys also matter, because they contain the positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))

@@ -21,10 +21,10 @@ OPENED = "Read and change weights and slots within megalith.train.optimizers.rul
 def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     """Update a small matrix twice, in three ways: whole, with a new rule for each update, and in two halves of its rows.
 
-    Raises own.OwnPartError if a new rule changes the result, because then the rule keeps state outside its slots, where no checkpoint
-    saves it. Also raises this error if the row declares an elementwise update, but halves give another result than the whole. `away`:
-    also update with weights and slots that exist only within `opened`, as is the case for state in host memory or on disk
-    (`train.offload.home`) and numbers of few bits (`train.optimizers.small`): in flat pieces if the update is elementwise."""
+    Raises own.OwnPartError if a new rule changes the result, because the rule then keeps state outside its slots, which no checkpoint
+    saves; also if the row declares an elementwise update, but halves give another result. `away`: also update with weights and slots
+    that exist only within `opened`, as is the case for state in host memory or on disk (`train.offload.home`) and numbers of few bits
+    (`train.optimizers.small`): in flat pieces if the update is elementwise."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(

@@ -1,14 +1,14 @@
 """The agreement of sites, by their leading ranks, on the merges: which are made, who decides, and who takes part.
 
-One site is the decider. At a merge the decider waits for the differences of all sites that train, but no longer than a grace period,
-and sends its verdict to all sites. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the
-allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the
-run file. These sites count: the decider, the sites whose differences arrived, and sites that only follow its merges. A follower must
-have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
-line. Each start of a site's ranks takes part in only one line, and tells its decider so. If a network failure splits the sites, at most
-one half makes merges: no site takes part in both, and two quorums always share a site. If a line has no quorum or loses its decider,
-the sites whose differences are due wait at the merge for the others (`meeting`). All other sites exit. After a restart, they join with
-the others' weights, or begin from a checkpoint (`Council.begin`).
+One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace period, and sends
+its verdict to all. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the allowed number of
+merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run file. Counted
+are the decider, sites whose differences arrived, and sites that only follow its merges. A follower must have sent a message since the
+merge was due, because a cut connection looks intact for a while. The merges under one decider form a line. Each start of a site's ranks
+takes part in only one line, and tells its decider so. If a network failure splits the sites, at most one half makes merges: no site
+takes part in both, and two quorums always share a site. If a line has no quorum or loses its decider, the sites whose differences are
+due wait at the merge for the others (`meeting`). All other sites exit; restarted, they join with the others' weights, or begin from a
+checkpoint (`Council.begin`).
 """
 
 import math
@@ -43,7 +43,7 @@ JOINING = -1  # in place of a merge's number: a site waits for the weights of th
 
 
 class Council(SiteMessenger):
-    """The agreement with the other sites, as seen by the leading rank of site `site`."""
+    """The agreement with other sites, on the leading rank of site `site`."""
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others."""
@@ -54,7 +54,7 @@ class Council(SiteMessenger):
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
         """Meet the other sites, and agree with them where to begin; None if `seconds` were not enough and the caller must call again.
         `cuts`: this site's checkpoints. A site with a checkpoint of the run's end waits as at a merge. Raises PeerGone if too few sites
-        connect within the time limit."""
+        connect in time."""
         self._cuts, newest = cuts, max(cuts, default=None)
         end = newest if newest is not None and newest.ended and not self.spec.exchanges_gradients else None
         if self._wire is None:
@@ -157,8 +157,7 @@ class Council(SiteMessenger):
         return self._decided(merge) if self.decides else self._awaited(merge)
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if this site's difference is due at the merge. Another site may exit instead of waiting: it loses nothing if it joins
-        again."""
+        """True if this site's difference is due at the merge. Another site may exit instead: it loses nothing by joining again."""
         return self.site in merge.due
 
     def _leave(self, stand: MergePoint, gone: PeerGone) -> None:
@@ -236,7 +235,7 @@ class Council(SiteMessenger):
         return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop, steps=steps)
 
     def _is_near(self, site: int, waited: float) -> bool:
-        """True if a site is connected, or the grace period in which it may reconnect is not over."""
+        """True if a site is connected, or may still reconnect within the grace period."""
         assert self._wire is not None
         return waited < self.pace.grace or self._wire.connected(site)
 

@@ -61,7 +61,7 @@ class Differences:
         self, verdict: Verdict, line: str, *, bytes_each: int, waiting: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> list[Difference]:
         """Return the differences that a verdict merges, in the order of the sites, and forget them. `waiting`: as in `Verdict.takes`.
-        Raises OutOfStepError for a message that is not `bytes_each` bytes long."""
+        Raises OutOfStepError for a message of other than `bytes_each` bytes."""
         takes = verdict.takes(waiting)
         found = [self.there(line, verdict.fragment, sent)[site] for site, sent in takes]
         for (site, _), one in zip(takes, found, strict=True):

@@ -31,7 +31,7 @@ ADDRESS_FILE = "site.address"
 
 
 class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
-    """The files named in `sites.tls` cannot be read, or the certificate does not match the key."""
+    """The files of `sites.tls` cannot be read, or do not match."""
 
 
 def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: Callable[[], bool] = lambda: False) -> Sites:

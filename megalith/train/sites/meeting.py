@@ -28,7 +28,7 @@ class Beginning:
 
 
 class Line(NamedTuple):
-    """The name of a line of merges, and its decider."""
+    """A line of merges by name, with its decider."""
 
     name: str
     decider: int

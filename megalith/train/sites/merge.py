@@ -79,7 +79,7 @@ class Sites:
 
     @property
     def left(self) -> int:
-        """Number of the run's samples that are not yet assigned to a step."""
+        """Number of samples that are not yet assigned to a step."""
         return self.progress.deal.left(self.total)
 
     @property
@@ -92,7 +92,7 @@ class Sites:
         self._losses.append(loss)
 
     def agree(self, flag: bool) -> bool:
-        """Return True on every rank of this site if the flag is set on any of them."""
+        """Return on all ranks of this site whether any of them sets the flag."""
         return self._ranks.any(flag)
 
     # --- beginning ---
@@ -167,9 +167,9 @@ class Sites:
 
     def after_step(self, step: int, *, stop: bool) -> Round:
         """Send and merge the fragments that are due after `step` steps of the run; all fragments, if no samples are left. `stop`: this
-        site was asked to stop, and tells the others with its next message. The others may continue without this site; if they do not,
-        all sites stop at the same merge. If the others are absent, this site stops before a merge (`Progress.midway`), and another call
-        makes the remaining merges."""
+        site was asked to stop, and tells the others with its next message. The others may continue without this site; if not, all stop
+        at the same merge. If they are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining
+        merges."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()

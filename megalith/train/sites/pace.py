@@ -1,4 +1,4 @@
-"""Time limits of merges: how long a site's rounds take, and how long its merges wait for another site."""
+"""The duration of a site's rounds, and how long its merges wait for another site."""
 
 from collections import deque
 from statistics import median

@@ -40,5 +40,5 @@ class Pending(NamedTuple):
 
 
 def are(sites: Collection[int], spec: SitesSpec) -> str:
-    """Return the sites' names followed by "is" or "are", to begin a sentence."""
+    """Return the sites' names followed by "is" or "are"."""
     return f"{', '.join(map(spec.named, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"

@@ -1,8 +1,8 @@
-"""Encoding of whole tensors for messages between sites: all elements, or the largest of each chunk with their indices.
+"""Whole tensors, encoded for messages: all elements, or the largest of each chunk with their indices.
 
-The indices form a sorted list in Elias-Fano code: the low bits of each index, and the high bits in unary, as ones with a zero wherever
-the high part grows by one. The size depends only on the numbers of elements. For few indices of many, each takes less than a bit more
-than in the shortest code.
+The indices form a sorted list in Elias-Fano code: the low bits of each index, and the high bits in unary: ones, with a zero wherever
+they grow by one. The size depends only on the numbers of elements. For few indices of many, each takes less than a bit more than in the
+shortest code.
 """
 
 import torch

@@ -31,7 +31,7 @@ class SiteRoster:
         return self._newest.get(site) == start
 
     def spoke(self, site: int) -> None:
-        """Record that a site has sent a message about this line."""
+        """Record a site's message about this line."""
         self._spoke[site] = self._newest[site], time.monotonic()
 
     def begin(self) -> None:

@@ -128,7 +128,7 @@ class AllSitesCouncil(Council):
         return super().gather(verdict, seconds)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
-        """Begin from the checkpoint that `start` names. Raises NoCheckpointError."""
+        """Begin from the checkpoint in `start`. Raises NoCheckpointError."""
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
                 f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the others begin, and with data "
@@ -142,8 +142,7 @@ class AllSitesCouncil(Council):
         return False
 
     def _ended(self, merge: Pending) -> bool | None:
-        """Decide as `Council` does whether this site may exit. A restarted site would need all others to repeat the steps that it
-        lost."""
+        """Decide as `Council` does whether this site may exit. A restarted site needs all others to repeat its lost steps."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
             raise PeerGone(f"{are(lost, self.spec)} away, and had not saved the last step: data parallelism needs all sites")
         return super()._ended(merge)

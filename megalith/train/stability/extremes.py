@@ -129,7 +129,7 @@ class Extremes:
 
     @torch.no_grad()
     def end(self, step: int) -> None:
-        """Remove the hooks, and combine the numbers of step `step` over all ranks, if that step was measured."""
+        """If step `step` was measured, remove the hooks, and combine the numbers over all ranks."""
         looking, demanded = self._looking, self._demanded
         self._looking, self._demanded = False, False
         if not looking:

@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A finished step. `factor`: the factor applied to its gradients; None: the step had no update."""
+    """A finished step. `factor`: applied to its gradients; None: there was no update."""
 
     step: int
     loss: float

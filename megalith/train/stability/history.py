@@ -1,8 +1,8 @@
-"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. The
-history is equal on every rank and, like the run's position, part of copies and checkpoints. So all ranks make the same decisions, also
-after the run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the
-next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which
-both widen.)
+"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. It is
+equal on every rank and, like the run's position, part of copies and checkpoints. So all ranks make the same decisions, also after the
+run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the next.
+Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which both
+widen.)
 """
 
 import json
@@ -17,8 +17,8 @@ from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
 MINIMUM = {"loss": math.log(1.1), "norm": math.log(10.0)}
-"""The minimum distance from the median to the end of a band, in logarithms. Without this minimum, noise would put numbers with little
-scatter outside their band. In the first hundred updates, norms of a few times the usual value are common, and clipping handles them."""
+"""The minimum distance from the median to the end of a band, in logarithms. Without it, noise would put numbers with little scatter
+outside their band. In the first hundred updates, norms of a few times the usual are common, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
 CALM = 8  # steps inside all bands that end a spike
@@ -91,7 +91,7 @@ class History:
         return tuple(found)
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
-        """Return the copy that an earlier rewind restored because of a spike near `step`; None if no such rewind was made."""
+        """Return the copy that an earlier rewind for a spike near `step` restored; None without such a rewind."""
         if self.rewinds and step - self.rewinds[-1][0] < spec.window:
             return self.rewinds[-1][1]
         return None

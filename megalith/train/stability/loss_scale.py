@@ -1,8 +1,7 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): the scale as a value, and its changes.
 
-Gradients are multiplied by a power of two before they become fp16, which has no nonzero number below 6e-8, and divided by the same
-power once they are summed in fp32. Both operations are exact. The scale doubles after several good updates in a row, and is halved when
-gradients overflow.
+Gradients are multiplied by a power of two before they become fp16, which has no smaller number than 6e-8, and divided by it once they
+are summed in fp32. Both are exact. The scale doubles after several good updates in a row, and is halved when gradients overflow.
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ from megalith.train.assemble import Trainer
 
 
 class SampleLosses:
-    """Losses of this rank's samples, collected until `close`; a rank without a head has none. Ranks that share a sequence each have a
-    part of its loss."""
+    """Losses of this rank's samples, collected until `close`; none without a head. Ranks that share a sequence have parts of its
+    loss."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
         """`count`: samples of this rank in the step; later computations are ignored."""
