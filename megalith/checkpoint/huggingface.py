@@ -158,8 +158,8 @@ def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str
 
 
 def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32) -> Json:
-    """Return config.json. `ids`: of the tokens that begin and end a text. Raises ValueError for a family that transformers does not
-    have."""
+    """Return config.json. `ids`: the ids of the tokens that begin and end a text. Raises ValueError for a family that transformers does
+    not have."""
     ids = ids or {}
     return _foreign(spec).configuration(spec) | {
         "attention_dropout": 0.0,

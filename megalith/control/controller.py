@@ -286,8 +286,8 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
-        """Return the observations that explain a generation's end: lost nodes before reports of ranks, and these before exits. Other
-        events, such as a repaired node, explain nothing and come first."""
+        """Return the observations that explain a generation's end: lost nodes before reports of ranks, and these before exits. Events
+        that explain nothing, such as a repaired node, come first."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]

@@ -272,7 +272,7 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
     if before.place == place():
         return before.epoch + before.wide
     if not before.lease:
-        way_out = f"if that process has ended, start the command there, or remove {claims.folder}"
+        way_out = f"if that process has ended, start the command on its host, or remove {claims.folder}"
         raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
     print(
         f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether that process still owns it",

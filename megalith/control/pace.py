@@ -27,11 +27,11 @@ class Limits:
         """Record the newest beats of the ranks."""
 
     def of_start(self) -> float:
-        """Return the limit in seconds from a generation's first heartbeat until all ranks are ready."""
+        """Return the allowed seconds from a generation's first heartbeat until all ranks are ready."""
         return self._start
 
     def of_silence(self, beats: Sequence[Beat]) -> float | None:
-        """Return the limit in seconds without any rank's heartbeat."""
+        """Return the allowed seconds without a heartbeat from any rank."""
         return self._silence
 
 

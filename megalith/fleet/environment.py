@@ -87,8 +87,8 @@ def _local(environment: Mapping[str, str]) -> Place:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place:
-    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless a variable denies it. TORCHELASTIC_RESTART_COUNT is the
-    agent's own count, which may differ between machines after a restart. So no generation can be read here.
+    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless a variable says otherwise. TORCHELASTIC_RESTART_COUNT
+    is the agent's own count, which may differ between machines after a restart. So no generation can be read here.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")

@@ -110,8 +110,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """Seconds since its creation, without those for which the most starved process waited for a processor; at least 1/MAX_STARVED of
-    all."""
+    """A clock of the seconds since its creation, without the time for which the most starved process waited for a processor. At least
+    1/MAX_STARVED of the time counts."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()

@@ -70,7 +70,7 @@ class Hang(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodesLost(Observation):
-    """Machines that no longer answer; several at once when they shared a rack, a switch or a power supply."""
+    """Machines that no longer answer; several at once if they share a rack, a switch or a power supply."""
 
     kind: ClassVar[str] = "nodes_lost"
     nodes: tuple[str, ...]

@@ -66,8 +66,8 @@ class RemoteNodes:
         self._found: list[Observation] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
-        """Wait until `wanted` nodes have joined; after `seconds`, accept `least` nodes. Raises TimeoutError if fewer have joined. The
-        nodes are returned in the engine's order, so neighbours stay neighbours.
+        """Wait until `wanted` nodes have joined; after `seconds`, accept `least` nodes. Raises TimeoutError if fewer have joined. Nodes
+        are returned in the engine's order, so that neighbouring nodes get neighbouring ranks.
         """
         end = self._clock() + seconds
         while len(self.there()) < wanted and self._clock() < end:
@@ -77,7 +77,7 @@ class RemoteNodes:
             names = ", ".join(there) or "none"
             refused = "".join(f"; {name} is not fit: {why}" for name, why in self._refused.items())
             raise TimeoutError(
-                f"{len(there)} of {least} nodes joined within {seconds:g} s ({names}{refused}). See why the others' agents do not start, "
+                f"{len(there)} of {least} nodes joined within {seconds:g} s ({names}{refused}). See why other nodes' agents do not start, "
                 "or set launch.start_timeout higher"
             )
         return there

@@ -10,7 +10,7 @@ from megalith.kernels.halves import join, split
 from megalith.parallel.data import Weight, local
 
 PIECE = 1 << 20
-"""Elements whose halves are joined to fp32 at a time."""
+"""Number of elements whose halves are joined to fp32 at once."""
 
 
 class JoinedMasters:

@@ -217,7 +217,7 @@ def conclude(trainer: Trainer, accumulated: StepGradients, *, step: int, stop: b
 
 
 class AllGatherTotals:
-    """A step's totals, which one gather in progress collects over all ranks. Sums are in rank order, so every rank gets the same bits
+    """A step's totals, which are being collected by one gather over all ranks. Sums are in rank order, so every rank gets the same bits
     in every run."""
 
     def __init__(self, trainer: Trainer, executed: RowResult, *, stop: bool) -> None:

@@ -20,7 +20,7 @@ from megalith.train.stability.loss_scale import Overflow, Scale
 Mark = tuple[str, Any, Any]  # what, from when, to when
 
 WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
-"""Measures of the balance of experts: 1 where a larger value is worse, -1 where a smaller one is."""
+"""Measures of the balance of experts: 1 if a larger value is worse, -1 if a smaller one is."""
 
 
 @dataclass(frozen=True)

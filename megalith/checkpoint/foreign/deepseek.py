@@ -177,7 +177,7 @@ def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
 
 
 def _refuse(spec: DeepSeek) -> list[str]:
-    """Return the settings of a router that transformers' class for the model does not have."""
+    """Return the problems of router settings that transformers' class for the model does not support."""
     wanted: dict[str, Any] = {"group_score": "top2"}
     if spec.scores == "softmax":
         wanted = {"group_score": "max", "normalise": False, "bias_rate": 0.0, "ahead": 0}

@@ -20,8 +20,8 @@ BALANCE = {"balance_weight": "router_aux_loss_coef"}  # our field -> the setting
 
 
 def write_balance(balance_weight: float, active: int) -> Json:
-    """Return the weight as their setting. Their loss sums over a token's `active` experts, ours takes the mean, so our weight is
-    divided."""
+    """Return our weight of the balance loss as their setting. Their loss sums over a token's `active` experts, ours takes the mean, so
+    our weight is divided."""
     return {"router_aux_loss_coef": balance_weight / active}
 
 

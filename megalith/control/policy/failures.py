@@ -81,8 +81,8 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
 
 
 def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpec) -> Decision:
-    """Non-finite numbers. Gone in the repeated step: a transient fault. Reproduced by another replica: numerics. Else: this rank's
-    fault."""
+    """Non-finite numbers. If they are gone in the repeated step, the fault is transient. If another replica reproduces them, numerics
+    are at fault; else this rank is."""
     runs = state.reruns.get(observation.step, 0)
     what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
     if runs == 0:

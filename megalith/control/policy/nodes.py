@@ -56,7 +56,7 @@ def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpe
         state = replace(state, spares=tuple(node for node in state.spares if node != observation.node), quarantined=out)
         return Decision((QuarantineNode(observation.node, reason), CheckHealth(observation.node)), state, reason)
     if state.slot(observation.node) is None or observation.node in state.leaving:
-        return Decision((), state, f"{reason}, but it is out, leaving, or not a node of this run")
+        return Decision((), state, f"{reason}, but this node is out, is leaving, or is not a node of this run")
     state = replace(state, leaving=(*state.leaving, observation.node))
     if state.waiting:  # no ranks run that could save
         return restart(state, [], observation, fleet, reason=reason)
@@ -132,6 +132,6 @@ def waited(state: State, observation: observations.Waited, fleet: FleetSpec) -> 
         return shrink(state, [], f"no node came for slot {empty}")
     report = (
         f"no node came for slot {empty} within fleet.wait_limit = {fleet.wait_limit:g} s, and there is no fleet.fallback that the "
-        "nodes left can hold. Start the same command again when there are nodes."
+        "nodes left can hold. Start the same command again once there are enough nodes."
     )
     return stop(state, [], ExitCode.LOST, report)

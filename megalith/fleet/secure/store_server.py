@@ -90,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name means the local machine on every machine."""
+    """True if a host name refers to the local machine, whichever machine resolves it."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -57,7 +57,7 @@ def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """True on the first of the tensor ranks that hold the same gradient: only this one counts."""
+    """True on the first of the tensor ranks that hold the same gradient: only that rank counts it."""
     (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 

@@ -135,5 +135,5 @@ def _made(name: str) -> Any:
     if not callable(getattr(made, "after_step", None)):
         raise own.OwnPartError(f"{name} has no method after_step")
     if hasattr(made, "state") != hasattr(made, "load"):
-        raise own.OwnPartError(f"{name} has one of state() and load(), and needs both or neither")
+        raise own.OwnPartError(f"{name} has one of state() and load(), but needs both or neither")
     return made

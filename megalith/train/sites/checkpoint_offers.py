@@ -10,9 +10,10 @@ def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) ->
     """Return the checkpoint to begin from (None: the initial weights), and the site that decides merges from there on.
 
     `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The first choice is
-    the newest checkpoint that all of these (if present, and with any checkpoint) hold, because it loses no site's state. The second is
-    the newest that a quorum holds; the other sites get its weights. The last is the newest of all. The site that the run file names
-    decides merges; else the first site that holds the checkpoint. Raises ValueError if the named site has no checkpoint, but others do.
+    the newest checkpoint that all of these sites hold (apart from those absent or without checkpoints), because it loses no site's
+    state. The second is the newest that a quorum holds; the other sites get its weights. The last is the newest of all. The site that
+    the run file names decides merges; else the first site that holds the checkpoint. Raises ValueError if the named site has no
+    checkpoint, but others do.
     """
     age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
     every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides

@@ -1,4 +1,4 @@
-"""The common end of all sites. A site that has saved the run's last merge tells the others, and exits once a quorum has saved it: then
+"""How all sites exit together. A site that has saved the run's last merge tells the others, and exits once a quorum has saved it: then
 the remaining sites cannot form a quorum for another merge. The decider also waits for all sites that still send messages, and sends
 them the weights that they lack."""
 

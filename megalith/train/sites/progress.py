@@ -10,7 +10,7 @@ from megalith.train.sites.messages import CheckpointOffer, Verdict
 
 
 class StopAsked(Exception):  # noqa: N818  # no error
-    """This site was asked to stop while it waited for other sites. All of its ranks raise this together."""
+    """This site was asked to stop while it waited for other sites. All ranks of the site raise this error together."""
 
 
 class Midway(NamedTuple):
