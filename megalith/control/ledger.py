@@ -31,7 +31,7 @@ from megalith.fleet.observations import Straggler
 
 
 class Cause(StrEnum):
-    """What a moment of the run was spent on. If two causes claim a moment, the later one in this list counts."""
+    """The use of a moment of the run. If two causes claim a moment, the later one in this list counts."""
 
     OTHER = "other"
     USEFUL = "useful"

@@ -118,7 +118,7 @@ class LocalNodes:
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
                 print(
-                    f"{self._memory} was removed by another process: it is made again, and copies of the state are written again",
+                    f"{self._memory} was removed by another process: its folders and the copies of the state are written again",
                     file=sys.stderr,
                     flush=True,
                 )

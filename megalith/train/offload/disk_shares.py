@@ -96,7 +96,7 @@ class ShareSnapshot(Segment):
 
     @property
     def extents(self) -> Extents:
-        """Where the share's pieces lie in its file."""
+        """The location of the share's pieces in its file."""
         pieces = (Piece(tensor_name(chunk, self.number), count * self.element_size()) for chunk, _, count in self.cut)
         return Extents(self._file, tuple(pieces))
 

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     eps: float = 1.0
     """Factor applied to epsilon, in rules that have one."""
     home: "Home | None" = None
-    """Where the part's slots are if they are not on the device; `opened` yields the part with its slots."""
+    """The home of its slots, if they are not on the device; `opened` yields the part with them."""
     first: int = 0
     """If this part is a flat piece of a share: its first element's index."""
     small: PackedState | None = None

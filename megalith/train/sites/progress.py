@@ -14,7 +14,7 @@ class StopAsked(Exception):  # noqa: N818  # no error
 
 
 class Midway(NamedTuple):
-    """Where a stop interrupted the merges after a step; the remaining merges are still to be made."""
+    """The point at which a stop interrupted the merges after a step; the remaining merges must still be made."""
 
     taken: tuple[int, ...]
     """Fragments whose differences were taken after this step."""
