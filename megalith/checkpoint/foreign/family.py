@@ -107,7 +107,7 @@ class Foreign:
         ]
         problems += [f"{theirs} is not given" for theirs in self.needed.values() if theirs not in config]
         unusable = [
-            f"{setting} = {json.dumps(config[setting])}: use {kind}"
+            f"{setting} = {json.dumps(config[setting])}: {kind} is needed"
             for setting, (types, kind) in KINDS.items()
             if not isinstance(config.get(setting, types[0]()), types)
         ]

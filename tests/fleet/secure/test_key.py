@@ -95,5 +95,5 @@ def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path, monkeypatch: p
 def test_a_pipe_in_the_place_of_a_key_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     os.mkfifo(key.path_in(tmp_path), 0o600)
-    with pytest.raises(NoKey, match="is not a file"):
+    with pytest.raises(NoKey, match="is not a regular file"):
         key.shared(tmp_path, {})

@@ -21,7 +21,7 @@ def rate(name: str, precision: str) -> float:
 def test_a_device_that_is_known_has_its_own_peak(asked: str) -> None:
     found = catalogue_peak(asked, H100, "bf16")
     assert found.rate == rate("h100", "bf16")
-    assert ("says a100-80gb, but this device is another one" in found.instead) == asked.startswith("a100")
+    assert ("names a100-80gb, but this device is another model" in found.instead) == asked.startswith("a100")
 
 
 @pytest.mark.parametrize("asked", ["local", "v100-32gb:8"])
