@@ -1,5 +1,4 @@
-"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares and results travel in one message each
-way."""
+"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares and results take one message each way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
