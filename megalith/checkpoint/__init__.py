@@ -1,1 +1,1 @@
-"""A run's state on disk: saved by any plan, loaded by any plan, bit for bit, without ever executing code from a file."""
+"""A run's state on disk: saved under any plan, loaded under any other, bitwise equal, without executing code from a file."""

@@ -1,4 +1,4 @@
-"""Files of one rank's state in its node's memory, used in turn, as torch sees them."""
+"""Files of one rank's state in its node's memory, used in turn, with their content as torch tensors."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from megalith.fleet.tiers.copies import GOOD, PAGE, Buffer, Entry, Label, Layout
 
 @dataclass
 class Buffers:
-    """Files of one rank's state, used in turn. `busy` are buffers that are still being read."""
+    """Files of one rank's state, used in turn. `busy`: buffers that are still being read."""
 
     files: list[Buffer]
     views: list[dict[str, Tensor]]
@@ -25,7 +25,7 @@ class Buffers:
 
     @classmethod
     def create(cls, folder: Path, whose: Whose, rank: int, *, key: Key, count: int, layout: bytes) -> "Buffers":
-        """`layout` is the layout as it is written."""
+        """`layout`: the encoded layout, to be written into each file."""
         read = Layout.load(layout)
         size = len(layout) + read.payload
         files = [Buffer.create(folder / file_name(whose, rank, number), size, key=key) for number in range(count)]
@@ -33,8 +33,8 @@ class Buffers:
         return cls(files, [views(body[len(layout) :], read.entries) for body in bodies], bodies, len(layout), read.entries)
 
     def make_anew(self) -> int:
-        """Recreate each removed file with its content, and return the number of such files. A buffer that finds no room stays
-        removed, and the next call tries again."""
+        """Recreate each removed file with its content, and return the number of such files. A file without room stays removed, and the
+        next call tries again."""
         made = 0
         for number, old in enumerate(self.files):
             if not old.is_removed():
@@ -51,11 +51,12 @@ class Buffers:
         return made
 
     def find(self, step: int) -> int | None:
-        """The buffer that holds a step."""
+        """Return the buffer that holds a step, or None."""
         return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
 
     def next(self, *, busy: Iterable[int] = ()) -> int:
-        """Return the buffer to write next: an empty one, else the oldest that is not pinned. From now on it counts as empty."""
+        """Return the buffer to write next: an empty one, else the oldest that is not pinned. From now on this buffer counts as
+        empty."""
         free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
         steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
         chosen = min(free, key=lambda i: (steps[i], i))
@@ -63,7 +64,7 @@ class Buffers:
         return chosen
 
     def commit(self, number: int, label: Label) -> None:
-        """Mark the copy in a buffer as complete. It replaces another copy of the same step."""
+        """Mark the copy in a buffer as complete, and invalidate any other copy of the same step."""
         self.files[number].commit(label)
         for other, file in enumerate(self.files):
             if other != number and (old := file.label) and old.step == label.step:
@@ -71,14 +72,14 @@ class Buffers:
                 file.strike_out()
 
     def keep(self, number: int, *, most: int) -> None:
-        """Pin a copy as GOOD; beyond `most` of them, the oldest are pinned no longer."""
+        """Pin a copy as GOOD. If more than `most` copies are, unpin the oldest."""
         self.files[number].pin(True, mark=GOOD)
         good = sorted((label.step, i) for i, file in enumerate(self.files) if file.marks & GOOD and (label := file.label))
         for _, other in good[:-most]:
             self.files[other].pin(False, mark=GOOD)
 
     def forget(self, *, after: int, before: int | None = None) -> None:
-        """Delete the copies of steps after `after`, and before `before` if it is given."""
+        """Delete the copies of steps later than `after` and, if `before` is given, earlier than `before`."""
         for file in self.files:
             if (label := file.label) and label.step > after and (before is None or label.step < before):
                 file.strike_out()
@@ -94,7 +95,7 @@ def _body(file: Buffer) -> Tensor:
 
 
 def write_layout(file: Buffer, text: bytes) -> None:
-    """Write the layout, once for each file: all copies in it have the same one."""
+    """Write the layout, once for each file, because all copies in a file have the same layout."""
     if file.memory[PAGE : PAGE + len(text)] != text:
         file.strike_out()
         file.memory[PAGE : PAGE + len(text)] = text

@@ -1,4 +1,4 @@
-"""A run's checkpoints: save while training goes on, keep the last few, load the newest intact one."""
+"""A run's checkpoints: saves in parallel with training, keeps the last few, and loads the newest intact one."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed checkpoint. `bytes` are all ranks'; `wait_seconds` is how long the caller stood still for it."""
+    """A committed checkpoint. `bytes`: the bytes of all ranks; `wait_seconds`: how long the save blocked the caller."""
 
     step: int
     path: Path
@@ -38,7 +38,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """A save that did not become a checkpoint, and why. Older checkpoints are untouched; the next save may well succeed."""
+    """A save that did not become a checkpoint, and the reason. Older checkpoints are untouched; the next save may well succeed."""
 
     step: int
     error: str
@@ -64,12 +64,11 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves to and loads from `folder`. All ranks make one at the same time and call its methods in the same order.
-
-    `group` carries its own messages; it must be a gloo group that nothing else uses, because an asynchronous save communicates
-    while training does. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
-    `warn` is called on the first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed).
-    `existed`: the folder above is known to have existed. If it is missing now, it counts as temporarily unavailable.
+    """Saves to and loads from `folder`. All ranks make a Checkpointer together and call its methods in the same order. `group`: a gloo
+    group for its messages that no other code uses, because an asynchronous save communicates in parallel with training. None: a new
+    group of all ranks if torch.distributed is initialised, else this process alone. `warn`: called on the first rank with warnings for
+    the user (a damaged checkpoint, an old one that cannot be removed). `existed`: the parent folder is known to have existed. If it is
+    missing now, it counts as temporarily unavailable.
     """
 
     def __init__(
@@ -94,10 +93,8 @@ class Checkpointer:
         self._staging = Staging()
 
     def reserve(self, state: Mapping[str, Tensor | OffDeviceShare]) -> None:
-        """Agree now which rank writes which tensors, and allocate the memory for copies, so that the first save takes no longer
-        than later ones.
-
-        Optional. Raises ValueError on every rank if the state cannot be saved.
+        """Optionally, agree now which rank writes which tensors, and allocate the memory for copies, so that the first save takes no
+        longer than later ones. Raises ValueError on every rank if the state cannot be saved.
         """
         self._join()
         self._staging.reserve(self._claim(state))
@@ -113,12 +110,11 @@ class Checkpointer:
     ) -> None:
         """Save this rank's part of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
 
-        Never raises because of the save: `poll` or `wait` return its outcome. Returns when the tensors may change again:
-        once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
-        Shares on disk are not copied: they are kept as they are where they lie, and linked or copied from there. If the disk has no room
-        for files that take their place, the save is not asynchronous.
-        `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it must not be
-        saved. Then this step has no checkpoint, because a checkpoint needs the files of all ranks.
+        A failed save raises no error: `poll` or `wait` return the outcome. Returns when the tensors may change again: once they are
+        copied if `asynchronous`, else when the checkpoint is committed. First waits for a save in progress. Shares on disk are not
+        copied to memory: their files stay unchanged, and are linked or copied. If the disk has no room for files to replace them, the
+        save is not asynchronous. `check` is called once the state is copied (if not `asynchronous`: before the state is read), and
+        raises if the state must not be saved. Then this step gets no checkpoint, because a checkpoint needs the files of all ranks.
         """
         job = _Job(step, began=time.monotonic())
         self._join()
@@ -140,14 +136,14 @@ class Checkpointer:
         job.wait_seconds = time.monotonic() - job.began
 
     def poll(self) -> list[Outcome]:
-        """The saves that ended since the last call, each once. Does not wait; ranks may see an end at different steps."""
+        """Return the outcomes of saves that ended since the last call. Does not wait; ranks may see an end at different steps."""
         if self._job and (self._job.thread is None or not self._job.thread.is_alive()):
             self._join()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait(self) -> list[Outcome]:
-        """Wait for the save under way, if any; then as `poll`."""
+        """Wait for the save in progress, if any; then return as `poll` does."""
         if self._job and self._job.thread:
             began = time.monotonic()
             self._job.thread.join()
@@ -155,12 +151,12 @@ class Checkpointer:
         return self.poll()
 
     def holds(self, step: int) -> bool:
-        """True if there is a committed checkpoint of `step`, damaged or not."""
+        """True if there is a committed checkpoint of `step`, even a damaged one."""
         name = files.name(step)
         return self._ranks.broadcast(self._ranks.is_leader and any(path.name == name for path in files.committed(self.folder)))
 
     def steps(self) -> set[int]:
-        """The steps whose committed checkpoints this rank can see, damaged or not; empty if the folder cannot be read."""
+        """Return the steps whose committed checkpoints, intact or damaged, this rank can see; empty if the folder cannot be read."""
         try:
             return {files.step_of(path) for path in files.committed(self.folder)}
         except OSError:
@@ -188,9 +184,8 @@ class Checkpointer:
         cast: bool = False,
         accept: Accept = whatever,
     ) -> LoadResult | None:
-        """Fill the tensors of `state` in place from the newest intact checkpoint, or from that of `step`; None if there is none.
-
-        See `megalith.checkpoint.load.load` for `accept`, and for what it raises. With `step`, no other checkpoint takes its place.
+        """Fill the tensors of `state` in place from the newest intact checkpoint, or only from that of `step`; None if there is no such
+        checkpoint. See `megalith.checkpoint.load.load` for `accept` and for the errors raised.
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
@@ -204,7 +199,8 @@ class Checkpointer:
             raise
 
     def _may_hold_any(self) -> bool:
-        """True if there may be a committed checkpoint. An unreadable folder may hold one: loading then reports it on all ranks."""
+        """True if there may be a committed checkpoint. An unreadable folder may hold one; in that case, loading reports the error on
+        all ranks."""
         try:
             return bool(files.committed(self.folder))
         except OSError:
@@ -213,7 +209,8 @@ class Checkpointer:
     # --- one save -----------------------------------------------------------------------------------------------------------
 
     def _claim(self, state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
-        """The shares this rank is to write: replicas are written once, by ranks chosen together when the layout is first seen."""
+        """Return the shares that this rank must write. Replicas are written once; ranks choose the writers when they first see a
+        layout."""
         refused, found = None, {}
         try:
             found = shares(state)
@@ -230,8 +227,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """The rest of a save, which may run in a thread. It has further collectives, so a rank with an error continues, and reports the
-        error there."""
+        """Return the rest of a save, which may run in a thread. It has further collectives, so a rank with an error continues, and
+        reports it in them."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))
@@ -251,8 +248,7 @@ class Checkpointer:
         return work
 
     def _failed(self, error: BaseException) -> WrittenFile:
-        """Turn an error into a result. A transport raises RuntimeError; errors that the ranks met themselves are known to all ranks
-        already."""
+        """Turn an error into a result. A failed transport raises RuntimeError; all ranks already know every other error."""
         return WrittenFile(
             error=describe_error(error), peer_lost=self._ranks.group is not None and isinstance(error, RuntimeError)
         )
@@ -270,7 +266,7 @@ class Checkpointer:
         return metadata.storage_data
 
     def _join(self) -> None:
-        """Wait for the save under way, and put its outcome where `poll` finds it."""
+        """Wait for the save in progress, and store its outcome for `poll`."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -289,7 +285,7 @@ class Checkpointer:
 
 
 def _assign(answers: list[tuple[str | None, tuple[HeldShare, ...]]]) -> list[tuple[set[Place], list[str]]]:
-    """Return for each rank the boxes that it writes, and the reasons why the ranks cannot save."""
+    """Return the boxes that each rank writes, and the reasons why the ranks cannot save."""
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if refused:
         return [(set(), refused)] * len(answers)

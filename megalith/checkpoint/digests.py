@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files: sha256, or sums of 64-bit words, which take the time of a memory read. No torch."""
+"""Digests of a checkpoint's files: sha256, or sums of 64-bit words, which are as fast as reading memory. Needs no torch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 WORDS = 1 << 64
 READ = 4 << 20
-"""Bytes of a file that are read at once."""
+"""Bytes of a file that are read at a time."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and digest of a file: its sha256, or the sum of its words if it is a linked file, which nobody reads while it is saved."""
+    """Size and digest of a file: its sha256, or the sum of its words for a linked file, which is not read during the save."""
 
     bytes: int
     sha256: str = ""
     words: str = ""
 
     def problem(self, file: "FileIO") -> str | None:
-        """Read an open file to its end, and return how its content differs; None if it does not. Raises OSError."""
+        """Read an open file to its end, and describe how its content differs from this digest; None if it does not. Raises OSError."""
         if self.words:
             found = text(_of_file(file))
             return None if found == self.words else f"sum of words {found} instead of {self.words}"
@@ -34,7 +34,7 @@ class FileDigest:
 
 
 def words_of(octets: "Octets") -> int:
-    """Return the sum of the words modulo 2^64, an incomplete last word filled up with zeros."""
+    """Return the sum of the words modulo 2^64, with an incomplete last word padded with zeros."""
     import numpy as np  # takes long to import; it starts no threads, and lets others run
 
     whole = len(octets) // 8 * 8
@@ -43,7 +43,7 @@ def words_of(octets: "Octets") -> int:
 
 
 def text(total: int) -> str:
-    """Return a sum of words as manifests hold it: 16 hexadecimal digits."""
+    """Return a sum of words in the form used in manifests: 16 hexadecimal digits."""
     return f"{total % WORDS:016x}"
 
 
@@ -57,7 +57,7 @@ def _of_file(file: "FileIO") -> int:
 
 
 def _fill(file: "FileIO", memory: "Octets") -> int:
-    """Read until the memory is full or the file ends, since only the file's last word may be incomplete."""
+    """Read until the buffer is full or the file ends, because only the file's last word may be incomplete."""
     taken = 0
     while taken < len(memory) and (more := file.readinto(memory[taken:].data)):
         taken += more

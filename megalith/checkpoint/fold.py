@@ -1,4 +1,5 @@
-"""Weights without the multipliers of a parametrization: the same function of tokens, for software that has no such multipliers."""
+"""Fold the multipliers of a parametrization into the weights, for software without such multipliers. The model computes the same
+function."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,10 +13,10 @@ Factor = Callable[[Tensor], Tensor]
 
 
 def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[str, Tensor]]:
-    """Return the model in the standard parametrization and weights with which it computes what `spec` does with `weights`.
+    """Return a spec in the standard parametrization, and weights with which it computes the same function as `spec` with `weights`.
 
-    The logit factor is folded into the final norm; the factor of a block half into its last matrix (or norm); the factor of
-    attention scores into the queries. In fp32 a factor that is not a power of two costs one rounding of a weight.
+    The logit factor is folded into the final norm; the factor of each half of a block into that half's last matrix (or norm); the
+    factor of attention scores into the queries. In fp32, a factor that is not a power of two rounds each weight once.
     """
     if spec.parametrization == "standard":
         return spec, weights
@@ -25,7 +26,7 @@ def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[s
 
 
 def _factors(model: ModelSpec, plain: ModelSpec) -> dict[str, Factor]:
-    """Return the conversion of each weight that changes, by its name."""
+    """Return the conversion of each changed weight, by name of the weight."""
     found = _of_norm("head.norm", model.head.norm, model.head.scale / plain.head.scale)
     for number, (block, usual) in enumerate(zip(model.blocks, plain.blocks, strict=True)):
         for name, factor in _of_block(block, usual).items():

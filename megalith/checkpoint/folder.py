@@ -1,4 +1,4 @@
-"""A checkpoint on disk: names, manifest, digests, commit, pruning. No torch, so that tools can look at checkpoints without it.
+"""A checkpoint on disk: names, manifest, digests, commit, pruning. Tools can use this module without torch.
 
     checkpoints/step-00000120/
         manifest.json             meta, and the size and sha256 of every other file; carries its own sha256
@@ -6,7 +6,7 @@
         rank-00003.safetensors    the parts that rank 3 wrote
         rank-00003.state-0.safetensors   a link to the file that kept rank 3's state on disk, if it had one
 
-A folder of this name is complete: it is written as `step-00000120.tmp-<random>` and renamed once everything is on the disk.
+A folder with such a name is complete: it is written as `step-00000120.tmp-<random>`, and renamed once all files are on the disk.
 """
 
 import contextlib
@@ -38,18 +38,17 @@ _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
 
 
 class DamagedCheckpointError(ValueError):
-    """No checkpoint that was asked for is intact; the text names every file that is wrong."""
+    """No requested checkpoint is intact; the text names every damaged file."""
 
 
 class AwayError(OSError):
-    """A checkpoint cannot be read just now. It may be intact, so this is no reason to use an earlier checkpoint or to start
-    over."""
+    """A checkpoint is temporarily unreadable. It may be intact, so the run must neither use an earlier one nor start over."""
 
     exit_code = ExitCode.LOST
 
 
 class Piece(NamedTuple):
-    """A tensor of bytes in a linked file, and how many of its bytes count."""
+    """A byte tensor in a linked file, and how many of its bytes hold values."""
 
     name: str
     bytes: int
@@ -57,8 +56,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it starts, its sizes, and the file that holds it under the tensor's own name; in a linked file, in
-    pieces."""
+    """A box of a tensor: its offset, its sizes, and the file that holds it. A file holds it under the tensor's own name; a linked file,
+    in pieces."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor: its shape, its dtype as safetensors spells it (F32, BF16, I64 ...), and the chunks that make it up."""
+    """A whole tensor: its shape, its dtype in safetensors' notation (F32, BF16, I64 ...), and the chunks of which it consists."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -80,8 +79,8 @@ Index = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint. `order` counts commits, so that a rewound run resumes from a checkpoint saved after the rewind,
-    not from one that an earlier attempt saved at a later step."""
+    """The files of a checkpoint. `order` counts commits, so that a rewound run resumes from a checkpoint that was saved after the
+    rewind, not from one of a later step that was saved before."""
 
     step: int
     order: int
@@ -106,7 +105,7 @@ class Description:
 
 
 def name(step: int) -> str:
-    """The folder name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -116,7 +115,7 @@ def step_of(path: Path) -> int:
 
 
 def temporary(step: int) -> str:
-    """A fresh name to write a step's checkpoint under before it is committed."""
+    """Return a new temporary name for a step's checkpoint until it is committed."""
     return f"{name(step)}.tmp-{secrets.token_hex(4)}"
 
 
@@ -124,13 +123,14 @@ def temporary(step: int) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint `path`. Raises DamagedCheckpointError if it is missing, altered or of an unknown format."""
+    """Read the manifest of the checkpoint `path`. Raises DamagedCheckpointError if the manifest is missing, altered or of an unknown
+    format."""
     here = f"{path.name}/{MANIFEST}"
     try:
         fields = json.loads((path / MANIFEST).read_bytes())
         digest = fields.pop("sha256")
         if digest != _digest(_canonical(fields)):
-            raise DamagedCheckpointError(f"{here} is altered: its sha256 is not the one it carries")
+            raise DamagedCheckpointError(f"{here} is altered: its content does not match the sha256 that it contains")
         if fields["format"] not in (FORMAT, LINKED):
             raise DamagedCheckpointError(f"{here} has format {fields['format']!r}, this version reads {FORMAT!r} and {LINKED!r}")
         files = {file: FileDigest(**digest) for file, digest in fields["files"].items()}
@@ -144,7 +144,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """Every tensor of the checkpoint. Raises DamagedCheckpointError if the index is not the one the manifest names."""
+    """Return every tensor of the checkpoint. Raises DamagedCheckpointError if the index has another digest than the manifest states."""
     if problem := check_file(path, INDEX, manifest.files.get(INDEX)):
         raise DamagedCheckpointError(problem)
     tensors = json.loads((path / INDEX).read_bytes())["tensors"]
@@ -161,15 +161,13 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     }
     unknown = {chunk.file for entry in index.values() for chunk in entry.chunks} - set(manifest.files)
     if unknown:
-        raise DamagedCheckpointError(f"{path.name}/{INDEX} names files that {MANIFEST} does not: {sorted(unknown)}")
+        raise DamagedCheckpointError(f"{path.name}/{INDEX} names files that {MANIFEST} does not name: {sorted(unknown)}")
     return index
 
 
 def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None:
-    """Return the problem of one file of the checkpoint `path`; None if it is unchanged since it was written. Reads the file once,
-    in small pieces.
-
-    Raises OSError if it is there and cannot be read.
+    """Return the problem of one file of the checkpoint `path`; None if it is unchanged since it was written. Reads the file once, in
+    small pieces. Raises OSError if the file exists but cannot be read.
     """
     here = f"{path.name}/{file}"
     if expected is None:
@@ -186,8 +184,8 @@ def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None
 
 
 def verify(path: Path) -> list[str]:
-    """Return everything that is wrong with the checkpoint `path`, naming the files; empty if it is intact. An unreadable
-    file counts as damaged."""
+    """Return all problems of the checkpoint `path`, with the files' names; empty if the checkpoint is intact. An unreadable file counts
+    as damaged."""
     try:
         manifest = read_manifest(path)
         problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
@@ -197,9 +195,8 @@ def verify(path: Path) -> list[str]:
 
 
 def describe(path: Path, *, check: bool = True) -> Description:
-    """Describe the checkpoint `path` (or the newest one under it); `check` verifies the digests too.
-
-    Raises FileNotFoundError if there is none, DamagedCheckpointError if manifest or index cannot be read.
+    """Describe the checkpoint `path` (or the newest one under it); `check` verifies the digests too. Raises FileNotFoundError if there
+    is no checkpoint, DamagedCheckpointError if manifest or index cannot be read.
     """
     path = locate(path)[0]
     manifest = read_manifest(path)
@@ -218,7 +215,7 @@ def describe(path: Path, *, check: bool = True) -> Description:
 
 
 def of_run(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints: that of the newest epoch (`megalith.epochs`)."""
+    """Return the folder of a run's checkpoints: the one of the newest epoch (`megalith.epochs`)."""
     return epochs.newest(run_dir, FOLDER)
 
 
@@ -250,18 +247,19 @@ def _order(path: Path) -> tuple[float, str]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint in `folder` that was committed last and whose manifest is readable, or None. Its files are not verified."""
+    """Return the last committed checkpoint in `folder` with a readable manifest, or None. Its files are not verified."""
     return next((path for path in committed(folder) if _order(path)[0] != float("inf")), None)
 
 
 def locate(path: Path) -> list[Path]:
-    """The checkpoints that `path` means, best first: itself, those in it, or those in its `checkpoints/` (a run folder).
-
-    Raises FileNotFoundError if there is none.
+    """Return the checkpoints that `path` refers to, best first: itself, those in it, or those in its `checkpoints/` (a run folder).
+    Raises FileNotFoundError if there are none.
     """
     if (path / MANIFEST).exists() or _COMMITTED.fullmatch(path.name):
         if not path.is_dir():
-            raise FileNotFoundError(f"{path}: no such checkpoint; there are {[p.name for p in committed(path.parent)] or 'none'}")
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; the folder has {[p.name for p in committed(path.parent)] or 'none'}"
+            )
         return [path]
     found = committed(path) or committed(of_run(path))
     if not found:
@@ -270,9 +268,8 @@ def locate(path: Path) -> list[Path]:
 
 
 def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> Path:
-    """The newest intact checkpoint that `path` means (see `locate`); damaged ones on the way are named to `warn`.
-
-    Raises FileNotFoundError if there is none, DamagedCheckpointError if none is intact.
+    """Return the newest intact checkpoint that `path` refers to (see `locate`); `warn` is called for each newer, damaged one. Raises
+    FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is intact.
     """
     damaged: list[str] = []
     for candidate in locate(path):
@@ -285,9 +282,8 @@ def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> P
 
 
 def find_complete(path: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint that `path` means (see `locate`) with all its files, by their lengths: none of them is read. And its manifest.
-
-    Raises FileNotFoundError if there is none, DamagedCheckpointError if none is complete.
+    """Return the newest checkpoint at `path` (see `locate`) whose files all have the right lengths, and its manifest. Files are not
+    read. Raises FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is complete.
     """
     damaged: list[str] = []
     for candidate in locate(path):
@@ -300,7 +296,7 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
         short = [f"{candidate.name}/{file}" for file, length in lengths.items() if length != manifest.files[file].bytes]
         if not short:
             return candidate, manifest
-        damaged.append(f"missing or of another length: {', '.join(short)}")
+        damaged.append(f"missing files, or files of another length: {', '.join(short)}")
     raise DamagedCheckpointError(none_intact_text(path, damaged))
 
 
@@ -308,33 +304,34 @@ def nothing_text(path: Path) -> str:
     """Return the message that there is no checkpoint."""
     absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
     if (path / "config.json").is_file():
-        return f"{path}: no checkpoint here, but a model in transformers' format. Convert it: megalith import {path} --out FOLDER"
+        return f"{path}: not a checkpoint, but a model in transformers' format. Convert it: megalith import {path} --out FOLDER"
     reason = ": no checkpoint here" if path.exists() else absent
     return f"{path}{reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 
 
 def damaged_text(path: Path, problems: list[str]) -> str:
-    """One damaged checkpoint, as a person should read it."""
+    """Return the message about a damaged checkpoint."""
     return f"checkpoint {path} is damaged and is not used: {'; '.join(problems)}"
 
 
 def away_text(path: Path, why: str) -> str:
-    """A checkpoint that cannot be read just now, as a person should read it."""
+    """Return the message about a checkpoint that is temporarily unreadable."""
     return (
         f"checkpoint {path} cannot be read: {why}. It may be intact: start again once its file system answers, or move it "
-        "away to resume from the one before"
+        "away to resume from the previous checkpoint"
     )
 
 
 def none_intact_text(path: Path, problems: list[str]) -> str:
-    """All checkpoints are damaged, as a person should read it."""
+    """Return the message that all checkpoints are damaged."""
     lines = "\n  ".join(problems)
     return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or move the folder away to start over."
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Hold the checkpoint `path` while it is read: another process (a run that keeps its last N) does not prune it meanwhile."""
+    """Lock the checkpoint `path` while it is read, so that another process (a run that keeps its last N checkpoints) does not prune
+    it."""
     with (path / MANIFEST).open("rb") as manifest:
         with contextlib.suppress(OSError):  # file systems without locks: pruning cannot be held off there
             fcntl.flock(manifest, fcntl.LOCK_SH)
@@ -345,12 +342,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def write_index(path: Path, index: Mapping[str, Entry]) -> FileDigest:
-    """Write `index.json` into the folder `path`, down to the disk."""
+    """Write `index.json` into the folder `path`, and sync it to disk."""
     return _write(path / INDEX, json.dumps({"tensors": {key: asdict(entry) for key, entry in sorted(index.items())}}).encode())
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into the folder `path`, down to the disk. Raises ValueError or TypeError if meta is not JSON."""
+    """Write `manifest.json` into the folder `path`, and sync it to disk. Raises ValueError or TypeError if meta is not JSON."""
     form = LINKED if any(digest.words for digest in manifest.files.values()) else FORMAT
     fields = json.loads(json.dumps({"format": form} | asdict(manifest), allow_nan=False))  # as it will be read back
     for digest in fields["files"].values():
@@ -360,7 +357,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def commit(written: Path, step: int) -> Path:
-    """Give the fully written folder `written` its final name; from here on it counts. It replaces one of the same step."""
+    """Rename the fully written folder `written` to its final name, which commits it. It replaces a checkpoint of the same step."""
     final = written.parent / name(step)
     _sync(written)
     aside = written.parent / temporary(step)
@@ -373,22 +370,21 @@ def commit(written: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what saves that died have left in `folder`."""
+    """Remove the temporary folders of interrupted saves in `folder`."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def next_order(folder: Path) -> int:
-    """The order of the next commit in `folder`."""
+    """Return the commit number for the next checkpoint in `folder`."""
     orders = (_order(path)[0] for path in committed(folder))
     return 1 + int(max((order for order in orders if order != float("inf")), default=0))
 
 
 def prune(folder: Path, *, keep: int) -> list[str]:
-    """Remove all checkpoints but the `keep` committed last and those being read; return as text those that could not be removed.
-
-    Checkpoints without a readable manifest cannot be loaded, so they never take the place of one that can.
+    """Remove all checkpoints except the `keep` last committed ones and those being read; return a message for each one that could not
+    be removed. Checkpoints without a readable manifest cannot be loaded, so they do not count.
     """
     found = committed(folder)
     readable = [path for path in found if _order(path)[0] != float("inf")]
@@ -404,7 +400,8 @@ def prune(folder: Path, *, keep: int) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint unless somebody reads it. It loses its name first: a half-removed one must not be taken for whole."""
+    """Remove a checkpoint unless another process reads it. First rename it, so that a partly removed checkpoint does not look
+    complete."""
     manifest = path / MANIFEST
     with contextlib.ExitStack() as stack:
         if manifest.exists():
@@ -429,7 +426,7 @@ def _write(path: Path, content: bytes) -> FileDigest:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
+    """Sync the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,5 @@
-"""Hugging Face transformers' folders: our weights under their names, their configuration as our spec, both ways.
-
-What differs from family to family is in `foreign/`. Rotary positions pair channel i with i + head_dim / 2 in both, so weights need no
+"""Import and export of Hugging Face transformers' folders: weights under their names or ours, their configuration or our spec.
+`foreign/` has the differences between families. Rotary positions pair channel i with i + head_dim / 2 in both, so weights need no
 permutation. Only safetensors files are read and written: a pickled `.bin` could execute code.
 """
 
@@ -53,7 +52,7 @@ OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own w
 
 
 def _foreign(spec: Model) -> Foreign:
-    """Raises ValueError for a family that transformers does not have, and for a model with own parts."""
+    """Return a spec's family. Raises ValueError if transformers lacks the family, or the model has a user's own parts."""
     if mine := named_by(spec):
         raise ValueError(f"cannot export: transformers has no class for a model with own parts ({', '.join(mine.values())})")
     if spec.family not in BY_FAMILY:
@@ -63,8 +62,8 @@ def _foreign(spec: Model) -> Foreign:
 
 
 def shapes(spec: Model) -> dict[str, tuple[int, ...]]:
-    """Our name of every tensor of `spec` -> its shape, from the modules themselves (built without memory): all parameters, and such
-    buffers as transformers has too. Raises ValueError for a model with own parts."""
+    """Return the shape of every tensor of `spec` by our name, from the modules (built without memory): all parameters, and the buffers
+    that transformers has too. Raises ValueError for a model with a user's own parts."""
     if named_by(spec):
         _foreign(spec)
     return {name: tuple(tensor.shape) for name, tensor in _meta(spec).items()}
@@ -79,13 +78,13 @@ def _meta(spec: Model) -> dict[str, Tensor]:
 
 
 def _stage(spec: Model) -> Stage:
-    """The whole model, without memory."""
+    """Build the whole model without memory."""
     with torch.device("meta"):
         return Stage(spec.build())
 
 
 def to_theirs(spec: Model, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names and in their form (views where possible)."""
+    """Convert our weights to their names and layout (as views where possible)."""
     return convert_to_theirs(_foreign(spec).pieces(spec), weights)
 
 
@@ -103,10 +102,10 @@ def export(
 ) -> list[Path]:
     """Write a folder that transformers (4.46 and later) loads, and return the files written.
 
-    `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps
-    in fp32. `tokenizer` is copied too, and defines the end of a text. Weights beyond `file_bytes` go to several files. Raises
-    ValueError for a family that transformers does not have, and naming all weights that are missing, left over or of another shape;
-    FileExistsError if `out` has files; OSError naming `out` if it cannot be made.
+    `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps in
+    fp32. `tokenizer` is copied too, and defines the end-of-text token. Weights beyond `file_bytes` go to further files. Raises
+    ValueError for a family that transformers does not have, and, with their names, for weights that are missing, unknown or of another
+    shape; FileExistsError if `out` has files; OSError, which names `out`, if that folder cannot be made.
     """
     spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
@@ -133,8 +132,7 @@ def export(
 
 
 def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> list[Path]:
-    """Yield the weights in files of at most `file_bytes` (a larger tensor has a file of its own), each converted when its turn
-    comes."""
+    """Yield the weights of each file of at most `file_bytes` (a larger tensor gets its own), converted only when needed."""
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     groups: list[list[str]] = [[]]
     room = file_bytes
@@ -160,7 +158,8 @@ def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str
 
 
 def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32) -> Json:
-    """config.json; `ids` of the tokens that begin and end a text. Raises ValueError for a family that transformers does not have."""
+    """Return config.json. `ids`: the ids of the tokens that begin and end a text. Raises ValueError for a family that transformers does
+    not have."""
     ids = ids or {}
     return _foreign(spec).configuration(spec) | {
         "attention_dropout": 0.0,
@@ -172,7 +171,7 @@ def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: t
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """The token that ends a text and, if the tokenizer has a usual one, that which begins it; with their ids."""
+    """Return the token that ends a text and, if the tokenizer has a common one, the token that begins a text, with their ids."""
     begins = next(((token, number) for token in BEGINS if (number := tokenizer.id_of(token)) is not None), None)
     return ({"bos": begins} if begins else {}) | {"eos": (tokenizer.end_of_text_token, tokenizer.end_of_text)}
 
@@ -181,7 +180,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
 
 
 def read_config(folder: Path) -> Model:
-    """The spec of the model in `folder`. Raises ForeignModelError with every setting that cannot be represented here."""
+    """Read the spec of the model in `folder`. Raises ForeignModelError with every setting that cannot be represented here."""
     try:
         config = _json_object(folder / CONFIG)
     except FileNotFoundError as error:
@@ -197,7 +196,7 @@ def read_config(folder: Path) -> Model:
 
 
 def _json_object(path: Path) -> Json:
-    """The object in a file. Raises ForeignModelError if there is something else, OSError if the file cannot be opened."""
+    """Read the JSON object in a file. Raises ForeignModelError if the file holds anything else, OSError if it cannot be opened."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -208,11 +207,9 @@ def _json_object(path: Path) -> Json:
 
 
 def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
-    """Return every weight of the model in `folder` under our names; those with the same layout here are memory-mapped,
-    and so read when used.
-
-    `spec` is `read_config(folder)` if not given. Raises ForeignModelError for pickled weights, and naming all weights that are
-    missing, unknown or of another shape.
+    """Return every weight of the model in `folder` under our names; those with our layout are memory-mapped, so they are read only when
+    used. `spec`: default is `read_config(folder)`. Raises ForeignModelError for pickled weights, and, with their names, for weights
+    that are missing, unknown or of another shape.
     """
     spec = spec or read_config(folder)
     foreign = _foreign(spec)
@@ -235,7 +232,7 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
         wrong = "; ".join(
             ": ".join([*(f"{key} = {found['input']!r}" for key in found["loc"][-1:]), found["msg"]]) for found in error.errors()
         )
-        raise ForeignModelError(f"{folder / CONFIG}: its sizes make no model: {wrong}") from error
+        raise ForeignModelError(f"{folder / CONFIG}: its sizes do not describe a valid model: {wrong}") from error
     problems = _compare(wanted, {name: tuple(tensor.shape) for name, tensor in kept.items()}) + different
     if problems:
         raise ForeignModelError(f"{folder} does not hold the weights that its {CONFIG} describes:\n  " + "\n  ".join(problems))
@@ -243,7 +240,8 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the folder's files. Raises ForeignModelError naming a file that cannot be read, or two that hold the same tensor."""
+    """Return every tensor in the folder's files. Raises ForeignModelError, with the names, for an unreadable file, or two files with
+    the same tensor."""
     found: dict[str, Tensor] = {}
     where: dict[str, Path] = {}
     for path in _weight_files(folder):
@@ -264,7 +262,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 def _different(pieces: Iterable[Piece], found: Mapping[str, Tensor]) -> list[str]:
     """Return every tensor that duplicates one of ours, but holds other numbers."""
     return [
-        f"{copy} is not the same as {first}, and here a model has one tensor for both"
+        f"{copy} differs from {first}, but here a model has one tensor for both"
         for first, *copies in (piece.theirs for piece in pieces if piece.copied)
         for copy in copies
         if first in found and copy in found and not _equal(found[first], found[copy])
@@ -276,7 +274,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the single file if there is one, which transformers looks for first as well; else the files that the index names."""
+    """Return the single weight file if it exists, as transformers prefers it too; else the files that the index names."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
@@ -287,12 +285,12 @@ def _weight_files(folder: Path) -> list[Path]:
         found = sorted(set(named.values()))
         wrong = [file for file in found if Path(file).name != file or not (folder / file).exists()]
         if wrong:
-            raise ForeignModelError(f"{index} names files that are not there: {', '.join(wrong)}. {AGAIN}")
+            raise ForeignModelError(f"{index} names files that do not exist: {', '.join(wrong)}. {AGAIN}")
         return [folder / file for file in found]
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
         raise ForeignModelError(
-            f"{folder} holds pickled weights ({', '.join(pickled)}), which can execute code when they are read. Where you trust "
+            f"{folder} holds pickled weights ({', '.join(pickled)}), which can execute code when they are read. If you trust "
             "them, convert them with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another, safe_serialization=True)"
         )
@@ -301,7 +299,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """A checkpoint made of another program's weights."""
+    """A checkpoint made from another program's weights."""
 
     path: Path
     spec: Model
@@ -310,10 +308,9 @@ class ImportResult:
 
 
 def import_(folder: Path, out: Path) -> ImportResult:
-    """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta.
-
-    It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. Other training state, such as routers' loads, is zero as
-    in a first step. Raises ForeignModelError, FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
+    """Make a checkpoint of the model in `folder` at `out/checkpoints/step-00000000`: step 0, weights only, with the spec in its meta. A
+    tokenizer is copied too. Other training state, such as routers' loads, is zero, as at a first step. Raises ForeignModelError,
+    FileExistsError if `out` already has checkpoints, and OSError if it cannot be written.
     """
     spec, left_out = read_model(folder)
     weights = read_weights(folder, spec)
@@ -333,18 +330,19 @@ def import_(folder: Path, out: Path) -> ImportResult:
 
 
 def read_model(folder: Path) -> tuple[Model, str]:
-    """Return the spec of the model whose weights `folder` has, and which optional parts config.json counts beside it; "" if none."""
+    """Return the spec of the model whose weights are in `folder`, and the optional parts that config.json counts but `folder` lacks; ""
+    if none."""
     counted = read_config(folder)
     spec = _foreign(counted).without_missing(counted, _names(folder))
     fewer = spec != counted
     return (
         spec,
-        "multi-token prediction: config.json counts its modules, and the folder has no weights of theirs" if fewer else "",
+        "multi-token prediction: config.json counts its modules, but the folder does not have their weights" if fewer else "",
     )
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of all tensors in the folder's files; a file that cannot be read adds none, and its reader reports it."""
+    """Return the names of all tensors in the folder's files; an unreadable file adds none, because a later reader reports it."""
     found: set[str] = set()
     for path in _weight_files(folder):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as content:
@@ -353,7 +351,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Every weight that is missing, left over, or of another shape."""
+    """Return a problem for every weight that is missing, unknown, or of another shape."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not a weight of this model" for name in found if name not in wanted]
     problems += [

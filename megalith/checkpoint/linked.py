@@ -1,4 +1,4 @@
-"""Checkpoints of state that is in a file already: a second name for the file in place of a copy."""
+"""Checkpoints of state that already is in a file: the file is linked under a second name instead of copied."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from megalith.checkpoint.folder import FileDigest, Piece
 from megalith.checkpoint.shares import ImmutableFile, StreamedShare
 
 MINIMUM = 0.75
-"""The least part of a file that a checkpoint must use. Where data ranks hold the same state, each saves a part of its own file, and a copy
-takes less room than a link to all of it."""
+"""The least part of a file that a checkpoint must use to link it. If data ranks hold the same state, each saves a part of its own file,
+and a copy of it takes less room than a link to the whole file."""
 
 
 class ShareLocation(NamedTuple):
-    """The place of a share in a checkpoint: a file with its digest, and the pieces of a linked one."""
+    """The location of a share in a checkpoint: a file with its digest, and, for a linked file, the pieces."""
 
     file: str
     digest: FileDigest
@@ -24,8 +24,8 @@ class ShareLocation(NamedTuple):
 
 
 def link(folder: Path, rank: int, shares: Mapping[str, Tensor | StreamedShare]) -> dict[str, ShareLocation]:
-    """Link the files of shares into `folder`, and return where these shares are. Shares without a file, or with a file that cannot be
-    linked, are left out: the caller copies them."""
+    """Link the files of shares into `folder`, and return the locations of these shares. Shares without a file, or with a file that
+    cannot be linked, are left out, and the caller must copy them."""
     files: dict[ImmutableFile, dict[str, tuple[Piece, ...]]] = {}
     for key, data in shares.items():
         if not isinstance(data, Tensor) and (extents := data.extents) is not None:

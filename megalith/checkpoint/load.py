@@ -1,4 +1,5 @@
-"""Load a checkpoint into a state laid out by any plan: verify, compare, then read each rank's boxes straight into its tensors."""
+"""Load a checkpoint into state sharded under any plan: verify files, compare shapes, then read each rank's boxes directly into its
+tensors."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
@@ -24,7 +25,7 @@ Wanted = State | Callable[[Mapping[str, Any]], State]
 
 
 class MismatchError(ValueError):
-    """The checkpoint does not hold the state that was asked for; the text lists every difference."""
+    """The checkpoint does not hold the requested state; the text lists every difference."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,16 @@ def load(
     accept: Accept = whatever,
     warn: Warn = silent,
 ) -> LoadResult:
-    """Fill the tensors of `state` in place from the newest intact checkpoint that `path` means (see `folder.locate`).
+    """Fill the tensors of `state` in place from the newest intact checkpoint that `path` refers to (see `folder.locate`).
 
-    Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are
-    verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
-    to the dtype of their destination. `rows`: tensors that may have more or fewer rows in the checkpoint; the rows that both have are
-    read, and the others stay as they are. `accept` is called on every rank, before a checkpoint is read, with its path and its
-    meta; its exceptions are passed on. `warn` is called on the first rank.
+    Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are verified first, each
+    file by one rank. `partial`: the checkpoint may hold more than the requested state. `cast`: convert values to the dtype of their
+    destination. `rows`: tensors that may have more or fewer rows in the checkpoint; only the rows that both have are read. `accept` is
+    called on every rank, before a checkpoint is read, with its path and its meta; its exceptions are passed on. `warn` is called on the
+    first rank.
 
-    Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest that is not damaged cannot be
-    read just now), MismatchError, on every rank alike.
+    Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest undamaged one is temporarily
+    unreadable), or MismatchError; every rank raises the same error.
     """
     ranks = ObjectCollectives(group)
     candidates, away = ranks.broadcast(_candidates(path) if ranks.is_leader else ([], ""))
@@ -85,7 +86,7 @@ def load(
 
 
 def _candidates(path: Path) -> tuple[list[Path], str]:
-    """The checkpoints that `path` means, and why they cannot be listed just now."""
+    """Return the checkpoints that `path` refers to, or the reason why they cannot be listed now."""
     try:
         return files.locate(path), ""
     except FileNotFoundError:
@@ -104,8 +105,7 @@ def _load(
     rows: Collection[str],
     accept: Accept,
 ) -> tuple[LoadResult | None, list[str]]:
-    """Load one checkpoint, or return what is wrong with it. The leading rank holds it against pruning until all ranks have
-    read."""
+    """Load one checkpoint, or return its problems. The leading rank protects it from pruning until all ranks have read it."""
     opened = _Opened(path) if ranks.is_leader else None
     try:
         said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
@@ -129,8 +129,8 @@ def _load(
 
 
 class _Opened:
-    """Open a checkpoint's manifest and index, protected from pruning until closed; or return what is wrong, or why they cannot be
-    read."""
+    """An open checkpoint with its manifest and index, protected from pruning until closed; or the problems, or the reason why it cannot
+    be read."""
 
     def __init__(self, path: Path) -> None:
         self.manifest: files.Manifest | None = None
@@ -154,7 +154,7 @@ class _Opened:
 
 
 def _verify(path: Path, manifest: files.Manifest, ranks: ObjectCollectives) -> list[str]:
-    """Return the problems of the files, agreed by all ranks. Each file is read by one rank, bytes spread evenly.
+    """Return the problems of the files, the same on all ranks. Each file is read by one rank, and the bytes are divided evenly.
 
     Raises AwayError, on every rank, if one of them cannot read its files.
     """
@@ -195,19 +195,19 @@ def _compare(
     cast: bool,
     rows: Collection[str],
 ) -> None:
-    """Raise MismatchError, with everything that does not fit on any rank, unless `index` holds what the ranks ask for."""
+    """Raise MismatchError, with every difference on any rank, unless `index` has the tensors that all ranks request."""
     problems = refused + [f"{key} is not in the checkpoint" for key in sorted(keys - set(index))]
     for key, share in mine.items():
         entry = index.get(key)
         if entry and entry.shape != share.held.shape and not (key in rows and entry.shape[1:] == share.held.shape[1:]):
-            problems.append(f"{key} has shape {entry.shape} in the checkpoint and {share.held.shape} here")
+            problems.append(f"{key} has shape {entry.shape} in the checkpoint, but {share.held.shape} here")
         if entry and entry.dtype != share.held.dtype and not cast:
-            problems.append(f"{key} is {entry.dtype} in the checkpoint and {share.held.dtype} here")
+            problems.append(f"{key} is {entry.dtype} in the checkpoint, but {share.held.dtype} here")
     answers = ranks.all_gather((problems, keys))
     found = sorted({problem for problems, _ in answers for problem in problems})
     if not partial:
         extra = set(index).difference(*(keys for _, keys in answers))
-        found += [f"{key} is in the checkpoint and not asked for" for key in sorted(extra)]
+        found += [f"{key} is in the checkpoint, but was not requested" for key in sorted(extra)]
     if found:
         raise MismatchError(f"checkpoint {path} does not hold this state:\n  " + "\n  ".join(found))
 

@@ -1,8 +1,8 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
-Ranks do not coordinate here: each writes its own shares in the format of `megalith.fleet.tiers.copies`. The process that starts
-the next generation finds the complete steps. A copy is written only to a buffer whose old copy is no longer needed, so a rank
-may be killed at any moment. The fleet says how many slots apart buddies are; their copies are sent while the next step is
+Ranks do not coordinate: each writes its own shares in the format of `megalith.fleet.tiers.copies`. The process that starts the next
+generation finds the steps of which all ranks have a copy. A copy is written only to a buffer whose old copy is no longer needed, so a
+rank may be killed at any moment. The fleet sets the distance between buddies. Copies are sent to buddies while the next step is
 computed. (In-memory copies at a peer: GEMINI, Wang et al., SOSP 2023.)
 """
 
@@ -32,8 +32,8 @@ RNG, TEXT = "rng.cpu", "told"
 
 
 def checksum_words(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of the tensors' 64-bit words modulo 2^64 as an int64 scalar, an incomplete last word filled up with zeros, on the
-    first one's device. One pass over their memory, and no waiting."""
+    """Return the sum of the tensors' 64-bit words modulo 2^64 (int64, on the first tensor's device); an incomplete last word is padded
+    with zeros. Reads the memory once, without synchronizing with the device."""
     sums: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -48,7 +48,7 @@ def checksum_words(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return `checksum_words` as a number, from which a copy's digest is made."""
+    """Return `checksum_words` as a Python number, from which a copy's digest is computed."""
     return int(checksum_words(tensors)) % WORDS
 
 
@@ -61,7 +61,7 @@ def _aligned(octets: Tensor) -> bool:
 
 
 class ChecksumInPlace:
-    """Repeated `checksum` of the same tensors: their views as whole words are looked up only once."""
+    """Computes `checksum` of the same tensors repeatedly, and makes their views as whole words only once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -87,7 +87,8 @@ class ChecksumInPlace:
 
 
 def layout_of(state: Mapping[str, Tensor], *, text_bytes: int = 0) -> Layout:
-    """Lay out a payload: the tensors of a state, the state of the CPU's random numbers, and `text_bytes` bytes of text."""
+    """Return the layout of a payload: the tensors of a state, the state of the CPU's random generator, and `text_bytes` bytes of
+    text."""
     tensors = {**state, RNG: torch.get_rng_state(), TEXT: torch.empty(text_bytes, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
@@ -101,12 +102,10 @@ class CopyError(RuntimeError):  # it says what was found
 
 
 class Memory:
-    """The copies of one rank's state. `state`: the tensors of the rank by name, always the same ones.
-
-    `pinned`: one more copy is kept, that of the last `pin`. `good`: this many more, the last ones that were marked as good. `text_bytes`:
-    bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn` is called with
-    messages about files that were removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a
-    MAC by the run's key; copies without a valid MAC are ignored."""
+    """The copies of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one more copy, that
+    of the last `pin`. `good`: keep this many more copies, the last ones marked as good. `text_bytes`: bytes of text that each copy may
+    hold besides the state. `disk`: the root of copies on the nodes' disks. `warn` gets messages about removed files. Raises OSError if
+    there is no room, or other users can access the folder. Copies without a valid MAC by the run's key are ignored."""
 
     def __init__(
         self,
@@ -121,7 +120,9 @@ class Memory:
         generation: str = "",
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        assert rank_info.folder is not None and rank_info.key is not None, "a rank without memory, or without the run's key"
+        assert rank_info.folder is not None and rank_info.key is not None, (
+            "this rank has no folder for copies in memory, or no run key"
+        )
         self.state, self.rank_info, self.folder, self._key = dict(state), rank_info, rank_info.folder, rank_info.key
         self.disk = disk and node_folder(disk, rank_info.node)
         self.layout = layout_of(self.state, text_bytes=text_bytes)
@@ -148,7 +149,8 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Return the buffers beyond those in use; on the node's first rank also those of other slots that the node once held."""
+        """Return the buffers that are no longer in use; on the node's first rank, also those of other slots that the node filled
+        before."""
         slots = len(self.rank_info.placement)
         mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
@@ -161,9 +163,9 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
-        """Pair the nodes: from now on the node `distance` slots further keeps this one's copies, and this one keeps those of another
-        node. All ranks call it together. `group`: a gloo group of them all, in the order of their ranks, that nobody else uses. Raises
-        OSError on every rank if one has no room."""
+        """Pair the nodes: from now on the node `distance` slots further keeps copies of this node's state, and this node keeps those of
+        another one. All ranks call it together. `group`: a gloo group of all ranks, in rank order, that no other code uses. Raises
+        OSError on every rank if one rank has no room."""
         self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
@@ -194,7 +196,7 @@ class Memory:
 
     @property
     def keeps_for(self) -> int:
-        """The rank whose state this one keeps a copy of."""
+        """The rank of whose state this rank keeps a copy."""
         return (self.rank_info.rank - self._apart) % self.rank_info.world
 
     # --- copying ---
@@ -210,10 +212,9 @@ class Memory:
         text: str = "",
         good: bool = False,
     ) -> None:
-        """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
-        taken already. `text`: stored with it. `good`: keep this copy, so that the run can rewind to it.
-
-        Everything except the copying itself overlaps training; a copy to disk waits for the previous one.
+        """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if already
+        computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. All work except the copying
+        itself overlaps with training; a copy to disk waits for the previous one.
         """
         self.finish()
         self._make_anew()
@@ -237,14 +238,14 @@ class Memory:
             self._write_to_disk(number, step)
 
     def _encode_text(self, text: str) -> Tensor:
-        """Return a text padded to the room reserved for it. Raises ValueError if it does not fit."""
+        """Return a text padded to the room reserved for it. Raises ValueError if the text does not fit."""
         encoded = text.encode()
         if len(encoded) > self.room:
-            raise ValueError(f"a copy has room for {self.room} bytes of text, and this one has {len(encoded)}")
+            raise ValueError(f"a copy has room for {self.room} bytes of text, but this text has {len(encoded)}")
         return torch.frombuffer(bytearray(encoded.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
-        """Create again files that somebody removed, perhaps a cleaner of temporary files: their content is still mapped here."""
+        """Create files again that another process removed, such as a cleaner of temporary files; their content is still mapped here."""
         made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
         if made:
             self._warn(f"{made} files of copies in {self.folder} were removed by another process, and are written again in full")
@@ -263,7 +264,7 @@ class Memory:
         return _Travelling(works, mine, theirs, number, good)
 
     def finish(self) -> None:
-        """Wait for the copies in flight; from then on the one received for this rank's buddy counts as a copy."""
+        """Wait for the copies in flight, then mark the copy received from this rank's buddy as complete."""
         if self._in_transit is None:
             return
         in_transit, self._in_transit = self._in_transit, None
@@ -291,8 +292,8 @@ class Memory:
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
-        """Write a copy to disk in a thread, whole or not at all. First wait for one still being written: if ranks skipped copies, soon
-        there would be no step of which all ranks have one."""
+        """Write a copy to disk in a thread, atomically. First wait for a copy still being written: if ranks skipped copies, there would
+        soon be no step of which all ranks have one."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -328,10 +329,10 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier tells where this rank's piece is stored. Return the piece's label; None if it
-        is in the store. All ranks call it together.
+        """Fill the state from `source`, whose tier determines where this rank's piece is. Return the piece's label; None if it is in
+        the store. All ranks call it together.
 
-        Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
+        Newer copies are invalidated, because repeated steps will make new ones. Raises CopyError on the rank whose piece is damaged.
         """
         tier = source.tier_of(self.rank_info.slot)
         self.forget_after(source.step)
@@ -348,23 +349,23 @@ class Memory:
         return self.own.files[number]
 
     def steps(self) -> set[int]:
-        """The steps whose state this rank could go back to, from its own copies in memory."""
+        """Return the steps to which this rank can go back with its own copies in memory."""
         return {label.step for file in self.own.files if (label := file.label)}
 
     def go_back(self, step: int, *, now: int) -> Label:
-        """Fill the state from this rank's own copy of `step`. Later copies are dropped: the run continues from step `now`. Raises
-        Damaged."""
+        """Fill the state from this rank's own copy of `step`. Copies of later steps before step `now`, in which this happens, are
+        dropped. Raises CopyError."""
         self.settle()
         label = self._load_file(self._own(step, Tier.MEMORY), Tier.MEMORY)
         self.forget(after=step, before=now)
         return label
 
     def forget_after(self, step: int) -> None:
-        """Invalidate copies of later steps."""
+        """Invalidate copies of steps after `step`."""
         self.forget(after=step)
 
     def forget(self, *, after: int, before: int | None = None) -> None:
-        """Invalidate copies of steps after `after`, and before `before` if it is given."""
+        """Invalidate copies of steps later than `after` and, if given, earlier than `before`."""
         for buffers in (self.own, self.kept):
             if buffers is not None:
                 buffers.forget(after=after, before=before)
@@ -373,7 +374,7 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
-        """Buddies send the pieces that they keep to the ranks that own them. Who sends follows from the source alone."""
+        """Send the pieces that buddies keep to the ranks that own them. The source alone determines the senders."""
         if self.kept is None:
             return
         works, arriving = [], None
@@ -404,13 +405,13 @@ class Memory:
             work.wait()
 
     def _on_disk(self, rank: int | None = None) -> dict[Path, int]:
-        """The files of the node's disk, or of one of its ranks there, and their steps."""
+        """Return the files on the node's disk, of all its ranks or of one rank, with their steps."""
         paths = self.disk.glob("own-*") if self.disk is not None and self.disk.is_dir() else ()
         found = {path: parse_name(path.name) for path in paths}
         return {path: step for path, (_, whose, step) in found.items() if rank is None or whose == rank}
 
     def _open_on_disk(self, step: int) -> Buffer:
-        assert self.disk is not None, "no disk to restore from"
+        assert self.disk is not None, "this rank has no folder for copies on disk"
         try:
             file = Buffer.open(self.disk / file_name("own", self.rank_info.rank, step), key=self._key)
         except (OSError, ValueError) as error:
@@ -424,7 +425,7 @@ class Memory:
         label = file.label
         assert label is not None
         if (file.layout(label), label.world, label.rank) != (self.layout, self.rank_info.world, self.rank_info.rank):
-            raise CopyError(tier, label.step, self.rank_info.slot, "it is of another plan")
+            raise CopyError(tier, label.step, self.rank_info.slot, "it belongs to another plan")
         body = torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE + label.layout :]
         found = views(body, self.layout.entries)
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
@@ -440,7 +441,7 @@ class Memory:
 
 @dataclass
 class _Travelling:
-    """A copy being sent, and another being received."""
+    """The copies that are being sent and received."""
 
     works: list[Any]
     label: Tensor  # must live until it has left

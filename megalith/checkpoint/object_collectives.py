@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ObjectCollectives:
-    """The ranks of `group`; None is this process alone."""
+    """Collectives over the ranks of `group`; None: this process alone."""
 
     group: dist.ProcessGroup | None
 
@@ -25,7 +25,7 @@ class ObjectCollectives:
 
     @property
     def is_leader(self) -> bool:
-        """True on the rank that decides and commits."""
+        """True on the leading rank, which decides and commits."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
@@ -37,7 +37,7 @@ class ObjectCollectives:
         return bool(value.item())
 
     def gather(self, value: T) -> list[T] | None:
-        """Every rank's value in rank order, on the leading rank; None elsewhere."""
+        """Return every rank's value in rank order on the leading rank; None on other ranks."""
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_leader else None
@@ -45,7 +45,7 @@ class ObjectCollectives:
         return values
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value in rank order, on every rank."""
+        """Return every rank's value in rank order, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -53,7 +53,7 @@ class ObjectCollectives:
         return values
 
     def scatter(self, values: list[T] | None) -> T:
-        """This rank's item of the leading rank's list."""
+        """Return this rank's item of the leading rank's list."""
         if self.group is None:
             assert values is not None
             return values[0]
@@ -62,7 +62,7 @@ class ObjectCollectives:
         return received[0]
 
     def broadcast(self, value: T) -> T:
-        """The leading rank's value, on every rank."""
+        """Return the leading rank's value on every rank."""
         if self.group is None:
             return value
         values: list[Any] = [value]

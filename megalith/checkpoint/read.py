@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint in one process, without process groups: for generating, exporting and looking."""
+"""Read whole tensors of a checkpoint in one process, without process groups, for text generation, export and inspection."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +12,9 @@ from megalith.checkpoint.tensors import TORCH_DTYPES, read
 
 
 def read_full(path: Path, keys: Iterable[str] | None = None, *, check: bool = True) -> dict[str, Tensor]:
-    """The tensors named by `keys` (all, if None) of the newest intact checkpoint that `path` means (see `folder.locate`).
-
-    `check=False` trusts the files: one that `folder.find` has just verified. Raises KeyError naming all keys that are not there,
-    FileNotFoundError if there is no checkpoint, DamagedCheckpoint if none is intact.
+    """Return the tensors named by `keys` (None: all) of the newest intact checkpoint that `path` refers to (see `folder.locate`).
+    `check=False` skips the verification of a checkpoint that `folder.find` has just verified. Raises KeyError with all missing keys,
+    FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is intact.
     """
     path = files.find(path) if check else files.locate(path)[0]
     with files.reading(path):

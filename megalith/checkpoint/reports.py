@@ -1,4 +1,4 @@
-"""Reports of a run's saves: in its log, and to the fleet."""
+"""Reports of a run's saves, to its log and to the fleet."""
 
 import time
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megalith.fleet.tiers import Tier
 
 
 class SaveReports:
-    """The reports of the rank that logs; on other ranks nothing is reported."""
+    """Reports the outcomes of saves, on the rank that logs only."""
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log

@@ -1,5 +1,5 @@
-"""The share of each tensor that each rank holds, as boxes of the whole tensor. The state of any plan meets that of any other in these
-terms."""
+"""The share of each tensor that each rank holds, described as boxes of the whole tensor. In this form, state saved under any plan can
+be loaded under any other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Place = tuple[str, tuple[int, ...]]  # identifies a box: its tensor's name and w
 
 @dataclass(frozen=True)
 class HeldShare:
-    """A box of a tensor that some rank holds. `shape` is the whole tensor's; sizes are in elements."""
+    """A box of a tensor that a rank holds. `shape`: the shape of the whole tensor. Sizes are in elements."""
 
     key: str
     shape: tuple[int, ...]
@@ -34,34 +34,34 @@ class HeldShare:
 
 
 class ImmutableFile(Protocol):
-    """A safetensors file that nothing writes to from now on, so that a checkpoint may link it."""
+    """A safetensors file that is never written again, so that a checkpoint may link it."""
 
     @property
     def payload(self) -> int:
-        """Return how many of its bytes are state."""
+        """Return how many bytes of the file are state."""
         ...
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file `path` as a second name, synced to disk. Raises OSError if it cannot: a link stays on its file system."""
+        """Give the file `path` as a second name, synced to disk. Raises OSError if that is impossible, as on another file system."""
         ...
 
 
 class Extents(NamedTuple):
-    """The place of a share in a file: tensors of bytes, in order."""
+    """The location of a share in a file: byte tensors, in order."""
 
     file: ImmutableFile
     pieces: tuple[Piece, ...]
 
 
 class StreamedShare(Protocol):
-    """A share that is not a tensor in memory: it is read and filled piece by piece."""
+    """A share that is not a tensor in memory, and is read and filled piece by piece."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def in_memory(self) -> bool:
-        """True if all of it is in memory, so that it can be copied at once."""
+        """True if all of the share is in memory, so that it can be copied at once."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class StreamedShare(Protocol):
         ...
 
     def snapshot(self) -> "StreamedShare | None":
-        """Return the share as it is now, which any thread may read while updates go on; None if it cannot be kept so."""
+        """Return a snapshot of the share, which any thread may read during later updates; None if no snapshot is possible."""
         ...
 
     def numel(self) -> int:
@@ -82,24 +82,25 @@ class StreamedShare(Protocol):
         ...
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and valid until the next."""
+        """Yield the share in flat pieces, in order: the index of a piece's first element, and the piece, which is valid until the next
+        one."""
         ...
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write a box of the share, which begins at `offset`."""
+        """Write `values` to the box of the share that begins at `offset`."""
         ...
 
 
 @dataclass(frozen=True)
 class OffDeviceShare:
-    """A share that is not on this rank's device, and which box of its tensor it is."""
+    """A share that is not on this rank's device, with its box in the whole tensor."""
 
     held: HeldShare
     data: Tensor | StreamedShare
 
     @classmethod
     def of(cls, key: str, cut: Tensor, data: Tensor | StreamedShare) -> "OffDeviceShare":
-        """`cut`: a tensor of the whole shape that knows how it is cut; its own values do not matter."""
+        """`cut`: a tensor of the whole shape with the same sharding; its values do not matter."""
         offset, sizes = (0,) * cut.dim(), tuple(cut.shape)
         if isinstance(cut, DTensor):
             place = cut.device_mesh.get_coordinate()
@@ -111,15 +112,15 @@ class OffDeviceShare:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's box of a tensor, and its values: `data`, of shape `held.sizes`, is a view of the tensor, or stands for values not in
-    memory."""
+    """This rank's box of a tensor, and the values: `data`, of shape `held.sizes`, is a view of the tensor, or represents values that
+    are not in memory."""
 
     held: HeldShare
     data: Tensor | StreamedShare
 
 
 def snapshot(share: Share) -> Share:
-    """Return the share with values that no update changes, if it is on disk and can be kept there as it is; else the share itself."""
+    """Return a snapshot that no update changes, if the share is on disk and allows one; else return the share itself."""
     if isinstance(share.data, Tensor) or share.data.in_memory:
         return share
     kept = share.data.snapshot()
@@ -127,7 +128,7 @@ def snapshot(share: Share) -> Share:
 
 
 def can_be_written_later(data: Tensor | StreamedShare) -> bool:
-    """True if a share can be written while training continues: it is copied first, or does not change."""
+    """True if a share can be written while training continues, because it is copied first or does not change."""
     return isinstance(data, Tensor) or data.in_memory or data.extents is not None
 
 
@@ -137,7 +138,7 @@ def is_quick_to_copy(data: Tensor | StreamedShare) -> bool:
 
 
 def as_tensor(share: Share) -> Tensor:
-    """A share's values, in memory."""
+    """Return a share's values as a tensor in memory."""
     data = share.data
     if isinstance(data, Tensor):
         return data
@@ -145,9 +146,8 @@ def as_tensor(share: Share) -> Tensor:
 
 
 def shares(state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
-    """This rank's shares of a flat state, by name; empty boxes and tensors of meshes that this rank is not on are left out.
-
-    Raises ValueError naming all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
+    """Return this rank's shares of a flat state, by name. Empty boxes, and tensors of meshes without this rank, are left out. Raises
+    ValueError with all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
     """
     found: dict[str, Share] = {}
     problems: list[str] = []
@@ -187,10 +187,10 @@ def _share(key: str, tensor: Tensor) -> Share | None:
 
 
 def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and sizes of this rank's part of a DTensor, in the order in which its axes were really split.
+    """Return offset and sizes of this rank's part of a DTensor, computed in the order in which the mesh axes actually split it.
 
-    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) disagrees where
-    some chunk is empty (7 rows over 2 x 3 ranks), and a checkpoint that believed it would hold rows in the wrong order.
+    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) differs if a chunk is
+    empty (7 rows over 2 x 3 ranks); a checkpoint that used it would have rows in the wrong order.
     """
     offset, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis in _splitting_order(key, tensor):
@@ -203,7 +203,8 @@ def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _splitting_order(key: str, tensor: DTensor) -> list[int]:
-    """Mesh axes in the order in which they cut: left to right, but a strided shard after `split_factor` parts to its right."""
+    """Return the mesh axes in the order in which they split: left to right, but a strided shard after the `split_factor` parts to its
+    right."""
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(tensor.placements))):
         placement = tensor.placements[axis]
@@ -226,10 +227,8 @@ def _layout(tensor: Tensor) -> str:
 
 
 def owners(held: Sequence[Sequence[HeldShare]]) -> tuple[list[set[Place]], list[str]]:
-    """Assign each box to one rank that writes it, bytes spread evenly; also return the contradictions, as text.
-
-    `held[rank]` is what each rank holds. Each replicated box is assigned to the holder with the fewest bytes to write so far,
-    largest boxes first.
+    """Assign each box to one rank that writes it, with bytes spread evenly; also return contradictions between ranks, as text.
+    `held[rank]`: a rank's boxes. In order of decreasing size, each replicated box goes to its holder with the fewest bytes so far.
     """
     holders: dict[Place, list[int]] = {}
     boxes: dict[Place, HeldShare] = {}

@@ -1,4 +1,4 @@
-"""Memory that an asynchronous save copies the state into, so that training may change the state while the copy is written."""
+"""Memory into which an asynchronous save copies the state, so that training may change the state while the copy is written."""
 
 from collections.abc import Mapping
 
@@ -11,22 +11,21 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any element
 
 
 class Staging:
-    """One block of CPU memory, kept from save to save: getting fresh pages from the system takes four times as long as the copy.
-
-    Large pages were tried. They are quicker on an idle machine, but in the middle of a run that saves, the disk's cache has
-    filled the memory: the system then moves pages to make room for large ones, which takes ten times as long.
+    """One block of CPU memory, kept from save to save, because getting fresh pages from the system takes four times as long as the
+    copy. Large pages are quicker on an idle machine. During a run that saves, however, the disk cache fills the memory, and the system
+    must move pages to make room for large ones, which takes ten times as long.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, shares: Mapping[str, Share]) -> None:
-        """Get the memory that `copy` of such shares will need."""
+        """Allocate the memory that `copy` of these shares will need."""
         self._grow(shares).zero_()
 
     def copy(self, shares: Mapping[str, Share]) -> dict[str, Share]:
-        """The shares with their values copied, but for those that are not in memory; valid until the next call. Raises RuntimeError if
-        there is no memory."""
+        """Return the shares with copied values, valid until the next call. Shares that are not in memory are not copied. Raises
+        RuntimeError if memory cannot be allocated."""
         memory = self._grow(shares)
         copied: dict[str, Share] = {}
         start = 0

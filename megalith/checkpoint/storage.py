@@ -1,7 +1,5 @@
-"""torch.distributed.checkpoint's planning over our own files: it decides which rank reads and writes which box; no pickle is
-written.
-
-The extension points are public: a planner turns our shares into its items, a storage writer and reader move their bytes.
+"""Use of torch.distributed.checkpoint with Megalith's own files: torch plans which rank reads and writes which box, and no pickle is
+written. Only public extension points are used: planners turn shares into torch's items, and a storage writer and reader move the bytes.
 """
 
 import errno
@@ -44,7 +42,7 @@ from megalith.disk import Place
 
 
 class SharesToWrite(DefaultSavePlanner):
-    """Plans the writing of shares (the "state dict" it is given maps names to `Share`)."""
+    """Plans the writing of shares. The planner's "state dict" maps names to `Share`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -77,15 +75,15 @@ class WrittenFile:
     bytes: int = 0
     error: str | None = None
     peer_lost: bool = False
-    """The ranks could not agree because one is gone; the folder may be intact."""
+    """True if the ranks could not communicate because one of them is gone; the folder may be intact."""
     warnings: tuple[str, ...] = ()
 
 
 class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
-    `error`: why this rank has no shares to write. It still takes part in the collectives, and makes all ranks give up. `place` must exist:
-    `folder` is made in it.
+    `error`: why this rank has no shares to write. The rank still takes part in the collectives, and makes all ranks abort.
+    `place` must exist: `folder` is created in it.
     """
 
     def __init__(
@@ -103,20 +101,20 @@ class FolderWriter(StorageWriter):
         self.place = place
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a writer writes one checkpoint."""
+        """No-op, because a writer writes only one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to open yet: the temporary name comes with the global plan."""
+        """No-op, because the temporary name is known only with the global plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, remove the files of dead runs, and choose the name under which all ranks write."""
+        """On the first rank, remove the files of interrupted saves, and choose the name under which all ranks write."""
         temporary = files.temporary(self.step)
         try:
             if self.place is not None and (why := self.place.away()):
@@ -132,7 +130,7 @@ class FolderWriter(StorageWriter):
         return [replace(plan, storage_data=temporary) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """Write this rank's file. Never raises: a failure is a result like any other."""
+        """Write this rank's file. Never raises an error: a failure is returned as a result."""
         results: list[Any] = []
         try:
             if self.error is None and plan.items:
@@ -180,7 +178,7 @@ class FolderWriter(StorageWriter):
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as one line."""
+    """Return an exception as one line of text."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -200,7 +198,7 @@ def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
 
 
 class SharesToRead(LoadPlanner):
-    """Plans the reading of exactly the boxes this rank holds (the "state dict" it is given maps names to `Share`)."""
+    """Plans the reading of exactly the boxes that this rank holds. The planner's "state dict" maps names to `Share`."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
@@ -239,14 +237,14 @@ class SharesToRead(LoadPlanner):
 
 
 class FolderReader(StorageReader):
-    """Reads the boxes a plan asks for out of the checkpoint `path`, straight into their destinations."""
+    """Reads the boxes that a plan requests from the checkpoint `path`, directly into their destinations."""
 
     def __init__(self, path: Path, index: files.Index) -> None:
         self.path, self.index = path, index
         self._chunks = {(key, chunk.offset): chunk for key, entry in index.items() for chunk in entry.chunks}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a reader reads one checkpoint."""
+        """No-op, because a reader reads only one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -275,7 +273,7 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every item to its place; a file is opened once and only the parts asked for are read."""
+        """Copy every item to its destination. Each file is opened once, and only the requested parts are read."""
         wanted: dict[str, list[tuple[ReadItem, files.Chunk]]] = {}
         for item in plan.items:
             chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]

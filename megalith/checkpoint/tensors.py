@@ -40,8 +40,8 @@ def write(path: Path, tensors: "Mapping[str, Tensor | StreamedShare]") -> FileDi
     """Write tensors (any device, any strides, or read in pieces) as one safetensors file, sync it to disk, and return its size and
     sha256.
 
-    sha256 rather than a quicker checksum: processors have instructions for it (1.7 GB/s a core, twice blake2b), it is computed
-    while the bytes are written, and anyone can check it with `sha256sum`. No second copy of the whole is made in memory.
+    The digest is sha256 because processors have instructions for it (1.7 GB/s per core, twice blake2b), it is computed while the bytes
+    are written, and `sha256sum` can check it. The tensors are not copied as a whole in memory.
     """
     # the widest elements first keep every tensor aligned to its element size, without the holes the format forbids
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -70,8 +70,8 @@ def write(path: Path, tensors: "Mapping[str, Tensor | StreamedShare]") -> FileDi
 
 
 def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, offset: Sequence[int] | None = None) -> None:
-    """Copy a box of one chunk of the tensor `name`, which begins at `offset` of the chunk, from its open file (`safetensors.safe_open`).
-    If a chunk is in pieces and the box is whole slices of the first dim, memory holds one piece in addition."""
+    """Copy a box of one chunk of the tensor `name` from its open file (`safetensors.safe_open`). The box begins at `offset` in the
+    chunk. If the chunk is in pieces and the box is whole slices of the first dim, only one piece is in memory in addition."""
     start = (0,) * into.dim() if offset is None else tuple(offset)
     if not chunk.pieces:
         into.copy_(box(content.get_tensor(name), start, into.shape))
@@ -84,7 +84,7 @@ def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, off
 
 
 def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -> None:
-    """Copy the chunk's numbers from number `first` on, as many as `into` takes."""
+    """Copy elements of the chunk into `into`, beginning with element `first`."""
     end = 0
     for piece in chunk.pieces:
         begin, end = end, end + piece.bytes // TORCH_DTYPES[dtype].itemsize
@@ -95,7 +95,7 @@ def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -
 
 
 def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The view of `tensor` that starts at `offset` and is `sizes` large."""
+    """Return the view of `tensor` that starts at `offset` and has shape `sizes`."""
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor

@@ -1,1 +1,1 @@
-"""The live control loop: observe a run's ranks and nodes, decide, and give commands."""
+"""The control loop of a live run: observe its ranks and nodes, decide, and carry out commands."""

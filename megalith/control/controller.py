@@ -1,8 +1,8 @@
-"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
+"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. On one machine: `megalith train`.
 
-Only `policy.decide` decides; this module observes what it needs, and carries out its commands. Ranks are never mended
-while they run: every rank is killed, and the same logical ranks are started again from the newest whole copy of the state. If a
-controller is killed, the next one can take over everything: copies are files, and its own memory is `ranks/fleet.json`.
+Only `policy.decide` decides; this module observes, and carries out its commands. Ranks are never repaired while they run: all are
+killed, and started again from the newest complete copy of the state. If a controller is killed, the next one can take over: copies are
+files, and `ranks/fleet.json` holds its own state.
 """
 
 import secrets
@@ -46,7 +46,7 @@ Start = commands.Restart | commands.Shrink | commands.Grow
 
 @dataclass
 class _Open:
-    """An incident that has not ended yet."""
+    """An incident from which the run has not recovered yet."""
 
     number: int
     step: int
@@ -54,8 +54,8 @@ class _Open:
 
 
 class Controller:
-    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `notify` is
-    called with messages for the user, `epoch` is that of the run folder's owner."""
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `notify` gets
+    messages for the user, `epoch` is that of the run folder's owner."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed: without them, the run would start over. False if a stop is requested
-        meanwhile. Raises OSError if it takes longer than the run would wait for a node."""
+        """Wait until the checkpoints can be listed: without them, the run would start over. False if a stop is requested meanwhile.
+        Raises OSError if this takes longer than the run would wait for a node."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
             try:
@@ -162,8 +162,8 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks, once the run's stores are available and the rendezvous file can be written. False if somebody asks to
-        stop meanwhile. Raises StoresAwayError where that takes too long, AlteredError for a sealed file that has changed."""
+        """Start all ranks, once the run's storage is available and the rendezvous file can be written. Return False if a stop is
+        requested meanwhile. Raises StoresAwayError if this takes too long, and AlteredError for a sealed file that has changed."""
 
         def start() -> None:
             sealed.check(self._job.sealed)
@@ -186,7 +186,7 @@ class Controller:
             time.sleep(IDLE_SECONDS)
 
     def _idle(self) -> None:
-        """Wait for a node while no ranks run."""
+        """Wait for a node, while no ranks run."""
         if self._requests:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
@@ -211,7 +211,7 @@ class Controller:
             self._nodes.check(node)
 
     def _final(self, outcome: Outcome) -> Outcome:
-        """Return how the run ended: as its ranks did, or as the policy stopped it."""
+        """Return the outcome of the run: its ranks' own, or the policy's if that stopped the run."""
         if self._stop_code is None or self._requests:
             return outcome
         return replace(outcome, code=self._stop_code, report=self._report)
@@ -220,7 +220,7 @@ class Controller:
 
     @property
     def _now(self) -> Job:
-        """The job that the ranks of this generation run."""
+        """The job of the current generation: the run's own, or its fallback."""
         return self._job.now(shrunk=self._shrunk)
 
     @property
@@ -238,7 +238,7 @@ class Controller:
         return self._end_now
 
     def _take_now_or_later(self, seen: TimedObservation) -> None:
-        """Handle observations. Restarts are decided once the ranks have ended: until then they overwrite the current copies."""
+        """Handle an observation. A restart is decided once the ranks have ended, because until then they may overwrite copies."""
         decision = policy.decide(self._state, seen.observation, fleet=self._fleet)
         if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
@@ -247,7 +247,7 @@ class Controller:
             self._take(seen)
 
     def _handle(self, observation: Observation) -> None:
-        """Handle a rank's report, or news of a node. Signs that end the generation are decided once all ranks have ended."""
+        """Handle a rank's report, or an observation of a node. Those that end the generation are decided once all ranks have ended."""
         if _is_ours(observation, self._watch):
             return
         if isinstance(observation, observations.NodesLost) and not set(observation.nodes) & set(self._state.placement):
@@ -276,7 +276,7 @@ class Controller:
             ).state
 
     def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
-        """Close incidents when the ranks continue: all have begun a step, or, in place, are past the incident's step."""
+        """Close incidents once all ranks have begun a step, or, without a restart, are past the incident's step."""
         for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
             self._open.remove(one)
             restored = None if in_place else str(self._state.restored)
@@ -286,8 +286,8 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
-        """Return the observations that explain the end of a generation: lost nodes explain the rest, then reports of ranks, then exits.
-        Other events of that time, such as a node that is well again, explain nothing and come first."""
+        """Return the observations that explain a generation's end: lost nodes before reports of ranks, and these before exits. Events
+        that explain nothing, such as a repaired node, come first."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]
@@ -323,7 +323,7 @@ class Controller:
     # Deciding and obeying
 
     def _take(self, seen: TimedObservation) -> None:
-        """Let the policy decide on an observation, log the decision, and carry it out."""
+        """Ask the policy for its decision on an observation, log the decision, and carry it out."""
         if seen.observation.step == 0:  # its observer does not know the step
             seen = replace(seen, observation=replace(seen.observation, step=self._step))
         if self._end_now or not isinstance(seen.observation, observations.Straggler):  # a tolerated one needs no survey of copies
@@ -348,8 +348,8 @@ class Controller:
         return (*self._nodes.survey(self._state.placement), *self._checkpoints())
 
     def _checkpoints(self) -> tuple[Copy, ...]:
-        """List the checkpoints in the shared store. An unreadable or suddenly empty store is treated as temporarily unavailable: the last
-        listing stays valid. Raises its OSError if nothing was ever listed."""
+        """List the checkpoints in the shared store. An unreadable or suddenly empty store is treated as temporarily unavailable: the
+        last listing stays valid. Raises the store's OSError if no listing ever succeeded."""
         try:
             self._listed = self._store() or self._listed or ()
         except OSError as error:
@@ -359,10 +359,10 @@ class Controller:
         return self._listed
 
     def _log_plan(self, order: Start) -> None:
-        """Report which plan the ranks follow from now on, when that changes."""
+        """If the plan changes, report which one the ranks follow from now on."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
-            words = f"continues from {order.source} under fleet.fallback, on {nodes}: its bits are no longer those of the run's own plan"
+            words = f"continues from {order.source} under fleet.fallback, on {nodes}: results are not bitwise those of the run's own plan"
             self._log.write(Problem("warning", words))
         elif isinstance(order, commands.Grow):
             self._log.write(Problem("warning", f"continues from {order.source} under the run's own plan again"))
@@ -413,7 +413,7 @@ class Controller:
 
 
 def _is_ours(seen: Observation, watch: Watch | None) -> bool:
-    """True if a rank reports a signal by which we asked it to stop ourselves."""
+    """True if a rank reports a signal that this controller itself sent to stop it."""
     return isinstance(seen, observations.Preempted) and seen.rank is not None and watch is not None and watch.stopping
 
 
@@ -427,10 +427,9 @@ def run_here(
     notify: Callable[[str], None] = print_line,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
-
-    Signals and `owner` as in `supervisor.run`, which passes on the exceptions of this function. Copies stay where they are unless
-    the run ended normally, because then its state is in a checkpoint.
+    """Run a job on this machine, and recover from faults. `identity` distinguishes this run's copies of the state from another run's.
+    Signals and `owner` are handled as described at `supervisor.run`, which passes on the exceptions of this function. Copies are kept
+    unless the run ended normally: then its state is in a checkpoint.
     """
     job.check()
     with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:

@@ -1,4 +1,5 @@
-"""The file of an incident: everything observed when ranks failed, for a person. The terminal shows the report's first lines."""
+"""The file of an incident: a record, for a person, of all observations when ranks failed. The terminal shows the report's first
+lines."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -13,9 +14,9 @@ FOLDER = "incidents"
 
 
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
-    """Write down what failed, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
-    return it unchanged. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of the run
-    folder's owner."""
+    """Write a failure's record to a file, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
+    return it unchanged. `number`: the incident's number in the event log; None: the next free one. `epoch`: that of the run folder's
+    owner."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)
@@ -47,7 +48,7 @@ def _told(failure: Failure) -> str:
 
 
 def count(run_dir: Path) -> int:
-    """Return how many incidents the run's log holds; they are numbered in sequence. 0 for a log that cannot be read."""
+    """Return the number of incidents in the run's log, which numbers them in sequence; 0 if the log cannot be read."""
     with disk.if_available(run_dir / events.FILE):
         return len(events.of_kind(events.read(run_dir), events.Incident))
     return 0

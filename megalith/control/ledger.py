@@ -1,7 +1,6 @@
-"""Account of a run's time, and of the cost of each incident. Reads events only: it has no clock of its own.
-
-Every moment between a run's first and last event has exactly one cause, so the causes add up to the wall time. Names follow the
-goodput measurement of Google's ml-goodput library, with detection and recovery apart.
+"""Account of a run's time, and of the cost of each incident. The account is computed from events alone, without a clock. Every moment
+between a run's first and last event has exactly one cause, so the times of all causes add up to the wall time. Names follow Google's
+ml-goodput library, except that detection and recovery are separate.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,7 +31,7 @@ from megalith.fleet.observations import Straggler
 
 
 class Cause(StrEnum):
-    """Use of a moment. If two causes claim a moment, it counts for the later one in this list."""
+    """The use of a moment of the run. If two causes claim a moment, the later one in this list counts."""
 
     OTHER = "other"
     USEFUL = "useful"
@@ -49,12 +48,12 @@ class Cause(StrEnum):
 
 MEANING: dict[Cause, str] = {
     Cause.USEFUL: "steps that count",
-    Cause.STRAGGLING: "what steps took beyond their median while a rank was known to be slow",
+    Cause.STRAGGLING: "time of steps beyond their median while a rank was known to be slow",
     Cause.DATA: "waiting for data",
-    Cause.VALIDATION: "validation, and comparisons of narrow products with wide ones",
-    Cause.CHECKPOINT: "training stood still for a save",
+    Cause.VALIDATION: "validation, and comparisons of low-precision with high-precision products",
+    Cause.CHECKPOINT: "training waited for a save",
     Cause.START: "from a start to its first step",
-    Cause.LOST: "repeated steps, steps that a rewind undid, steps without an update, and the step in which a fault occurred",
+    Cause.LOST: "repeated steps, steps undone by a rewind, steps without an update, and the step in which a fault occurred",
     Cause.AWAY: "no process ran: stopped, or waiting for the scheduler",
     Cause.RECOVERY: "from a decision to the first step after it",
     Cause.DETECTION: "from a fault to the decision about it",
@@ -73,7 +72,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds by cause; they add up to `wall`. `share` is useful time over all time in which the run was not away."""
+    """Seconds by cause, which add up to `wall`. `share`: useful time divided by all time, except the time when no process ran."""
 
     seconds: dict[Cause, float]
     steps: int
@@ -87,7 +86,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """0..1; None before there is any time to divide by."""
+        """The share of useful time, 0 to 1; None before any time has passed."""
         there = self.wall - self.seconds.get(Cause.AWAY, 0.0)
         return self.seconds.get(Cause.USEFUL, 0.0) / there if there > 0 else None
 
@@ -98,14 +97,14 @@ class Goodput:
         return {"goodput": self.share, "wall_seconds": self.wall, "seconds": seconds, **counts}
 
     def rows(self) -> list[tuple[str, float, float, str]]:
-        """(cause, seconds, share of the wall time, meaning) of each cause that took time, largest first."""
+        """Return (cause, seconds, share of the wall time, meaning) for each cause that took time, largest first."""
         wall = self.wall or 1.0
         used = sorted(((cause, value) for cause, value in self.seconds.items() if value > 0), key=lambda row: -row[1])
         return [(cause.value, value, value / wall, MEANING[cause]) for cause, value in used]
 
 
 def goodput(events: Iterable[Event]) -> Goodput:
-    """The account of a run, from its events in the order of their writing."""
+    """Return the account of a run, from its events in the order in which they were written."""
     whole = list(events)
     steps, lost = _steps(whole)
     intervals = [*_of_steps(steps, lost, whole), *_of_pauses(whole), *_of_incidents(whole, steps + lost), *_of_starts(whole)]
@@ -143,7 +142,8 @@ def partition(intervals: Iterable[Interval], start: float, end: float) -> list[I
 
 
 def _steps(events: Sequence[Event]) -> tuple[list[Step], list[Step]]:
-    """Steps that count, and those whose result was thrown away: a start goes back to `resumed_step`, a rewind to a copy."""
+    """Return the steps that count, and the steps whose result was discarded: a start goes back to `resumed_step`, and a rewind to a
+    copy."""
     counted: dict[int, Step] = {}
     lost: list[Step] = []
     for event in events:
@@ -172,20 +172,20 @@ def _of_steps(steps: Sequence[Step], lost: Sequence[Step], events: Sequence[Even
 
 
 def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Times during which a straggler was tolerated: from its first slow step to the end of the incident."""
+    """Return the intervals in which a straggler was tolerated: from its first slow step to the end of the incident."""
     ends = _recoveries(events)
     stragglers = [one for one in of_kind(events, Incident) if one.cause == Straggler.kind]
     return [(one.began, ends[one.incident].time if one.incident in ends else one.time) for one in stragglers]
 
 
 def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
-    """Recoveries by the number of their incident."""
+    """Return each recovery by the number of its incident."""
     return {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """Return the pauses. A validation, or a comparison, ends at its event. The wait for a save is somewhere before its event; the
-    latest place is accurate enough."""
+    """Return the intervals in which training paused. A validation or a comparison ends at its event. The wait for a save is placed
+    directly before its event, which is accurate enough."""
     found = []
     for event in events:
         match event:
@@ -199,8 +199,8 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
 
 
 def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
-    """Return the intervals of detection, and those of recovery up to the first step after it. The work of the broken step is lost, too.
-    The time of the first step after it does not count, although the incident ends only once that step is seen to run."""
+    """Return the intervals of detection, and of recovery up to the beginning of the next step. The work of the interrupted step counts
+    as lost. An incident ends only once the next step is observed, but that step's time does not count as recovery."""
     ends = sorted(step.time for step in steps)
     begins = sorted(step.time - step.seconds for step in steps)
     starts = sorted(start.time for start in of_kind(events, RunStarted))
@@ -225,7 +225,7 @@ def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interv
 
 
 def _of_starts(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals from each start to its first step. Before a start that follows no incident, the run was away since the last
+    """Return the intervals from each start to its first step. Before a start that follows no incident, no process ran since the last
     event."""
     found: list[Interval] = []
     start: RunStarted | None = None  # the newest, until its first step
@@ -252,7 +252,8 @@ def _of_starts(events: Sequence[Event]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """One incident from its beginning to its end. Times in seconds since the epoch, costs in seconds; `over` None: it is not over."""
+    """One incident from its beginning to its end. Times are in seconds since the epoch, and costs in seconds. `over` None: the incident
+    is not over."""
 
     incident: int
     cause: str
@@ -284,9 +285,9 @@ class PostMortem:
         return asdict(self) | {"detection_seconds": self.detection, "recovery_seconds": self.recovery}
 
     def text(self) -> str:
-        """A readable page: the event, the blamed node, the response, and the cost."""
+        """The incident as text for a person: the event, the blamed node, the response, and the cost."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
-        cost = f"{self.detection:.2f} s until it was seen, " + (
+        cost = f"{self.detection:.2f} s until it was detected, " + (
             "not over"
             if self.recovery is None
             else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
@@ -307,7 +308,7 @@ class PostMortem:
 
 
 def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
-    """Every incident of a run, oldest first. An incident that came while another was being dealt with is in both timelines."""
+    """Return every incident of a run, oldest first. An incident that began during another one is in both timelines."""
     whole = list(events)
     ends = _recoveries(whole)
     found = []
@@ -336,7 +337,7 @@ def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
 
 def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event]) -> tuple[tuple[float, str], ...]:
     over = end.time if end else max(event.time for event in events)
-    told = [(incident.began, "it happened (last sign of life)"), (incident.time, f"decided: {incident.reason}")]
+    told = [(incident.began, "it happened (last heartbeat)"), (incident.time, f"decided: {incident.reason}")]
     for event in events:
         if incident.began <= event.time <= over and event is not incident and event is not end:
             words = _words(event)

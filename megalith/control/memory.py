@@ -1,4 +1,4 @@
-"""State that a controller keeps beyond its own end: the policy's state in the run folder, and the ledger of nodes."""
+"""State that outlives a controller: the policy's state in the run folder, and the ledger of nodes."""
 
 import json
 import time
@@ -17,7 +17,8 @@ FILE = "fleet.json"
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one run's controllers. Its files are `ranks/fleet.json` and the ledger that `fleet.ledger` names, or the run's own."""
+    """The memory of one run's controllers. Its files are `ranks/fleet.json` and a ledger: the one that `fleet.ledger` names, or the
+    run's own."""
 
     job: Job
     fleet: FleetSpec
@@ -34,12 +35,12 @@ class Memory:
 
     @cached_property
     def _place(self) -> disk.Place:
-        """Location of the ledger, as it was when this was first asked for."""
+        """Location of the ledger, determined at the first access."""
         return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:
-        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one. Raises OSError if
-        the ledger's folder cannot be made."""
+        """Return the state that a killed controller left, if `there` are exactly its nodes; else return a fresh state. Raises OSError
+        if the ledger's folder cannot be made."""
         disk.make_folder(self._place.folder)
         fresh = self._fresh(there)
         try:
@@ -52,7 +53,8 @@ class Memory:
         return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
 
     def _fresh(self, there: tuple[str, ...]) -> State:
-        """Return the ledger's state of the nodes present. A node that was out, or that has had too many faults lately, is not used yet."""
+        """Return a new state for the present nodes, from the ledger. A quarantined node, or one with too many recent faults, is not
+        used yet."""
         fleet, known = self.fleet, node_ledger.standings(node_ledger.read_nodes(self._ledger))
         since = time.time() - fleet.lemon_hours * policy.HOUR
         faults = {node: known[node].faults_since(since) for node in there if node in known}
@@ -72,6 +74,6 @@ class Memory:
             node_ledger.note(self._ledger, record)
 
     def keep(self, state: State) -> None:
-        """Write a state for the next controller, without its copies, which that controller surveys anew."""
+        """Write a state for the next controller. Copies are left out, because that controller will list them again."""
         with disk.if_available(self._file):
             disk.write_whole(self._file, json.dumps(policy.dump(replace(state, copies=()))))

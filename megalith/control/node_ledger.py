@@ -14,7 +14,7 @@ FILE = "nodes.jsonl"
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One thing that happened to a node. `time`: seconds since the epoch."""
+    """A fault, quarantine or check of a node. `time`: seconds since the epoch."""
 
     time: float
     node: str
@@ -25,9 +25,8 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Standing:
-    """Status of a node. `quarantined`: since when; None: it may be used. `faults` are (time, detail) since it last passed a
-    check, oldest
-    first."""
+    """Status of a node. `quarantined`: when it was excluded; None: it may be used. `faults`: (time, detail) of each since it last
+    passed a check, oldest first."""
 
     node: str
     faults: tuple[tuple[float, str], ...] = ()
@@ -35,20 +34,20 @@ class Standing:
     checks: tuple[tuple[float, bool], ...] = field(default=())
 
     def faults_since(self, time: float) -> tuple[float, ...]:
-        """Return the times of its faults after `time`."""
+        """Return the times of the node's faults after `time`."""
         return tuple(at for at, _ in self.faults if at > time)
 
 
 def note(path: Path, record: NodeRecord) -> None:
-    """Append to a ledger of nodes; it outlives runs, and several runs may write to one. Each record is one write. Nothing is
-    written if the disk is full or unavailable: the folder must exist."""
+    """Append records to a ledger of nodes. It outlives runs, and several runs may write to it, each record in one write. Its folder
+    must exist. No record is written if the disk is full or unavailable."""
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     with disk.if_available(path), path.open("a+b", buffering=0) as file:
         disk.append(file.fileno(), line.encode())
 
 
 def read_nodes(path: Path) -> list[NodeRecord]:
-    """The records of a ledger of nodes, oldest first; empty if there is no ledger. Torn lines are left out."""
+    """Return the records of a ledger of nodes, oldest first; empty if there is no ledger. Incomplete lines are left out."""
     return [NodeRecord(**record) for record in map(disk.parse, disk.lines(path)) if record is not None]
 
 
@@ -72,7 +71,7 @@ def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
 
 
 def node_changes(before: State, after: State, *, time: float, reason: str, run: str) -> list[NodeRecord]:
-    """Return the records that bring the ledger from `before` to `after`: `standings` of all of them equals the state."""
+    """Return the records to append at a change from `before` to `after`: `standings` of the ledger then equals the state."""
     found = []
     for node, times in after.faults.items():
         if times and times[-1:] != before.faults.get(node, ())[-1:]:

@@ -1,4 +1,4 @@
-"""Record of a controller: observations with their evidence, their meaning for the running generation, and the reason for its end."""
+"""A controller's records: observations with evidence, whether an observation ends the generation, and the reason for that end."""
 
 import time
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ NO_INCIDENT = (
     observations.Waited, observations.SaveWorks, observations.Ordered,
 )  # fmt: skip
 ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.SaveFailed, observations.NodesLost)
-"""Observations that are incidents even if no command follows."""
+"""Kinds of observations that are logged as incidents even if no command follows."""
 
 CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Observations that cause a warning if they delay the run or a node, and the commands that delay it."""
+"""Kinds of observations that cause a warning if they delay the run or a node, and the commands that cause such a delay."""
 
 _ENDING = (
     observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,
     observations.GradientWrong, observations.DataDamaged,
     observations.NotThisRun, observations.StoreAway,
 )  # fmt: skip
-"""Observations after which a generation is over, if `ends`."""
+"""Kinds of observations that end a generation, on the condition in `ends`."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class TimedObservation:
 
 
 def ends(observation: Observation) -> bool:
-    """True if a generation is over with this observation. Ranks recover without help if they can repeat the step or read the shard
-    elsewhere."""
+    """True if this observation ends the generation. It does not if the ranks can recover themselves: by repeating the step, or by
+    reading the shard elsewhere."""
     if isinstance(observation, observations.DataDamaged):
         return observation.other_copy is None
     if isinstance(observation, observations.Nonfinite):
@@ -53,7 +53,7 @@ def ends(observation: Observation) -> bool:
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """The end of a generation. `beats`: each rank's last sign of life; `placement`: the node of each slot; `step`: the furthest step that
+    """The end of a generation. `beats`: each rank's last heartbeat; `placement`: the node of each slot; `step`: the latest step that
     any generation began."""
 
     outcome: Outcome
@@ -87,7 +87,7 @@ class GenerationEnd:
         )
 
     def evidence(self) -> dict[str, Any]:
-        """Return the other evidence: the first cause, exit statuses and phases by rank."""
+        """Return the further evidence: the first cause, and each rank's exit status and phase."""
         cause, found = self.outcome.first_cause, {}
         if cause is not None:
             found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
@@ -96,7 +96,7 @@ class GenerationEnd:
         return found | {"exits": exits, "phases": phases}
 
     def _step_of(self, rank: int | None) -> int:
-        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
+        """The step that a rank (None: the furthest rank) had begun in this generation. An earlier generation may have finished it."""
         steps = [beat.step for number, beat in enumerate(self.beats) if rank in (None, number)]
         begun = max(steps, default=-1)
         return begun if begun >= 0 else self.step

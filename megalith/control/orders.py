@@ -1,6 +1,5 @@
-"""Orders of a person to a run that trains: files in its folder, which the run's controller takes and its policy decides about.
-Anyone who can write to the run folder can give orders. An order reaches ranks only as a command of the policy: to save, or to
-stop.
+"""A person's orders to a run in progress: files in its folder, which the controller collects and its policy decides on. Anyone who can
+write to the run folder can give orders. An order reaches ranks only as a command of the policy: to save, or to stop.
 """
 
 import contextlib
@@ -33,14 +32,14 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
 
 
 class Orders:
-    """The orders that a run's controller has not taken yet."""
+    """Reader of the orders that a run's controller has not collected yet."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._next = 0.0
 
     def take(self) -> list[Ordered]:
-        """Return new orders, each once, oldest first. Old or invalid files are removed. No OSError is raised."""
+        """Return new orders, each once, oldest first, and remove old or invalid files. Never raises OSError."""
         if time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""How a run ended, as a value and as the text a person reads."""
+"""The outcome of a run, as a value and as text for a person."""
 
 import re
 from collections.abc import Sequence
@@ -10,22 +10,21 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.report import Reported
 
 MAX_LINES = 8
-"""Lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
+"""Maximum lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
 
 EVIDENCE_LINES = 3
 """Number of lines of the cause's evidence in a message; the incident's file has all lines."""
 
 LINE_CHARACTERS = 600
-"""Characters of one line of a message. An error that quotes a whole tensor must not push the cause out of sight."""
+"""Maximum characters of one line of a message. An error that quotes a whole tensor must not scroll the cause off the screen."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `code` is for the exit status (`exit_codes`); `stopped` says that a signal asked for the end.
-
-    `consequences` are failures after the first cause, `ended` the ranks that the supervisor had to end, `ready_seconds` how long
-    the ranks took to be ready (None: they never were). `report` says why the policy stopped the run, empty if it did not. `file` holds
-    all that was seen of the failure (`control.incidents`); None: there was no failure, or the file could not be written.
+    """The outcome of a run. `code`: the exit status (`exit_codes`). `stopped`: a signal requested the end. `consequences`: failures
+    after the first cause. `ended`: the ranks that the supervisor had to end. `ready_seconds`: the time until all ranks were ready
+    (None: never). `report`: why the policy stopped the run; empty if it did not. `file`: the record of the failure
+    (`control.incidents`); None if there was no failure, or the file could not be written.
     """
 
     code: int
@@ -51,7 +50,7 @@ class Outcome:
         return "\n".join([*self._what_failed(cause)[: MAX_LINES - len(where) - len(after)], *after, *where])
 
     def _what_failed(self, cause: Failure) -> list[str]:
-        """Return lines about the cause: the policy's report, if there is one, has its own words."""
+        """Return lines about the cause: the policy's report if there is one, else the first failure."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
         if cause.secondary or _reported(cause):  # lost connections tell nothing; the incident's report has what ranks reported
@@ -86,13 +85,13 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
 
 def _reported(cause: Failure) -> bool:
-    """Return whether a rank ended because it had reported an observation. The supervisor may have killed it before it could exit by
+    """True if a rank ended because it had reported an observation. The supervisor may have killed such a rank before it could exit by
     itself."""
     return cause.code == ExitCode.REPORTED or cause.error.startswith(f"{Reported.__module__}.{Reported.__qualname__}:")
 
 
 def _error(cause: Failure) -> list[str]:
-    """The lines of a Python error: its message may have several, which are the end of its traceback."""
+    """Return the lines of a Python error. Its message may have several lines, which end the traceback."""
     if not cause.error:
         return []
     lines = cause.traceback.splitlines()

@@ -1,15 +1,14 @@
 """Ownership of a run folder: one command at a time writes to it; the error of a second command names the owner.
 
-On a local file system the owner holds a lock, which ends with its process. If other machines see the folder too, a lock may not
-exclude them: there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created
-atomically:
+On a local file system the owner holds a lock, which ends with its process. If other machines can access the folder too, a lock may not
+exclude them; then the owner renews a lease. Owners leave numbered claims in `ranks/owners/`, each created atomically:
 
     00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
     00000003.beat   changes with each renewal
     00000003.left   the owner has ended, and so have its ranks
 
-Nobody compares clocks of two machines: a process that wants to take over watches the lease for its whole duration. An owner that
-cannot renew it stops its ranks long before it ends. See docs/decisions/0015-one-owner.md.
+Clocks of two machines are never compared: a process that wants to take over watches the lease for its whole duration. An owner that
+cannot renew its lease stops its ranks long before the lease ends. See docs/decisions/0015-one-owner.md.
 """
 
 import contextlib
@@ -77,9 +76,9 @@ class TakenError(LeaseError):
 
 @dataclass(frozen=True)
 class Claim:
-    """An owner's claim. `born`: start time that distinguishes its process from a later one with the same number; `place`: the
-    machine's boot and the namespace of its process numbers; `lease` in seconds, 0: a lock holds the folder. `wide`: its ranks are
-    on several machines."""
+    """An owner's claim. `born`: the start time, which distinguishes the owner's process from a later one with the same id. `place`: the
+    machine's boot and the namespace of process ids. `lease`: seconds; 0: a lock is used instead. `wide`: the owner's ranks are on
+    several machines."""
 
     number: int
     epoch: int
@@ -93,7 +92,7 @@ class Claim:
 
     @property
     def who(self) -> str:
-        """The owner's process, host and start in words."""
+        """The owner's process, host and start time as text."""
         return f"{self.process} on {self.host} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
 
 
@@ -109,13 +108,13 @@ class Owner:
 
     @property
     def epoch(self) -> int:
-        """The epoch in whose names this owner writes (`megalith.epochs`)."""
+        """The epoch in the names of this owner's files (`megalith.epochs`)."""
         return self._claim.epoch
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. If the process could not renew it for too long, and `check` has not stopped its
-        ranks, the process ends."""
+        """Renew the lease while the block runs. If the lease could not be renewed for too long, and `check` has not stopped the ranks,
+        end the process."""
         if not self._claim.lease:
             yield
             return
@@ -130,7 +129,8 @@ class Owner:
             threads[1].join()  # the other may wait for a store that is away
 
     def check(self) -> None:
-        """Raise TakenError if another owns the folder now, LeaseError if the lease could not be renewed for too long: ranks must stop."""
+        """Raise TakenError if another process owns the folder now, LeaseError if the lease could not be renewed for too long. Ranks
+        must then stop."""
         if self._taken:
             raise TakenError(self._taken)
         silence = time.monotonic() - self._renewed
@@ -141,7 +141,8 @@ class Owner:
             )
 
     def checked(self, turn: Callable[[], None] | None) -> Callable[[], None]:
-        """A function that checks ownership, then calls `turn`; the loop that supervises ranks calls it at every turn."""
+        """Return a function that checks ownership, then calls `turn`; the loop that supervises ranks calls this function at every
+        turn."""
 
         def both() -> None:
             self.check()
@@ -151,8 +152,8 @@ class Owner:
         return both
 
     def regain(self, *, seconds: float) -> None:
-        """Wait until the lease can be renewed, while no rank runs. Raises TakenError if another owns the folder by then, LeaseError if it
-        takes longer than `seconds`."""
+        """Wait until the lease can be renewed, while no rank runs. Raises TakenError if another process owns the folder by then, and
+        LeaseError if the wait exceeds `seconds`."""
         until, self._idle = time.monotonic() + seconds, True
         while time.monotonic() < until:
             began = time.monotonic()
@@ -165,8 +166,8 @@ class Owner:
         raise LeaseError(f"the lease of {self.run_dir} could not be renewed for {seconds:.0f} s{self._trouble}")
 
     def leave(self) -> None:
-        """Record that this owner and its ranks have ended. If the store is unavailable, nothing is recorded, and the next owner
-        must wait."""
+        """Record that this owner and its ranks have ended. If storage is unavailable, this is not recorded, and the next owner must
+        wait for the lease to end."""
         with contextlib.suppress(OSError):
             self._claims.leave(self._claim)
 
@@ -192,7 +193,7 @@ class Owner:
                 self._trouble = f" ({error.strerror})"
 
     def _watch(self, done: threading.Event) -> None:
-        """Run the thread that ends the process, and with it all ranks, if nothing else has stopped them."""
+        """Loop of the thread that ends the process, and with it all ranks, if no other part has stopped them."""
         while not done.wait(self._claim.lease / RENEWALS / 2):
             if not self._idle and time.monotonic() - self._renewed > END * self._claim.lease:
                 why = self._taken or f"the lease of {self.run_dir} could not be renewed{self._trouble}"
@@ -202,11 +203,11 @@ class Owner:
 
 @contextlib.contextmanager
 def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
-    """Own a run folder while the block runs. Nothing may be written there before. `wide`: the ranks will be on several machines.
+    """Own a run folder while the block runs. The caller must not write there before. `wide`: the ranks will be on several machines.
 
-    Raises InUseError, with the owner's process, host and time, when another process owns it. Then nothing there has changed. Where the
-    last owner may still be alive on another machine, that takes as long as its lease.
-    Raises OSError where the folder cannot be made, or its file system is not mounted.
+    Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged. If the
+    last owner may still be alive on another machine, this check takes as long as that owner's lease. Raises OSError if the folder
+    cannot be made, or its file system is not mounted.
     """
     disk.check_mounted(run_dir)
     folder = run_dir.resolve() / "ranks"
@@ -246,7 +247,8 @@ def flock_serves(folder: Path) -> bool:
 
 
 def place() -> str:
-    """Identify the scope of this process's number: the machine, its boot, and the PID namespace (a container has its own)."""
+    """Identify the scope in which this process's id is unique: the machine, its boot, and the PID namespace (a container has its
+    own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -255,9 +257,8 @@ def place() -> str:
 
 
 def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: bool) -> int:
-    """Return the epoch of an owner's successor: a new one if the owner held the folder by a lease and some process of it may
-    still run. `locked`: the
-    lock is this process's.
+    """Return the epoch of an owner's successor: a new epoch if the owner had a lease and one of its processes may still run. `locked`:
+    this process holds the lock.
 
     Raises InUseError if the owner itself still runs.
     """
@@ -271,10 +272,10 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
     if before.place == place():
         return before.epoch + before.wide
     if not before.lease:
-        way_out = f"if that process has ended, start the command there, or remove {claims.folder}"
+        way_out = f"if that process has ended, start the command on its host, or remove {claims.folder}"
         raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
     print(
-        f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether it still is",
+        f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether that process still owns it",
         file=sys.stderr,
     )
     last, until = claims.last_beat(before), time.monotonic() + before.lease
@@ -297,7 +298,7 @@ class _Claims:
         self.folder = self._run_dir / "ranks" / "owners"
 
     def newest(self) -> Claim | None:
-        """The newest claim; None without any. A damaged claim shows only that there was an owner."""
+        """The newest claim; None if there is no claim. A damaged claim shows only that there was an owner."""
         found = sorted(path for path in self.folder.glob("*.json") if path.stem.isdecimal())
         if not found:
             return None
@@ -311,8 +312,7 @@ class _Claims:
             )  # fmt: skip
 
     def make(self, claim: Claim) -> bool:
-        """Make a claim, if it is the first of its number and none is newer; return whether it was made. Older ones are
-        removed."""
+        """Make a claim, if no claim with its number or a higher one exists, and remove older claims. Return True if it was made."""
         self.folder.mkdir(exist_ok=True)
         path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
         part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
@@ -332,11 +332,11 @@ class _Claims:
         return True
 
     def beat(self, claim: Claim) -> None:
-        """Write an owner's next sign of life."""
+        """Write an owner's next heartbeat."""
         disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
-        """Return the sign of life that an owner wrote last; empty if there is none."""
+        """Return the last heartbeat that an owner wrote; empty if there is none."""
         try:
             return self._path(claim, "beat").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -356,7 +356,7 @@ class _Claims:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run folder, and a file in it: deleting the file, and the claims beside it, lets no second owner in."""
+    """Lock the run folder, and a file in it, so that no second owner can begin after this file and the claims were deleted."""
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context((run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8"))
         folder = os.open(run_dir.resolve(), os.O_RDONLY | os.O_DIRECTORY)
@@ -373,7 +373,7 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked_by(run_dir: Path, lock: str) -> str:
-    """Return the holder of the lock. The newest claim is more precise than the lock itself, which may be of an earlier version."""
+    """Return the holder of the lock. The newest claim is more precise than the lock file, which an earlier version may have written."""
     process = Path(lock).read_text(encoding="utf-8").strip()
     newest = _Claims(run_dir).newest()
     return newest.who if newest is not None and process in ("", str(newest.process)) else process or "(unknown)"
@@ -384,7 +384,7 @@ def _in_use(run_dir: Path, who: str) -> str:
 
 
 def _born(process: int) -> str:
-    """When a process began, in the kernel's count; empty if there is none."""
+    """Return a process's start time as the kernel counts it; empty if there is no such process."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

@@ -1,6 +1,5 @@
-"""How long ranks are silent in a run's own phases, and so how long a silence is too long.
-
-A fixed limit is either too short for one run or too long for another: the limit of a hang follows from the run's own pace.
+"""The limit of silence for a hang, which follows from the silences of ranks in a run's own phases. A fixed limit would be too short for
+one run or too long for another.
 """
 
 from collections import deque
@@ -16,28 +15,28 @@ START_FLOORS = 5  # times hang_floor that a start may take in any case
 
 
 class Limits:
-    """Fixed limits: seconds until all ranks are ready, and without a sign of life from then on (None: for ever)."""
+    """Fixed limits: seconds until all ranks are ready, and seconds without a heartbeat from then on (None: unlimited)."""
 
     def __init__(self, start: float, silence: float | None) -> None:
         self._start, self._silence = start, silence
 
     def begin(self, source: Source) -> None:
-        """A generation starts, which restores `source`."""
+        """Begin a generation, which restores `source`."""
 
     def note(self, beats: Sequence[Beat]) -> None:
         """Record the newest beats of the ranks."""
 
     def of_start(self) -> float:
-        """Seconds from the first beat of a generation until all its ranks are ready."""
+        """Return the allowed seconds from a generation's first heartbeat until all ranks are ready."""
         return self._start
 
     def of_silence(self, beats: Sequence[Beat]) -> float | None:
-        """Seconds that may pass without a beat of any rank."""
+        """Return the allowed seconds without a heartbeat from any rank."""
         return self._silence
 
 
 class Pace(Limits):
-    """Limits that follow the silences in this run's phases, over all its generations."""
+    """Limits that are computed from the silences in this run's phases, over all its generations."""
 
     def __init__(self, start: float, silence: float | None, fleet: FleetSpec) -> None:
         super().__init__(start, silence)
@@ -77,7 +76,8 @@ class Pace(Limits):
             self._starts.setdefault(self._tier, deque(maxlen=KEPT)).append(max(beat.time for beat in beats) - self._began)
 
     def _key(self, beat: Beat) -> str:
-        """Return the key of a beat's phase. The first step of a generation has its own: it compiles, and finds cold caches."""
+        """Return the key of a beat's phase. A generation's first step has its own key, because it compiles and starts with cold
+        caches."""
         first = beat.step <= self._first_step
         return f"first {beat.phase}" if first else beat.phase
 
@@ -89,7 +89,7 @@ class Pace(Limits):
         return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(like)))
 
     def usual_start(self) -> float:
-        """Median seconds of a start, so far."""
+        """Return the median seconds of the starts so far."""
         starts = [seconds for like in self._starts.values() for seconds in like]
         return percentile(starts, 0.5) if starts else self._start
 
@@ -106,6 +106,6 @@ class Pace(Limits):
 
 
 def percentile(values: Sequence[float] | deque[float], share: float) -> float:
-    """Return the value that this share of `values` does not exceed."""
+    """Return the smallest value that the given share of `values` does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

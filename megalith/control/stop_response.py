@@ -1,4 +1,4 @@
-"""The answer to a request to stop: printed at once, with the work that a second Ctrl-C would lose."""
+"""The response to a request to stop, printed at once, with the work that a second Ctrl-C would lose."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ from megalith.fleet.heartbeat import Beat
 from megalith.fleet.tiers import BEGINNING, Copy, newest
 
 Request = tuple[int, float]
-"""A signal's number, and when it came (monotonic seconds)."""
+"""A signal's number, and when it arrived (monotonic seconds)."""
 
 Store = Callable[[], tuple[Copy, ...]]
 
@@ -21,13 +21,13 @@ def print_line(text: str) -> None:
 
 
 def no_copies() -> tuple[Copy, ...]:
-    """Return the copies of a run that keeps none."""
+    """Return an empty tuple: the copies of a run that keeps none."""
     return ()
 
 
 class StopResponse:
-    """Answers the first request to stop. Two lines: what happens now, printed at once; then the work that a second Ctrl-C would
-    lose, which needs a look at the copies of the state. `requests` are the requests received; `beats` returns the ranks' last
+    """Responds to the first request to stop with two lines. The first, printed at once, states what happens now. The second states the
+    work that a second Ctrl-C would lose, from a list of the copies. `requests`: those received. `beats` returns the ranks' last
     heartbeats."""
 
     def __init__(
@@ -41,7 +41,8 @@ class StopResponse:
         self._requests, self._notify, self._beats, self._copies = requests, notify, beats, copies
 
     def __call__(self) -> None:
-        """Print both lines. Must be called after the request was passed on: looking at the copies may take seconds."""
+        """Print both lines. Must be called after the request was passed on to the ranks, because listing the copies may take
+        seconds."""
         number = self._requests[0][0]
         begun = [beat.step for beat in self._beats() if beat.ready]
         stopping = (

@@ -13,28 +13,26 @@ class StoresAwayError(RuntimeError):
 
 
 class Stores:
-    """The run folder, and every other path that was once found unavailable."""
+    """The run folder, and every other path that was found unavailable before."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = disk.Place(run_dir)
         self._others: list[Path] = []
 
     def add(self, path: str) -> None:
-        """Check this path as well from now on."""
+        """From now on, also check this path."""
         if Path(path) not in self._others:
             self._others.append(Path(path))
 
     @property
     def run_folder_away(self) -> str:
-        """Why the run folder cannot be used now; empty if it can."""
+        """Return why the run folder cannot be used now; empty if it can."""
         return self._run.away()
 
     def start(self, start: Callable[[], None], *, limit: float, notify: Callable[[str], None], pause: Callable[[], bool]) -> bool:
-        """Call `start` once everything can be used, and again while it finds storage unavailable. `pause` waits between two
-        tries. Return False if `pause` forbids another one.
-
-        A line is printed when the wait begins, and given to `notify` when it ends. Raises StoresAwayError when it takes more than `limit`
-        seconds.
+        """Call `start` once all paths can be used, and retry while `start` finds storage unavailable. `pause` waits between two
+        attempts. Return False if `pause` forbids another attempt. A line is printed when the wait begins, and `notify` is called when
+        it ends. Raises StoresAwayError if the wait exceeds `limit` seconds.
         """
         since: float | None = None
         first = ""
@@ -56,7 +54,7 @@ class Stores:
         return True
 
     def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:
-        """Call `start` if everything can be used; return the path that could not be used, and why."""
+        """Call `start` if all paths can be used; else return the path that cannot be used, and the reason."""
         if why := self._run.away():
             return str(self._run.folder), why
         try:

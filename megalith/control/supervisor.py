@@ -1,7 +1,5 @@
-"""Starts the ranks of a run on this machine once, watches them, and says why they ended; `controller` starts them again.
-
-One thread and one loop over three things: ends of processes, heartbeats in shared memory, and signals to this process. Nothing here
-imports torch.
+"""Starts the ranks of a run on this machine once, watches them, and reports why they ended; `controller` restarts them. One loop in one
+thread handles ends of processes, heartbeats in shared memory, and signals to this process. This module does not import torch.
 """
 
 import contextlib
@@ -33,12 +31,11 @@ def run(
     store: Store = no_copies,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `notify` is called with
-    messages for the user, `store` lists the checkpoints.
-
-    SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are passed on to every rank, once, as SIGTERM;
-    a later SIGINT ends all at once. `owner`: this process, where it owns the run folder already. Raises ValueError for a job that
-    cannot be started, with all its problems, and InUseError when another process owns its run folder.
+    """Start the job's ranks, and return once all have ended; meanwhile, `tick` is called about every 20 ms. `notify` gets messages for
+    the user; `store` lists the checkpoints. SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are
+    passed on to every rank, once, as SIGTERM; a later SIGINT ends all ranks immediately. `owner`: this process's ownership of the run
+    folder, if it has it already. Raises ValueError, with all problems, for a job that cannot be started, and InUseError if another
+    process owns its run folder.
     """
     job.check()
     with owned(job.run_dir, owner) as own, requests_to_stop() as requests:

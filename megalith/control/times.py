@@ -1,8 +1,7 @@
-"""Record the time breakdown of each rank and step, from heartbeats that are read anyway, as a pyramid in the run folder for
-`watch`.
+"""Records the time breakdown of each rank and step, from the heartbeats, as a pyramid file in the run folder, for `megalith watch`.
 
-A value is one byte: the logarithm of a rank's seconds over the median rank's own work in that step. So it shows the slow rank
-directly, and its error is below 2 %. Memory is kept the same way, over the median rank's.
+A value is one byte: the logarithm of a rank's seconds divided by the median rank's own work in that step. So a value shows a slow rank
+directly, with an error below 2 %. Memory is stored likewise, divided by the median rank's.
 """
 
 from collections.abc import Sequence
@@ -16,35 +15,35 @@ from megalith.fleet.heartbeat import KINDS, Beat
 
 FOLDER = "ranks/times"
 ROWS = (*KINDS, "memory")
-"""Blocks of a record, each with a value a rank."""
+"""Rows of a record, each with one value per rank."""
 
 MINIMUM, MAXIMUM = 2.0**-9, 2.0**3
-"""Shares of the median for the smallest and the largest code; values beyond them are clamped."""
+"""The smallest and the largest code's multiples of the median; values beyond these are clamped."""
 
 CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread over
 
 
 def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return shares of the median as codes from 1 to 255; 0 stands for unknown values (NaN)."""
+    """Encode multiples of the median as codes from 1 to 255; 0 stands for unknown values (NaN)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = (np.log2(np.clip(shares, MINIMUM, MAXIMUM)) + 9) * CODES / OCTAVES + 1
     return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
 
 
 def decode(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return codes as shares of the median; NaN for unknown values."""
+    """Decode codes to multiples of the median; NaN for unknown values."""
     return np.where(codes > 0, 2.0 ** ((codes.astype(np.float64) - 1) * OCTAVES / CODES - 9), np.nan)
 
 
 def block(row: str, ranks: int) -> slice:
-    """The place of a row in a record."""
+    """Return the position of a row in a record."""
     at = ROWS.index(row)
     return slice(at * ranks, (at + 1) * ranks)
 
 
 class Times:
-    """Writes the record of each step once all ranks have reported it, or once some have reported the step after the next, because
-    polling misses some beats. If the disk is full or unavailable, only the record is lost."""
+    """Writes a step's record once all ranks have reported it, or, because polling misses some beats, once a rank has reported the step
+    after the next. If the disk is full or unavailable, only the record is lost."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self._run_dir, self._folder, self._ranks = run_dir, run_dir / FOLDER, ranks

@@ -1,7 +1,7 @@
 """One generation of ranks, from their start to the last rank's end: which ranks ended or hang, and the first cause.
 
-If a rank fails, the others are stopped within seconds (they would only wait for it). Of all errors that follow, the first cause
-is reported.
+If a rank fails, the others are stopped within seconds, because they would only wait for it. Only the first cause among the resulting
+errors is reported.
 """
 
 import re
@@ -36,12 +36,13 @@ _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent w
 Observe = Callable[[list[Observation], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
-"""Matches the innermost call of a rank that waits for others."""
+"""Pattern for the innermost call of a rank that waits for others."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """No rank made progress. `rank` None: no rank is furthest behind. `behind`: the same by steps and phases alone."""
+    """A hang: no rank made progress. `rank`: the one furthest behind; None: no single one is. `behind`: the same by steps and phases
+    alone."""
 
     rank: int | None
     behind: int | None
@@ -53,8 +54,8 @@ class Hang:
 
 
 class Watch:
-    """The loop over one generation, which restores `source`. `observe` gets observations and beats at every turn, and returns whether
-    the generation must end now. `stop_response` is called once, when a request to stop has been passed on."""
+    """The loop that watches one generation, which restores `source`. `observe` gets observations and beats at every turn, and returns
+    True if the generation must end now. `stop_response` is called once, after a request to stop was passed on."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Watch:
 
     @property
     def stopping(self) -> bool:
-        """True if the ranks were asked to stop."""
+        """True if the ranks were told to stop."""
         return self._stopping
 
     @property
@@ -112,7 +113,7 @@ class Watch:
         return self._outcome()
 
     def _collect_events(self) -> list[Observation]:
-        """Collect events: record ends, return observations."""
+        """Collect events: record the ends of ranks, and return observations."""
         observed: list[Observation] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
@@ -136,7 +137,7 @@ class Watch:
             self._failed_at = self._watched
 
     def _is_request(self, end: Exit) -> bool:
-        """True if a rank was ended by our request to stop: it had not set a handler yet, so there was nothing to save."""
+        """True if the supervisor's request to stop killed a rank that had no signal handler yet, and so no state to save."""
         return self._stopping and end.code == -signal.SIGTERM
 
     def _look_at_beats(self) -> None:
@@ -166,8 +167,8 @@ class Watch:
         return bool(late)
 
     def _pass_on_requests(self) -> bool:
-        """Pass the first request on to the ranks. True if there is nothing to wait for: no rank has started yet, or this is
-        the second request."""
+        """Pass the first request to stop on to the ranks. True if the ranks must end at once: none has started yet, or this is the
+        second request."""
         if self._requests and not self._responded:
             self._responded = True
             if not self._stopping:
@@ -189,7 +190,7 @@ class Watch:
         return any(number == signal.SIGINT and at - begun > BOUNCE_SECONDS for number, at in self._requests[1:])
 
     def _late(self) -> tuple[list[int], float]:
-        """Return the ranks that were silent beyond the run's limit (none while time is left), and that limit."""
+        """Return the ranks that were silent for longer than the run's limit, and this limit."""
         running = [rank for rank in range(self._job.ranks) if rank not in self._exits]
         if self._ready_at is None:
             unready = [rank for rank in running if not self._beats[rank].ready]
@@ -203,7 +204,8 @@ class Watch:
         return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
 
     def _is_over(self, limit: float, silence: float) -> bool:
-        """True if a silence is too long, and not because runnable ranks get no processor: checked twice, half a limit apart."""
+        """True if a silence is too long for another reason than runnable ranks without a processor. This is checked twice, half a limit
+        apart."""
         if silence < limit / 2:
             self._queued = None
             return False
@@ -219,8 +221,8 @@ class Watch:
         return False
 
     def _hangs(self, late: list[int], limit: float) -> list[Failure]:
-        """Return a failure for each late rank, with its stack. All wait for the rank that is furthest behind: the other failures
-        are secondary."""
+        """Return a failure for each late rank, with its stack. All wait for the rank that is furthest behind, so the failures of the
+        others are secondary."""
         processes = self._nodes.running()
         if not processes:
             return [self._nodes.unstarted()]
@@ -236,9 +238,8 @@ class Watch:
         )
 
         def place(rank: int) -> tuple[int, ...]:
-            """Sort key: first ranks that do not answer, then ranks in no call that waits; of these, ranks that others wait for in
-            a collective. (Others may
-            also wait for a rank that itself waits for a message.)"""
+            """Sort key: first ranks that do not answer, then ranks outside any call that waits, and among equals, ranks that others
+            wait for in a collective. (Others may also wait for a rank that itself waits for a message.)"""
             inspection = inspections.get(rank, RankInspection(""))
             if inspection.stopped or not inspection.stack:
                 return (0, 0, 0, *progress(rank))
@@ -272,11 +273,11 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
-        """Describe what a late rank failed to do, and where it is. `behind`: in its collectives."""
+        """Describe what a late rank failed to do, and where it hangs. `behind`: its delay in collectives, as text."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:
-            missed = f"hangs: no rank gave a sign of life in the last {limit:g} s"
+            missed = f"hangs: no rank sent a heartbeat in the last {limit:g} s"
         beat = self._beats[rank]
         where = f"its last phase is `{beat.phase}`" if beat.phase else "it has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""

@@ -1,2 +1,2 @@
-"""The processes of a run: starting ranks, watching them, and finding the first cause when one fails. No torch in the
-supervisor."""
+"""The processes of a run: starting ranks, watching them, and finding the first cause when one fails. The supervisor never imports
+torch."""

@@ -1,6 +1,7 @@
-"""Effects of an injected fault on the process, the connections and the files of its rank.
+"""Injection of faults into the process, the connections and the files of a rank.
 
-Every fault is real: a process is killed, a bit flips, sockets are shut down, a file is cut off. Faults of tensors are `train.inject`'s.
+Every fault is real: a process is killed, a bit flips, sockets are shut down, a file is cut off. Faults in tensors are injected by
+`train.inject`.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ BALLAST = "ballast-"  # and the step: files that fill a disk
 
 
 class Injected(RuntimeError):  # noqa: N818  # it is what happened
-    """The software bug of a campaign."""
+    """A campaign's simulated software bug."""
 
 
 def _raise(one: Injection, rank_info: RankInfo) -> None:
@@ -38,7 +39,7 @@ def _send(number: int) -> Callable[[Injection, RankInfo], None]:
 
 
 def _never_return(one: Injection, rank_info: RankInfo) -> None:
-    """Hang like a kernel that never ends: the process lives and its other threads reply, but it joins no collective."""
+    """Hang like a kernel that never ends: the process lives and its other threads reply, but the rank joins no collective."""
     while True:
         time.sleep(1)  # Python handles a signal that arrives just before a sleep only after that sleep
 
@@ -48,7 +49,7 @@ def _segfault(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _tear_connections(one: Injection, rank_info: RankInfo) -> None:
-    """Shut down every TCP connection of this process, under whatever library holds it."""
+    """Shut down every TCP connection of this process, whichever library holds the connection."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             if not stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
@@ -62,13 +63,13 @@ def _tear_connections(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _unplug(one: Injection, rank_info: RankInfo) -> None:
-    """Take this node's interface down: nothing is sent or received any more, without any notice."""
-    assert networks.find() is not None, "the interface is one that others need"
+    """Take this node's network interface down: messages in both directions are lost without an error."""
+    assert networks.find() is not None, "the interface is not the campaign's own, so others may need it"
     link.take_down(networks.INTERFACE)
 
 
 def _lose_memory(rank_info: RankInfo, nodes: Sequence[str]) -> None:
-    """Delete what nodes held in memory. The nodes are present again, empty."""
+    """Delete the copies that nodes held in memory. The nodes are then present, with empty memory."""
     if rank_info.memory is None:
         return
     for node in dict.fromkeys(nodes):
@@ -94,8 +95,8 @@ def _newest_checkpoint() -> list[Path]:
 
 
 def _freeze_others() -> None:
-    """Stop this machine's other ranks, until the supervisor kills them. Otherwise a copy that one of them had begun would be there after
-    the memory was lost: a lost node would seem to be back, and damage to a checkpoint would wait unseen for the next fault."""
+    """Stop this machine's other ranks, until the supervisor kills them. Otherwise another rank could still finish a copy after the
+    memory was lost. Then a lost node would seem to be back, and damage to a checkpoint would stay hidden until the next fault."""
     import psutil  # which only this needs
 
     for process in psutil.Process(os.getppid()).children():
@@ -142,14 +143,15 @@ def _lose_node(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _lose_with_memory(one: Injection, rank_info: RankInfo) -> None:
-    """Also remove the memory of the other ranks' nodes, because these ranks may be killed before their own fault. Disks keep
-    their content, as at a restart of a node."""
+    """Also remove the memory of the other faulty ranks' nodes, because these ranks may be killed before they inject their own fault.
+    Disks keep their content, as when a node restarts."""
     _lose_memory(rank_info, [rank_info.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
-    """Flip a bit of each of this rank's own copies in its node's memory, then die: a buddy, or a slower tier, must help."""
+    """Flip a bit of each of this rank's own copies in its node's memory, then die: the state must come from a buddy, or from a slower
+    tier."""
     from megalith.fleet.tiers import copies  # numpy, which only this needs
 
     assert rank_info.folder is not None and rank_info.key is not None, "no copies are kept in memory"
@@ -158,9 +160,9 @@ def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _fill_disk(one: Injection, rank_info: RankInfo) -> None:
-    """Leave no room for the checkpoint that is due. Only on a file system that the campaign made for them."""
+    """Fill the disk, so that the due checkpoint has no room. Only on a file system that the campaign made for checkpoints."""
     folder = _checkpoints()
-    assert folder.is_mount(), f"{folder} is not a file system of its own: filling it would hurt others"
+    assert folder.is_mount(), f"{folder} is not a separate file system: filling it would harm other processes"
     block = bytes(1 << 16)
     with contextlib.suppress(OSError), (folder / f"{BALLAST}{one.step}").open("wb", buffering=0) as file:
         while file.write(block):
@@ -168,15 +170,15 @@ def _fill_disk(one: Injection, rank_info: RankInfo) -> None:
 
 
 def make_room(*, but: int | None) -> None:
-    """Remove the file that filled the disk at an earlier checkpoint."""
+    """Remove the file with which an earlier fault filled the disk."""
     for ballast in _checkpoints().glob(f"{BALLAST}*"):
         if ballast.name != f"{BALLAST}{but}":
             ballast.unlink(missing_ok=True)
 
 
 def _kill_agent(one: Injection, rank_info: RankInfo) -> None:
-    """Kill the agent of this node's ranks: they all die with it, and nothing is left to report that."""
-    assert rank_info.agent is not None, "no process keeps this rank"
+    """Kill the agent of this node's ranks: all these ranks die with the agent, and no process is left to report that."""
+    assert rank_info.agent is not None, "no agent supervises this rank"
     os.kill(rank_info.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along
 

@@ -1,7 +1,7 @@
-"""The agent of one node: it starts and watches the node's ranks as the run's controller orders, and shows that the node is alive.
+"""The agent of one node: the agent starts and watches the node's ranks as the run's controller orders, and sends the node's heartbeat.
 
-All messages go through an authenticated store (`fleet.secure`). An agent that cannot reach it must assume that its place will be
-given to another node: it ends its ranks before that can happen, and joins again.
+All messages go through an authenticated store (`fleet.secure`). An agent that cannot reach the store must assume that another node will
+get its place: it first ends its ranks, and then joins again.
 """
 
 import json
@@ -40,10 +40,10 @@ PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
 
 
 class Agent:
-    """A node of a run. `order` is the engine's number for it, which decides the first places. `store` and `beating` are two
-    connections to one store, so that waiting on one does not stop the heartbeat. `seconds` without reaching it
-    call `cut_off` in a thread, because a call to the store may never return: `cut_off` should end the process at once. `pieces`
-    gives the copies of the state that this node holds.
+    """The agent of a node. `order`: the engine's number for the node, which orders the first places. `store` and `beating` are two
+    connections to one store, so that a wait on one does not stop the heartbeat. If the store is not reached for `seconds`, a thread
+    calls `cut_off`, which should end the process at once, because a call to the store may never return. `pieces` returns the copies
+    that this node holds.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Agent:
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
-        """Treat SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) as the loss of this node to the scheduler. Only in the
-        main thread."""
+        """Treat SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) as a sign that the scheduler takes this node away. Must be
+        called in the main thread."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._asked_to_go = True
@@ -108,7 +108,7 @@ class Agent:
             self._cut_off(why)
 
     def _take(self, order: dict[str, Any]) -> None:
-        """Obey an order; one that cannot be read is dropped, counted and reported."""
+        """Obey an order; drop, count and report an unreadable one."""
         try:
             what = self._read(order)
         except (ValueError, TypeError) as error:
@@ -117,7 +117,7 @@ class Agent:
             self._obey(order | what)
 
     def _read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The parts of an order that have types of their own. Raises ValueError for an unknown order."""
+        """Decode an order. Raises ValueError for an unknown order."""
         match order:
             case {"start": generation}:
                 return {"start": GENERATION.validate_python(generation)}
@@ -157,7 +157,7 @@ class Agent:
                 self._nodes.check(self._name)
 
     def _start(self) -> None:
-        """Start the ranks that were ordered, retrying while their rendezvous file cannot be written."""
+        """Start the ranks of an order, retrying while their rendezvous file cannot be written."""
         if self._ordered is None or time.monotonic() < self._start_at:
             return
         self._generation, self._forked = self._ordered.name, frozenset()
@@ -202,7 +202,8 @@ class Agent:
         self._answers.put({"generation": self._generation, **what})
 
     def _show_life(self) -> None:
-        """Write this node's heartbeat and the last state of its ranks, in a thread, so that a busy main thread does not delay them."""
+        """Write this node's heartbeat and the last state of its ranks, in a separate thread, so that a busy main thread does not delay
+        the heartbeat."""
         count = 0
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1
@@ -215,8 +216,8 @@ class Agent:
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:
-        """Run the thread that ends this node's ranks when the store has not been reached for too long; a call to the store may
-        never return."""
+        """Loop of a thread that ends this node's ranks when the store has not been reached for too long. A call to the store may never
+        return."""
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             if time.monotonic() - self._reached > self._seconds:
                 self._lose_contact(f"the store was not reached for {self._seconds:g} s")

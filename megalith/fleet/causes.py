@@ -1,7 +1,6 @@
-"""Finds out why ranks ended, and which of them ended first.
-
-When one rank fails, the others fail after it: their connections break, their collectives time out. The user must see the first
-cause, so an error that only reports a lost peer never takes precedence over another error.
+"""Finds the reasons why ranks ended, and the rank that failed first. When one rank fails, the others fail as a consequence: their
+connections break, their collectives time out. The user must see the first cause, so an error that only reports a lost peer never hides
+another error.
 """
 
 import json
@@ -16,7 +15,7 @@ from megalith.fleet.evidence import tail
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 
 SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError", "StoreGone"})
-"""Exceptions of torch.distributed, and of our own store, that are raised when another rank, or the store, is gone."""
+"""Exceptions that torch.distributed and Megalith's own store raise when another rank or the store is gone."""
 
 SECONDARY_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)"  # gloo, sockets: "Connection closed by peer"
@@ -37,17 +36,17 @@ DEVICE_FAULTS = re.compile(
     r"|GPU is lost|fallen off the bus",  # NVML_ERROR_GPU_IS_LOST, and what it means
     re.IGNORECASE,
 )
-"""Error messages that blame the device, by the descriptions in NVIDIA's CUDA Runtime and NVML references.
+"""Error messages that blame the device, according to NVIDIA's CUDA Runtime and NVML references.
 
-An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because the same descriptions
-name program errors as their common cause. NCCL's ncclUnhandledCudaError only says that CUDA failed, and its text quotes what CUDA
-said.
+An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because these references name program
+errors as their common cause. NCCL's ncclUnhandledCudaError only states that CUDA failed, and its text quotes CUDA's own error.
 """
 
 
 @dataclass(frozen=True)
 class Exit:
-    """One rank's end. `code` as in `subprocess`: an exit status, or minus a signal's number. `time`: seconds since the epoch."""
+    """The end of one rank's process. `code` as in `subprocess`: an exit status, or a negative signal number. `time`: seconds since the
+    epoch."""
 
     rank: int
     code: int
@@ -61,10 +60,9 @@ class Exit:
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that ended wrongly. `rank` None: the fork server. `error` is one line, empty when there was no Python error.
-
-    `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for, `status` how
-    its process ended, as in `Exit`. `hardware`: a device reported its own fault.
+    """A process that failed. `rank` None: the fork server. `error`: the Python error in one line; empty if there was none. `traceback`:
+    the evidence (the Python traceback, or the last lines of the log). `code`: the run's exit status that the failure asks for.
+    `status`: how the process ended, as in `Exit`. `hardware`: a device reported its own fault.
     """
 
     rank: int | None
@@ -80,13 +78,13 @@ class Failure:
 
     @property
     def name(self) -> str:
-        """Name of what failed, for a sentence."""
+        """Name of the failed process, for use in a sentence."""
         return "the fork server" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The Python error a rank wrote down before it ended (`rank-R.error.json`)."""
+    """The Python error that a rank saved before it ended (`rank-R.error.json`)."""
 
     type: str
     message: str
@@ -102,7 +100,7 @@ class RankError:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have no name of their own."""
+    """Return a signal's name (9: SIGKILL); real-time signals have only numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -110,19 +108,19 @@ def signal_name(number: int) -> str:
 
 
 def is_device_fault(text: str) -> bool:
-    """True if an error is a device's own."""
+    """True if an error message blames the device."""
     return DEVICE_FAULTS.search(text) is not None
 
 
 def is_secondary(type_name: str, text: str) -> bool:
-    """True if an error only says that another rank went away."""
+    """True if an error only reports that another rank is gone."""
     if is_device_fault(text):  # communication fails of it, too
         return False
     return type_name.rpartition(".")[2] in SECONDARY_TYPES or SECONDARY_TEXTS.search(text) is not None
 
 
 def status(error: BaseException) -> int:
-    """The exit status that an exception asks for: its own; LOST if another rank, or storage, was lost; else FAILED."""
+    """Return the exit status for an exception: its own, if it has one; LOST if another rank or storage was lost; else FAILED."""
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
     if code is None and isinstance(error, SystemExit):
         return ExitCode.FINISHED
@@ -132,7 +130,7 @@ def status(error: BaseException) -> int:
 
 
 def read_error(path: Path) -> RankError | None:
-    """A rank's error file, None when it wrote none, or none can be read."""
+    """Read a rank's error file; None if the rank wrote no file, or the file cannot be read."""
     try:
         return RankError(**json.loads(path.read_text(encoding="utf-8")))
     except OSError:
@@ -142,7 +140,7 @@ def read_error(path: Path) -> RankError | None:
 def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phase: str, oom_kills: int) -> Failure:
     """Classify a rank's abnormal end.
 
-    `output` is what it printed, `phase` its last heartbeat's, `oom_kills` how many processes the kernel's out-of-memory killer
+    `output`: the rank's output. `phase`: that of its last heartbeat. `oom_kills`: how many processes the kernel's out-of-memory killer
     ended meanwhile.
     """
     if error is not None:
@@ -168,11 +166,11 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The first cause: the earliest failure that is not the consequence of another; the earliest of all if every failure is
+    """Return the first cause: the earliest failure that is not a consequence of another; the earliest of all if every failure is
     one."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 
 def conclusive(failures: Sequence[Failure]) -> bool:
-    """True if a first cause is already among them, so that waiting cannot find a better one."""
+    """True if `failures` already include a first cause, so that waiting cannot find a better one."""
     return any(not failure.secondary for failure in failures)

@@ -1,7 +1,6 @@
-"""Progress of each rank in the collectives of its groups, which shows the rank that the others wait for.
-
-A rank is asked with the signal that also asks for its stack. A thread answers, because the main thread may be inside a call that
-never returns. A stopped process does not answer.
+"""Progress of each rank in the collectives of its groups, which shows the rank that the others wait for. The signal that requests a
+rank's stack also requests this progress. A separate thread answers, because the main thread may be in a call that never returns. A
+stopped process does not answer.
 """
 
 import json
@@ -13,13 +12,13 @@ PREFIX = "==== stands at "
 
 
 def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
-    """Return an answer. `begun`: collectives begun in each group so far, by the group's name; `recorded`: the last ones, in
-    words."""
+    """Return the line with a rank's answer. `begun`: collectives begun in each group, by its name; `recorded`: the last ones, as
+    text."""
     return f"\n{PREFIX}{json.dumps({'begun': dict(begun), 'recorded': list(recorded)})}\n"
 
 
 def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The last complete answer in a rank's output; empty if there is none."""
+    """Return the last complete answer in a rank's output; empty if the output has no answer."""
     text = log.rpartition(PREFIX)[2].partition("\n")[0] if PREFIX in log else ""
     try:
         found: dict[str, Any] = json.loads(text)
@@ -34,10 +33,9 @@ def without(log: str) -> str:
 
 
 def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Ranks that others wait for in some group and that wait for no rank, each with the reason in words.
-
-    `begun`: of each rank that answered. A rank that has begun a collective which another member of the group has not waits for that one.
-    Empty if all have begun equally many: then the counts do not show the late rank.
+    """Return the late ranks, with reasons: others wait for them in some group, but they wait for no rank. `begun`: the counts of each
+    rank that answered. A rank waits for a member of its group that has begun fewer collectives. Empty if all have begun equally many,
+    because the counts then do not show a late rank.
     """
     groups: dict[str, dict[int, int]] = {}
     for rank, numbers in begun.items():
@@ -51,5 +49,5 @@ def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
             if number > least:
                 waiting.add(rank)
             if number < most:
-                late.setdefault(rank, f"it has begun {number} collectives in group {group}, another rank {most}")
+                late.setdefault(rank, f"it has begun {number} collectives in group {group}, but another rank has begun {most}")
     return {rank: reason for rank, reason in late.items() if rank not in waiting}

@@ -1,4 +1,4 @@
-"""The commands and the notes of the policy. Plain values that survive JSON."""
+"""Commands and notes in the policy's decisions: plain values that can be stored as JSON."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,15 +16,15 @@ class Command:
 
 @dataclass(frozen=True)
 class Note:
-    """Base of the notes of a decision. They are carried out through the placement and the source of the next start."""
+    """Base of the notes in a decision. A note takes effect through the placement and the source of the next start."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class RerunStep(Command):
-    """Compute this step again in the same processes, from the state they hold. `ask_another`: a replica computes it as well. In a
-    live run the ranks have already begun this."""
+    """Compute this step again in the same processes, from their current state. `ask_another`: a replica computes the step as well. In a
+    live run, the ranks have already begun this."""
 
     step: int
     ask_another: bool = True
@@ -43,7 +43,7 @@ class Restart(Command):
 
 @dataclass(frozen=True)
 class Replace(Note):
-    """Give a slot to another node; its logical ranks, and so the arithmetic, stay the same."""
+    """Give a slot to another node. The slot's ranks, and so the arithmetic, stay the same."""
 
     slot: int
     node: str
@@ -62,7 +62,7 @@ class RollBack(Note):
 
 @dataclass(frozen=True)
 class QuarantineNode(Note):
-    """Start nothing on a node until it has passed a health check."""
+    """Start no ranks on a node until the node has passed a health check."""
 
     node: str
     because: str
@@ -80,8 +80,8 @@ class CheckHealth(Command):
 
 @dataclass(frozen=True)
 class QuarantineCopy(Command):
-    """Mark a copy of the state, so that it is never restored. A copy in memory or on a node's disk is also set aside for inspection. A
-    checkpoint in the store stays in its place until that step is saved again. `slot` None: all pieces."""
+    """Mark a copy of the state as unusable, so that it is never restored. A copy in memory or on a node's disk is also set aside for
+    inspection. A checkpoint in the store stays in its place until that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int
@@ -91,7 +91,7 @@ class QuarantineCopy(Command):
 
 @dataclass(frozen=True)
 class Wait(Command):
-    """End all ranks, keep what memory holds, and wait for a node for at most `seconds`."""
+    """End all ranks, keep the copies in memory, and wait for a node for at most `seconds`."""
 
     seconds: float
     slots: tuple[int, ...]
@@ -100,7 +100,7 @@ class Wait(Command):
 
 @dataclass(frozen=True)
 class Shrink(Command):
-    """Continue under the fallback plan on the nodes that are left. The result no longer equals the plan's bit for bit."""
+    """Continue under the fallback plan on the remaining nodes. The results are no longer bitwise those of the run's own plan."""
 
     source: Source
     nodes: tuple[str, ...]
@@ -118,7 +118,7 @@ class Grow(Command):
 
 @dataclass(frozen=True)
 class SaveState(Command):
-    """At the end of this step let all ranks agree to stop, and save the state, within `seconds`."""
+    """Order all ranks to stop together at the end of this step, and to save the state, within `seconds`."""
 
     seconds: float
     kind: ClassVar[str] = "save_state"
@@ -126,7 +126,7 @@ class SaveState(Command):
 
 @dataclass(frozen=True)
 class EndInOrder(Command):
-    """End the run as a signal to stop would: the ranks finish this step, save, and leave."""
+    """End the run as a signal to stop would: the ranks finish this step, save, and exit."""
 
     kind: ClassVar[str] = "end_in_order"
 
@@ -143,7 +143,7 @@ class SkipTier(Command):
 
 @dataclass(frozen=True)
 class ReadElsewhere(Command):
-    """Read a shard of data from another copy."""
+    """Read a shard from another copy of the training data."""
 
     shard: str
     path: str

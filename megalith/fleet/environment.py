@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run, found in what its launcher put into the environment."""
+"""This process's place among the ranks of a run, read from the environment variables that its launcher set."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEETING = "MEGALITH_MEETING"
-"""Variable: the store of a running run, "tcp://HOST:PORT"; an agent with this variable joins that run, regardless of other
+"""Variable with the store of a run in progress, "tcp://HOST:PORT". An agent with this variable joins that run, regardless of other
 settings."""
 
 FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
@@ -15,15 +15,13 @@ FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of `world`, the `local_rank`-th of the `local_world` on its machine.
-
-    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is used unchanged), "megalith://HOST:PORT" (the
-    authenticated store of a run with agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`).
-    Every key must be prefixed with `generation`: under torchrun the agent's store lives on when the ranks are started again, and
-    with gloo they would read the addresses of dead ranks and never connect (torch 2.15 reuses the store and no longer adds a
-    prefix of its own). None: the ranks must agree on one (`rendezvous.agree`), since their launcher gives them no number that is
-    the same on all machines and new at every start. `engine_serves`: the store is the launcher's, and may hold what earlier
-    starts left in it.
+    """One rank of `world`: number `local_rank` of the `local_world` ranks on its machine. `store` is the address of the ranks'
+    rendezvous: "file://PATH" (a FileStore; PATH is used unchanged), "megalith://HOST:PORT" (the authenticated store of a run with
+    agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`). Every key must be prefixed with
+    `generation`: under torchrun the agent's store outlives the ranks, so restarted ranks would read the addresses of dead ranks under
+    gloo and never connect (torch 2.15 reuses the store and no longer adds its own prefix). `generation` None: the ranks must agree on a
+    name (`rendezvous.agree`), because their launcher gives them no number that is equal on all machines and new at every start.
+    `engine_serves`: the launcher serves the store, which may still hold keys of earlier starts.
     """
 
     rank: int
@@ -57,13 +55,13 @@ def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) ->
 
 
 def _require(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """Raise ValueError with everything that is missing or is not a number where one is needed."""
+    """Raise ValueError with all variables that are missing, or that are not numbers but must be."""
     problems = [f"{name} is not set" for name in names if name not in environment]
     numbers = [name for name in names if name not in ("MASTER_ADDR", "MEGALITH_GENERATION")]
     problems += [f"{name}={environment[name]} is not a number" for name in numbers if not environment.get(name, "0").isdecimal()]
     if problems:
         raise ValueError(
-            f"the environment looks like {launcher}'s, but {', '.join(problems)}. "
+            f"the environment looks like that of {launcher}, but {', '.join(problems)}. "
             f"Start the ranks with {launcher}, or unset its variables to start them from here"
         )
 
@@ -75,7 +73,7 @@ def _checked(place: Place) -> Place:
     if not place.local_rank < place.local_world:
         problems.append(f"local rank {place.local_rank} is not below the {place.local_world} ranks of this machine")
     if place.local_world > place.world:
-        problems.append(f"{place.local_world} ranks of this machine are more than the {place.world} of the world")
+        problems.append(f"{place.local_world} ranks on this machine are more than the {place.world} ranks of the world")
     if problems:
         reason = "; ".join(problems)
         raise ValueError(f"the environment ({place.kind}) contradicts itself: {reason}. Unset its variables or correct them")
@@ -91,10 +89,8 @@ def _local(environment: Mapping[str, str]) -> Place:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place:
-    """Ranks of TorchElastic. Its agent serves the store, unless it says otherwise.
-
-    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. So no
-    generation can be read here.
+    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless a variable says otherwise. TORCHELASTIC_RESTART_COUNT
+    is the agent's own count, which may differ between machines after a restart. So no generation can be read here.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")
@@ -148,12 +144,12 @@ def _either(environment: Mapping[str, str], first: str, second: str) -> str:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Tasks of each machine from Slurm's short form: "4(x2),3" is [4, 4, 3]. Raises ValueError for anything else."""
+    """Return the number of tasks on each machine from Slurm's short form: "4(x2),3" is [4, 4, 3]. Raises ValueError for other forms."""
     tasks: list[int] = []
     for item in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if not found:
-            raise ValueError(f"{item!r} in {text!r} is not a number of tasks as Slurm writes it. Use a form such as 4(x2),3")
+            raise ValueError(f"{item!r} in {text!r} is not a number of tasks in Slurm's form. Use a form such as 4(x2),3")
         tasks += [int(found[1])] * int(found[2] or 1)
     return tasks
 
@@ -161,7 +157,7 @@ def expand_tasks(text: str) -> list[int]:
 def expand_nodes(text: str) -> list[str]:
     """The machines of a Slurm node list, in order: "node[01-03,07],gpu5" is node01, node02, node03, node07, gpu5.
 
-    A name may have several brackets (the last one runs fastest); leading zeros give the width. Raises ValueError for other forms.
+    A name may have several brackets (the last one varies fastest); leading zeros give the width. Raises ValueError for other forms.
     """
     return [name for item in _split(text) for name in _expand(item, text)]
 
@@ -170,7 +166,7 @@ def _split(text: str) -> list[str]:
     """Split a text at the commas outside brackets."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not items or ",".join(items) != text:
-        raise ValueError(f"{text!r} is not a node list as Slurm writes it. Use a form such as node[01-03,07],gpu5")
+        raise ValueError(f"{text!r} is not a node list in Slurm's form. Use a form such as node[01-03,07],gpu5")
     return items
 
 

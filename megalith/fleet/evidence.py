@@ -1,4 +1,4 @@
-"""Evidence that a rank leaves behind: the end of its output, the stacks it wrote on request, the kernel's view of its process."""
+"""Evidence about a rank: the end of its output, the stacks that it wrote on request, and the kernel's view of its process."""
 
 import contextlib
 import re
@@ -10,10 +10,10 @@ from pathlib import Path
 from megalith.fleet import collective_progress
 
 STACKS = signal.SIGUSR2
-"""Asks a process of ours to write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
+"""Signal that makes a Megalith process write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
 
 POLLING = frozenset({"gloo_tcp_loop"})
-"""Threads, by name, that look for work again and again; gloo has one for every group of ranks."""
+"""Names of threads that poll for work; gloo has one such thread for every group of ranks."""
 
 PROC = Path("/proc")
 TAIL_LINES = 15
@@ -65,10 +65,9 @@ def is_stopped(process: int | None) -> bool:
 
 
 def queued(process: int) -> float:
-    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not report it.
-
-    Threads that wake a hundred times a second whether there is work or not do not count: some twenty a rank, they would make any hang on
-    a busy machine look like work that is waiting for a processor.
+    """Return the seconds for which a process's threads were ready to run but had no processor; 0 if not reported by the kernel. Threads
+    that poll a hundred times a second do not count: a rank has about twenty of them, and they would make any hang on a busy machine
+    look like starvation.
     """
     nanoseconds = 0
     for task in (PROC / str(process) / "task").glob("*"):
@@ -86,11 +85,10 @@ def dumps(
     seconds: float,
     waited: Callable[[], Mapping[int, float]] = dict,
 ) -> dict[int, str]:
-    """Ask processes for their stacks, wait until the `able` ones have written theirs to their logs, and read the stacks of all.
-
-    A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is
-    useless. `waited` returns the seconds for which each process has waited for a processor. They do not count: a rank that cannot
-    run cannot answer, and would be blamed for the hang of another.
+    """Ask processes for their stacks, wait until the `able` processes have written them to their logs, and read all stacks. A rank of a
+    training run also writes its position, a moment later; other processes do not, so the wait for it is short. `waited` returns the
+    seconds for which each process has waited for a processor. This time does not count towards the limit: a rank that cannot run cannot
+    answer, and would be blamed for another rank's hang.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)
@@ -112,8 +110,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """Seconds since its creation, without the time that the most starved process waited for a processor; at least 1/MAX_STARVED
-    of all."""
+    """A clock of the seconds since its creation, without the time for which the most starved process waited for a processor. At least
+    1/MAX_STARVED of the time counts."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()
@@ -125,13 +123,14 @@ class _ProcessorClock:
 
 
 def main_stack(dump: str) -> str:
-    """The main thread's innermost calls in a dump by `faulthandler`: it lists that thread last, and the innermost call first."""
+    """Return the main thread's innermost calls in a dump by `faulthandler`, which lists the main thread last, and the innermost call
+    first."""
     sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", collective_progress.without(dump))
     return "\n".join(sections[-1].strip().splitlines()[:TAIL_LINES])
 
 
 def oom_kills() -> int:
-    """Processes the kernel's out-of-memory killer ended since it booted; 0 where the kernel does not report it."""
+    """Return how many processes the out-of-memory killer has ended since boot; 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:

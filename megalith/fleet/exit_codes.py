@@ -1,11 +1,12 @@
-"""Meaning of a run's exit status, and whether running the same command again makes sense. This is their only table."""
+"""The only table of a run's exit statuses: their meaning, and whether the same command should be run again."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit status of `megalith train` and of each rank. A rank killed by a signal has none: the supervisor makes that LOST."""
+    """Exit status of `megalith train` and of each rank. For a rank killed by a signal, which has no exit status, the supervisor uses
+    LOST."""
 
     FINISHED = 0
     FAILED = 1
@@ -19,7 +20,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """`text` for people; `retry` for schedulers: would the same command, unchanged, get further?"""
+    """`text` is for people. `retry` is for schedulers: True if the same command, unchanged, can make progress."""
 
     text: str
     retry: bool
@@ -30,22 +31,24 @@ MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.FAILED: Meaning("the program raised an error; the same command would most likely raise it again", retry=False),
     ExitCode.BAD_SPECIFICATION: Meaning("the run's description is wrong; nothing was started", retry=False),
     ExitCode.LOST: Meaning(
-        "a process was killed or stopped responding, or storage did; the newest checkpoint is intact", retry=True
+        "a process was killed or stopped responding, or storage was lost; the newest checkpoint is intact", retry=True
     ),
     ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command resumes the run", retry=True),
     ExitCode.REPORTED: Meaning(
         "a rank detected a fault and reported it (`ranks/reports`, events of kind `incident`)", retry=True
     ),
-    ExitCode.INTERRUPTED: Meaning("interrupted twice, so ended at once; steps since the newest checkpoint are lost", retry=True),
+    ExitCode.INTERRUPTED: Meaning(
+        "a second interrupt ended the run at once; steps since the newest checkpoint are lost", retry=True
+    ),
     ExitCode.TERMINATED: Meaning(
-        "asked to stop while no ranks could save: they were starting, or a node was waited for", retry=True
+        "a stop was requested while no ranks could save, because they were starting or the run waited for a node", retry=True
     ),
 }
 
 ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})
-"""Codes with which a rank ends as agreed with the others: no failure."""
+"""Exit statuses of a rank that ended as agreed with the others, without a failure."""
 
 
 def retryable(code: int) -> bool:
-    """True if a scheduler may run the same command again; False for a code that is not in the table (a program's own)."""
+    """True if a scheduler may run the same command again; False for a status that is not in the table (a program's own)."""
     return code in MEANINGS and MEANINGS[ExitCode(code)].retry

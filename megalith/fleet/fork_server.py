@@ -1,15 +1,13 @@
-"""The fork server, and the side that commands it. The server imports what all ranks need once, then forks ranks in milliseconds, reaps
-them, and reports.
-
-It stays pristine: one thread, no process group, no store, no accelerator context. A fork of any other process inherits locks that
-are never released and threads that do not exist. Commands come on standard input and reports go to standard output, one JSON
-object a line:
+"""The fork server, and its client in the supervisor. The server imports the modules of all ranks once, then forks ranks in
+milliseconds, reaps them, and reports their ends. It stays safe to fork: one thread, no process group, no store, no accelerator context.
+A fork of any other process inherits locks that are never released and lacks its threads. Commands come on standard input and reports go
+to standard output, one JSON object a line:
 
     {"prepare": {"path": [...], "preload": [...]}}   ->  {"prepared": seconds}  or  {"problem": text}
     {"fork": {"job": path, "ranks": [...]}}          ->  {"forked": {rank: process id}}  or  {"problem": text}
                                                          {"exit": rank, "code": as in subprocess, "time": seconds since the epoch}
 
-The end of the input means that the supervisor is gone or done: every rank is killed and the server leaves.
+The end of the input means that the supervisor has ended: the server kills every rank and exits.
 """
 
 import contextlib
@@ -44,14 +42,16 @@ REAP_SECONDS = 1.0  # that the fork server may take to report a rank's end which
 
 
 def readable(file: IO[bytes] | int, *, seconds: float) -> bool:
-    """True if there is something to read, or an end, within `seconds`. Unlike select(), poll() takes descriptors above 1,023 too."""
+    """True if data or the end of the stream arrives within `seconds`. Uses poll(), because select() fails for descriptors above
+    1,023."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 class Handle:
-    """A process that someone else reaps. On Linux it is held by descriptor: its id alone could come to mean another process."""
+    """A process that another process reaps. On Linux it is held by a descriptor, because its id alone could be reused for another
+    process."""
 
     def __init__(self, process: int) -> None:
         self.process = process
@@ -93,10 +93,9 @@ class Handle:
 
 
 class ForkServer:
-    """Ranks as forks of a `Server` in a process of its own, which has imported `preload` and reports their ends.
-
-    It takes its environment, module path and parent watch from the first assignment. `secret`: further variables for the ranks that
-    must not be in a file.
+    """Ranks that are forks of a `Server`: a separate process, which has imported `preload` and reports the ranks' ends. The server
+    takes its environment, module path and parent watch from the first assignment. `secret`: further variables for the ranks, which must
+    not be in a file.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class ForkServer:
                 return None
 
     def _is_stuck(self) -> bool:
-        """True if ranks have ended and the server does not report it: it is stopped, or hangs."""
+        """True if ranks have ended but the server has not reported that, because it is stopped or hangs."""
         if all(self._handles[rank].alive() for rank in self.running()):
             self._unreported_since = None
             return False
@@ -188,7 +187,7 @@ class ForkServer:
         return time.monotonic() - self._unreported_since > REAP_SECONDS
 
     def _lost(self, reason: str | None = None) -> Failure:
-        """Return the failure of a server that will report nothing more: it has ended, or must be ended."""
+        """Return the failure of a server that will send no more reports, because it has ended or must be ended."""
         self._alive = False
         at = time.time()
         if reason is not None:
@@ -202,7 +201,8 @@ class ForkServer:
         return Failure(None, reason, "", tail(output(self._log, self._generation)), self._log, at, ExitCode.LOST)
 
     def _orphans(self) -> list[Exit | Failure]:
-        """Return the ends that the server can no longer report. How they ended is unknown; the server's end kills its ranks."""
+        """Return the ends of ranks that the server can no longer report. Their exit statuses are unknown. The end of the server kills
+        its ranks."""
         ended = [rank for rank in self.running() if not self._handles[rank].alive()]
         self._ended.update(ended)
         return [Exit(rank, -signal.SIGKILL, time.time()) for rank in ended]
@@ -236,7 +236,7 @@ class ForkServer:
 
 
 class NotPristineError(RuntimeError):
-    """A fork of this process would not work."""
+    """This process is not safe to fork."""
 
 
 def impurities() -> list[str]:
@@ -256,7 +256,7 @@ def impurities() -> list[str]:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`. Raises NotPristineError if that left anything that must not be forked, and whatever an import raises."""
+    """Import `modules`. Raises NotPristineError if the process is no longer safe to fork afterwards, and any exception of an import."""
     for module in modules:
         importlib.import_module(module)
         torch = sys.modules.get("torch")
@@ -273,7 +273,7 @@ def preload(modules: Sequence[str]) -> None:
 
 
 class Server:
-    """The loop: one thread, woken by a command, a child's end, or the end of the input."""
+    """The server's loop: one thread, woken by a command, a child's end, or the end of the input."""
 
     def __init__(self, commands: int, reports: int, parent_watch: int) -> None:
         self._commands = commands
@@ -359,7 +359,7 @@ class Server:
 
 
 def main() -> None:
-    """Arguments: the supervisor's process id, and the descriptor of the pipe by which the ranks will watch."""
+    """Run a server. Arguments: the supervisor's process id, and the descriptor of the pipe by which ranks watch it."""
     parent, watched = int(sys.argv[1]), int(sys.argv[2])
     # Meant for the ranks; the server goes when its input ends. Blocked, not ignored: a rank inherits that, so a request to stop
     # that comes just after its fork waits until the rank has set its own handlers, instead of being lost.

@@ -1,7 +1,7 @@
-"""Signs of life: each rank writes its phase and step into its own slot of one shared file, and the supervisor reads all slots.
+"""Heartbeats: each rank writes its phase and step into its own slot of one shared file, and the supervisor reads all slots.
 
-The file is mapped into memory on both sides, so a beat costs microseconds, needs no system call, no lock and no torch, and a
-rank's last beat can still be read after it was killed.
+The file is mapped into memory on both sides, so a beat takes microseconds and needs no system call, no lock and no torch. The last beat
+of a killed rank can still be read.
 """
 
 import mmap
@@ -20,8 +20,8 @@ SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the 
 _PHASE_BYTES = 32
 
 KINDS = ("own", "forward", "backward", "communication", "bubble", "data", "optimizer", "other")
-"""Kinds of a rank's seconds in a step. "own" is the rank's own work without waiting for others; the other kinds add up to the
-step."""
+"""Kinds of a rank's seconds in a step. "own" is the rank's own work, without waiting for others; the other kinds add up to the step's
+time."""
 
 _BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
 _LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
@@ -32,12 +32,10 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class Beat:
-    """Newest heartbeat of a rank. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
-
-    `ready`: True once the rank has reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the
-    step
-    before, without any waiting for others; 0: not known. `measured` is the newest step whose `seconds` by kind (KINDS) and `memory`, the
-    most bytes the rank ever held, are known; -1: no step's are.
+    """Newest heartbeat of a rank. `count`: beats so far (0: none). `time`: seconds since the epoch. `step`: -1 before the first step.
+    `ready`: True once the rank has reached phase `ready`, whatever its phase is now. `compute`: seconds of the rank's own work in the
+    previous step, without waiting for others; 0: not known. `measured`: the newest step with known `seconds` by kind (KINDS) and
+    `memory` (the rank's peak bytes); -1: no such step.
     """
 
     count: int = 0
@@ -52,13 +50,13 @@ class Beat:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "Beat":
-        """The beat in a row of its fields, as JSON has it. Rows of earlier versions are shorter."""
+        """Decode a beat from a list of its fields, as read from JSON. Lists of earlier versions are shorter."""
         return cls(*row[:8], *(tuple(one) for one in row[8:9]))
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """Measurements of one step on a rank: its number, the most bytes held, and its seconds by kind (KINDS)."""
+    """Measurements of one step on a rank: its number, the rank's peak bytes, and the step's seconds by kind (KINDS)."""
 
     step: int
     memory: float
@@ -95,7 +93,7 @@ class Heartbeat:
 
     @classmethod
     def open(cls, path: Path, rank: int) -> "Heartbeat":
-        """The slot of `rank` in a file made by `Heartbeats.create`. Raises ValueError when the file has no such slot."""
+        """Open the slot of `rank` in a file made by `Heartbeats.create`. Raises ValueError if the file has no such slot."""
         with path.open("r+b") as file:
             slots = os.fstat(file.fileno()).st_size // SLOT_BYTES
             if not 0 <= rank < slots:
@@ -104,7 +102,7 @@ class Heartbeat:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "Heartbeat":
-        """This rank's slot as our supervisor put it in the environment; elsewhere a private slot that nobody reads."""
+        """Return this rank's slot from the environment; without a supervisor, a private slot that no process reads."""
         if VARIABLE not in environment:
             return cls(mmap.mmap(-1, SLOT_BYTES), 0)
         return cls.open(Path(environment[VARIABLE]), int(environment["RANK"]))
@@ -114,8 +112,8 @@ class Heartbeat:
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
     def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: StepMeasurement | None = None) -> None:
-        """Report that the rank is alive in this phase of this step, and the figures of the newest `measured` step. The phase
-        `ready` ends the start-up; at most 32 bytes of a name are kept."""
+        """Report that the rank is alive in this phase of this step, and the figures of the newest `measured` step. The phase `ready`
+        ends the start-up. At most 32 bytes of a phase's name are kept."""
         last = self.read()
         now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase, compute)
         if measured is not None:
@@ -124,7 +122,7 @@ class Heartbeat:
         self._memory[self._offset : self._offset + _USED] = _pack(now)
 
     def again(self) -> None:
-        """Repeat the newest beat, as a sign of life."""
+        """Repeat the newest beat, to show that the rank is alive."""
         last = self.read()
         self._memory[self._offset : self._offset + _USED] = _pack(replace(last, count=last.count + 1, time=time.time()))
 
@@ -139,7 +137,8 @@ class Heartbeats:
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> "Heartbeats":
-        """A new file of empty slots. It replaces an older one by rename: a process that still holds that one disturbs nobody."""
+        """Create a file of empty slots. It replaces an older file by rename, so a process that still has the older one mapped does no
+        harm."""
         fresh = path.with_name(path.name + ".new")
         descriptor = os.open(
             fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
@@ -151,7 +150,7 @@ class Heartbeats:
             return cls(path, mmap.mmap(file.fileno(), ranks * SLOT_BYTES), ranks)
 
     def read(self) -> list[Beat]:
-        """The last beat of each rank, in rank order. A slot that is just being written returns the previous beat."""
+        """Return the last beat of each rank, in rank order. For a slot that is being written, return the previous beat."""
         for rank in range(len(self._last)):
             offset = rank * SLOT_BYTES
             beat = _unpack(self._memory[offset : offset + _USED])

@@ -1,6 +1,5 @@
-"""The moments at which a rank injects its faults: at the same place in every run with the same list.
-
-Without a list (`MEGALITH_FAULTS`) the hooks return at once.
+"""Hooks at which a rank injects its faults, at the same point in every run with the same list of faults. Without a list
+(`MEGALITH_FAULTS`) the hooks return at once.
 """
 
 import os
@@ -15,7 +14,7 @@ from megalith.fleet.rank_info import RankInfo
 
 
 class Faults:
-    """The faults of one rank. `due` marks the faults that it returns, so none is injected twice."""
+    """The faults of one rank. `due` marks the faults that it returns, so no fault is injected twice."""
 
     def __init__(self, path: Path, rank_info: RankInfo, generation: str = "") -> None:
         self.rank_info, self._generation = rank_info, generation
@@ -26,7 +25,7 @@ class Faults:
         self._befallen: dict[int, int] = {}  # lasting ones that befell this process: since which step
 
     def due(self, moment: Moment, step: int | None) -> Iterator[Injection]:
-        """The faults that come now."""
+        """Return the faults to inject now."""
         for one in self._mine:
             if one.moment == moment and self._is_time(one, step) and self._mark(one, step):
                 yield one
@@ -40,7 +39,7 @@ class Faults:
         return since <= step < since + one.lasts
 
     def _mark(self, one: Injection, step: int | None) -> bool:
-        """Record that a fault was injected; False if it already was, in another process or in ranks that were restarted since."""
+        """Record that a fault was injected; return False if it already was, by another process or before a restart of the ranks."""
         if one.number in self._befallen:
             return True
         if any(self._is_older(mark) for mark in marks(self._path).glob(f"{one.number}-*")):
@@ -67,13 +66,13 @@ def _find(path: str) -> Faults:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Faults | None:
-    """The faults of this rank; None if there are none."""
+    """Return the faults of this rank; None if no list is given."""
     path = environment.get(VARIABLE)
     return _find(path) if path else None
 
 
 def at(moment: Moment, step: int | None = None) -> None:
-    """A named moment: inject the faults that are due in this process. Faults of tensors are `train.inject`'s."""
+    """Inject the faults that are due in this process at a named point. Faults in tensors are injected by `train.inject`."""
     faults = find()
     if faults is None:
         return

@@ -1,7 +1,5 @@
-"""A list of faults to inject: a file that a campaign writes and ranks read, and marks of the faults already injected in the same
-folder.
-
-Each fault is injected once: a mark on the disk records it, whatever happens to its rank.
+"""A list of faults to inject: a file that a campaign writes and ranks read. Each fault is injected once: a mark on disk, in the list's
+folder, records the injection, whatever happens to the rank.
 """
 
 import json
@@ -15,12 +13,13 @@ VARIABLE = "MEGALITH_FAULTS"
 Moment = Literal["joining", "building", "restoring", "step", "reading", "gradients", "resting", "saving"]
 
 OWN_DATA = "hurt-by-a-campaign"
-"""A file in a folder of data: its shards may be damaged."""
+"""Name of a file in a data folder that permits faults in the folder's shards."""
 
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault: when `step` steps are done, at `moment`, on `ranks`. `after`: only while the ranks start again after that fault.
+    """One fault: when `step` steps are done, at `moment`, on `ranks`. `after`: inject only while the ranks restart after the fault with
+    this number.
 
     `place` in 0..1 picks the target (tensor and element); `lasts` counts steps in the life of the affected process.
     """
@@ -36,20 +35,20 @@ class Injection:
 
 
 def save(path: Path, injections: Sequence[Injection]) -> None:
-    """Write a list for the ranks, and delete the marks of an older one."""
+    """Write a list for the ranks, and delete the marks of an older list."""
     shutil.rmtree(marks(path), ignore_errors=True)
     marks(path).mkdir(parents=True)
     path.write_text(json.dumps([asdict(one) for one in injections], indent=1), encoding="utf-8")
 
 
 def load(path: Path) -> list[Injection]:
-    """The list in a file."""
+    """Read the list in a file."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     return [Injection(**row | {"ranks": tuple(row["ranks"])}) for row in rows]
 
 
 def fired(path: Path) -> dict[int, tuple[float, str]]:
-    """Time of each injected fault (seconds since the epoch), and its node; faults not injected yet are left out."""
+    """Return the time of each injected fault (seconds since the epoch), and its node; faults not injected yet are left out."""
     found: dict[int, tuple[float, str]] = {}
     for mark in marks(path).glob("*-*"):
         at, node, _ = mark.read_text().split(" ")
@@ -59,5 +58,5 @@ def fired(path: Path) -> dict[int, tuple[float, str]]:
 
 
 def marks(path: Path) -> Path:
-    """The folder of the marks of a list at `path`: one file a fault and rank."""
+    """Return the folder of marks for the list at `path`, with one file for each fault and rank."""
     return path.with_suffix(".came")

@@ -1,4 +1,4 @@
-"""Description of what the ranks run: an entry, its arguments, limits."""
+"""Description of the ranks' work: an entry function, its arguments, and limits."""
 
 import json
 import re
@@ -10,15 +10,14 @@ from pathlib import Path
 class Job:
     """Work of the ranks of a run.
 
-    `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must survive JSON. `preload` are
-    modules imported once, before the ranks are forked. Every rank must send a heartbeat of phase `ready`
-    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
-    for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
-    added to the variables that ranks inherit, before their interpreter starts. `fallback` is started instead if too few nodes are
-    left: fewer ranks, but as many on each node. `sealed` are files that must not change (`megalith.sealed`): if there are any,
-    the entry gets them as `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON
-    (`admission.burnt`). It runs before an excluded node returns, within `burn_in_timeout` seconds; empty: there is no burn-in.
-    `keyed`: the ranks need the run's key.
+    `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`:
+    modules that are imported once, before the ranks are forked. Every rank must send a heartbeat of phase `ready`
+    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on, all ranks may be silent for at most
+    `silence_timeout` seconds (None: no limit). `threads`: a rank's compute threads; 0: cores / ranks. `environment`: variables added to
+    those that ranks inherit, before their interpreter starts. `fallback`: the job to start if too few nodes are left, with fewer ranks,
+    but as many on each node. `sealed`: files that must not change (`megalith.sealed`); if there are any, the entry gets them as
+    `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON (`admission.burnt`). It runs before an excluded
+    node returns, within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the ranks need the run's key.
     """
 
     entry: str
@@ -42,7 +41,7 @@ class Job:
         return self.fallback if shrunk and self.fallback is not None else self
 
     def problems(self) -> list[str]:
-        """Return the problems of the job; empty when it can be started."""
+        """Return the problems of the job; empty if the job can be started."""
         found = []
         if not re.fullmatch(r"[\w.]+:\w+", self.entry):
             found.append(f'entry {self.entry!r} does not name a function. Write "module:function"')
@@ -57,10 +56,10 @@ class Job:
         try:
             json.dumps(self.arguments)
         except (TypeError, ValueError) as error:
-            found.append(f"arguments cannot be handed to the ranks: {error}. Use numbers, text, lists and dictionaries")
+            found.append(f"arguments cannot be passed to the ranks: {error}. Use numbers, text, lists and dictionaries")
         return found
 
     def check(self) -> None:
-        """Raise ValueError with everything that is wrong with it."""
+        """Raise ValueError with all problems of the job."""
         if problems := self.problems():
             raise ValueError("this job cannot be started:\n" + "\n".join(f"- {problem}" for problem in problems))

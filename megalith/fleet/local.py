@@ -1,6 +1,5 @@
-"""The nodes of a run on one machine: this one, or several that are rehearsed on it as folders and groups of ranks.
-
-A rehearsed node exists as long as its folder. So losing one is real: its ranks are killed, its memory is gone.
+"""The nodes of a run on one machine: the machine itself, or several nodes rehearsed as folders and groups of ranks. A rehearsed node
+exists as long as its folder, so its loss is real: its ranks are killed, and its copies in memory are gone.
 """
 
 import contextlib
@@ -46,7 +45,8 @@ def node_names(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def _unreachable(node: str) -> str:
-    """Why ranks on a node could not communicate, empty when they could. A node without a network of its own has the machine's."""
+    """Return why ranks on a node cannot communicate; empty if they can. A node without its own network uses the
+    machine's."""
     network, name = networks.find(), link.named()
     if network is not None:
         return "" if network.is_connected(node) else "its interface is down"
@@ -54,12 +54,11 @@ def _unreachable(node: str) -> str:
 
 
 class LocalNodes:
-    """Ranks of this machine, forked from one server that outlives their generations.
-
-    `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies), `disk` that
-    of their folders on a disk (None: they keep none there). Where other machines hold the other nodes of a placement, `meeting` is the
-    store at which all ranks meet ("megalith://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
-    If there are copies or messages to authenticate, the run's key is found, or made if nothing gives one.
+    """The nodes of this machine, whose ranks are forked from one server that outlives their generations. `names`: the nodes, spares
+    last. `memory`: the root of their folders for copies in memory (None: one node without copies); `disk`: the root of those on a disk
+    (None: no copies on disk). If a placement also has nodes on other machines, `meeting` is the store for the rendezvous of all ranks
+    ("megalith://HOST:PORT"), and `folder` is one that only this machine writes to (default: RUN_DIR/ranks). If copies or messages must
+    be authenticated, the run's key is read, or made.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class LocalNodes:
 
     @property
     def memory(self) -> Path | None:
-        """Folder of the copies in memory; a new one if another user has taken the old one."""
+        """Folder of the copies in memory; a new folder if another user owns the old one."""
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
-        """Make the folders of these nodes in shared memory, and claim them, where they are not there."""
+        """Make and claim those folders of these nodes in shared memory that do not exist."""
         if not self._claimed or not disk.leads_to(memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
             self._claimed.append(roots.claim(memory, self._owner))
         for name in names:
@@ -110,8 +109,8 @@ class LocalNodes:
                 pass
 
     def _make_memory_anew(self) -> None:
-        """Make the folders again if somebody removed them: the ranks keep running, and write their copies there again. If there
-        are several rehearsed nodes, a missing folder means that its node is lost."""
+        """Make the folders again if another process removed them: the ranks keep running, and write copies there again. If there are
+        several rehearsed nodes, a missing folder means that its node is lost."""
         if self._memory is None:
             return
         only = node_folder(self._memory, self._names[0]) if len(self._names) == 1 else self._memory
@@ -119,7 +118,7 @@ class LocalNodes:
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
                 print(
-                    f"{self._memory} was removed by another process: copies of the state are written again",
+                    f"{self._memory} was removed by another process: its folders and the copies of the state are written again",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -150,14 +149,14 @@ class LocalNodes:
         self._processes.start(assignment, file)
 
     def _move_memory(self) -> None:
-        """Use other folders for copies if somebody has taken the old ones: their content may be that person's."""
+        """Use other folders for copies if another user owns the old ones, because that user may have written their content."""
         if self._memory is not None and (why := roots.taken(self._memory)):
             with disk.if_available(self._memory):
                 self._memory = roots.elsewhere(self._memory, why)
                 self._make_memory(self._memory, self._there)
 
     def warm(self) -> None:
-        """Import the modules of ranks before any rank starts, and return once that is done; `wait` reports a failure."""
+        """Import the ranks' modules before any rank starts, and return once they are imported; `wait` reports a failure."""
         assignment = self._assign(Generation("warm", self._names))
         processes = self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         end = time.monotonic() + self._job.start_timeout
@@ -172,15 +171,16 @@ class LocalNodes:
             self._heartbeats = None  # should there be no room for the next ones
 
     def _new_heartbeats(self) -> Heartbeats:
-        """Create the heartbeats, in memory if the run has a folder there: a rank that writes to a mapped file on unavailable
-        storage hangs or dies."""
+        """Create the heartbeats' file, in memory if the run has a folder there, because a rank that writes to a mapped file on
+        unavailable storage hangs or dies."""
         if self._memory is not None and not roots.taken(self._memory):
             with contextlib.suppress(OSError):  # no room there
                 return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
         return Heartbeats.create(self._folder / HEARTBEATS, self._now.ranks)
 
     def _secret(self) -> dict[str, str]:
-        """The variables by which ranks get the run's key. No file holds them: the job file can be read by others."""
+        """Return the variables with the run's key for the ranks. The job file must not contain them, because other users can read
+        it."""
         return self._key.variables if self._key is not None else {}
 
     def _roots(self) -> list[tuple[Path, Key]]:
@@ -236,7 +236,7 @@ class LocalNodes:
         return happened
 
     def _describe(self, what: Exit | Failure) -> Exit | Failure:
-        """Add the cause to an abnormal end."""
+        """Add the cause to the abnormal end of a rank."""
         if isinstance(what, Failure) or what.code in ORDERLY:
             return what
         assert self._assignment is not None
@@ -310,7 +310,7 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """Check a node, in a thread, because that takes seconds. Nodes that exist here are all this machine."""
+        """Check a node, in a separate thread, because a check takes seconds. All nodes here are this machine."""
 
         def judge() -> None:
             there = node in self.there()
@@ -323,7 +323,7 @@ class LocalNodes:
         threading.Thread(target=judge, name=f"check-{node}", daemon=True).start()
 
     def _measure(self, node: str) -> str:
-        """Return the problems of a node; empty when it may return. Nodes rehearsed on one machine have no processors of their own, so they
+        """Return the problems of a node; empty if the node may return. Nodes rehearsed on one machine share its processors, so they
         have no burn-in, which would slow the ranks."""
         if wrong := _unreachable(node):
             return wrong

@@ -35,18 +35,18 @@ class UnreadableMessages:
 
 
 def load(text: bytes) -> dict[str, Any]:
-    """The JSON object that a message is. Raises ValueError for anything else."""
+    """Decode a message, which is a JSON object. Raises ValueError for any other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}, and no object")
+        raise ValueError(f"a {type(found).__name__}, not a JSON object")
     return found
 
 
 class Messages:
-    """Numbered messages under one name: one side puts, the other takes, each message once and in order."""
+    """A queue of numbered messages under one name: one side puts messages, and the other takes each once, in order."""
 
     def __init__(self, store: Store, name: str, unreadable: UnreadableMessages | None = None) -> None:
         self._store, self._name = store, name
@@ -54,7 +54,7 @@ class Messages:
         self._written = self._read = 0
 
     def put(self, message: dict[str, Any]) -> None:
-        """Send something that JSON can hold."""
+        """Send a value that can be stored as JSON."""
         self._written += 1
         self._store.set(f"{self._name}/{self._written}", json.dumps(message))
 
@@ -63,7 +63,7 @@ class Messages:
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
-        """All readable messages since the last call."""
+        """Return all readable messages that arrived since the last call."""
         messages = []
         while self._store.check([key := f"{self._name}/{self._read + 1}"]):
             text = self._store.get(key)
@@ -77,7 +77,7 @@ class Messages:
 
 
 def orders(store: Store, member: int, unreadable: UnreadableMessages | None = None) -> Messages:
-    """The controller's orders to an agent."""
+    """Return the queue of the controller's orders to an agent."""
     return Messages(store, f"orders/{member}", unreadable)
 
 
@@ -87,12 +87,12 @@ def answers(store: Store, member: int, unreadable: UnreadableMessages | None = N
 
 
 def beat_key(member: int) -> str:
-    """Key of an agent's heartbeat, and of its ranks' signs of life."""
+    """Return the key of an agent's heartbeat, which includes its ranks' heartbeats."""
     return f"beat/{member}"
 
 
 def expelled_key(member: int) -> str:
-    """Key that is set once an agent counts as lost: its place may have been given to another node."""
+    """Return the key that is set once an agent counts as lost: another node may then have got its place."""
     return f"expelled/{member}"
 
 

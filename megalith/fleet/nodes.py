@@ -1,4 +1,4 @@
-"""Interface of the machines to the process that directs a run: the same for one machine and for many."""
+"""The interface between a run's controller and its machines: the same for one machine and for many."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,9 @@ from megalith.fleet.tiers import Copy, Source
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: as the entry chooses.
-
-    `shrunk`: it runs the job's fallback. Copies in memory are cut for the run's own plan: under another plan there are none, and
-    earlier ones are lost.
-    `epoch`: the owner's (`megalith.epochs`).
+    """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: the entry function
+    chooses. `shrunk`: the ranks run the job's fallback; they keep no copies in memory, which are sharded for the run's own plan, and
+    earlier ones are lost. `epoch`: that of the run folder's owner (`megalith.epochs`).
     """
 
     name: str
@@ -31,9 +29,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class RankInspection:
-    """A rank's answer to a request: the stack of its main thread, "" when it does not answer, and its progress.
-
-    `begun`: number of collectives begun in each of its groups, `recorded`: the last of them in words; empty if unknown.
+    """A rank's answer to an inspection: the stack of its main thread ("" without an answer), and its progress. `begun`: number of
+    collectives begun in each of its groups; `recorded`: the last ones as text. Both are empty if unknown.
     """
 
     stack: str
@@ -53,10 +50,10 @@ class RankInspection:
 
 
 class Nodes(Protocol):
-    """Nodes that ranks can be started on."""
+    """Nodes on which ranks can be started."""
 
     def there(self) -> tuple[str, ...]:
-        """Nodes that answer now, in the mesh and outside."""
+        """Return all nodes that answer now, in the mesh or not."""
         ...
 
     def start(self, generation: Generation) -> None:
@@ -69,7 +66,7 @@ class Nodes(Protocol):
         ...
 
     def running(self) -> frozenset[int]:
-        """Ranks that were started and have not ended."""
+        """Return the ranks that were started and have not ended."""
         ...
 
     def beats(self) -> list[Beat]:
@@ -77,7 +74,7 @@ class Nodes(Protocol):
         ...
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """Send a signal to ranks; SIGKILL goes to the processes they started as well."""
+        """Send a signal to ranks; SIGKILL is also sent to the processes that ranks started."""
         ...
 
     def inspect(self, ranks: Collection[int]) -> dict[int, RankInspection]:
@@ -85,12 +82,12 @@ class Nodes(Protocol):
         ...
 
     def queued(self) -> dict[str, float]:
-        """Seconds that the threads of each machine's ranks together were ready to run and had no processor, so far, by its name;
-        machines without this count are left out."""
+        """Return, by name of the machine, the total seconds for which threads of its ranks were ready to run but had no processor.
+        Machines that do not report this are left out."""
         ...
 
     def unstarted(self) -> Failure:
-        """Describe a start from which no rank arrived in time."""
+        """Describe a start of ranks that failed because no rank came up in time."""
         ...
 
     def log(self, rank: int) -> Path:
@@ -98,11 +95,11 @@ class Nodes(Protocol):
         ...
 
     def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
-        """Copies of the state that these nodes hold, whole or in part, digests verified."""
+        """Return the complete and partial copies of the state that these nodes hold, with verified digests."""
         ...
 
     def set_aside(self, order: QuarantineCopy) -> None:
-        """Keep a damaged copy from being used again."""
+        """Set a damaged copy aside, so that it is never used again."""
         ...
 
     def check(self, node: str) -> None:
@@ -110,5 +107,5 @@ class Nodes(Protocol):
         ...
 
     def close(self, *, forget: bool) -> None:
-        """End whatever still runs. `forget`: remove the copies of the state as well."""
+        """End all processes that still run. `forget`: also remove the copies of the state."""
         ...

@@ -1,4 +1,4 @@
-"""Observations of faults and recoveries: the evidence that the policy decides on. Plain values that survive JSON.
+"""Observations of faults and recoveries: the policy's evidence, as plain values that can be stored as JSON.
 
 Every observation has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run, which is the number of steps
 done). A `slot` is a place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
@@ -24,22 +24,22 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Observation):
-    """The supervisor has begun, for the first time or after its own end: nothing runs yet."""
+    """The supervisor has started, for the first time or after its own failure; no rank runs yet."""
 
     kind: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Observation):
-    """The ranks have done a step of this generation: `step` steps are done now."""
+    """The ranks have finished a step in this generation; `step` steps are now done."""
 
     kind: ClassVar[str] = "progressed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Observation):
-    """A rank's process ended wrongly. `signature` is equal for similar failures; `hardware`: the machine itself reported a fault.
-    `blamed`: True if this node was at fault: True for signals and machine reports, False for a program's own exception.
+    """A rank's process failed. `signature` is equal for similar failures. `hardware`: the machine itself reported a fault. `blamed`:
+    True if this node is held responsible, as for signals and machine reports; False for a program's own exception.
     """
 
     kind: ClassVar[str] = "rank_failed"
@@ -54,9 +54,8 @@ class RankFailed(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Observation):
-    """No rank makes progress. `slot` None: no rank is furthest behind, so no node can be blamed. `limit` and `silence` in
-    seconds. `hardware`: the blamed node's machine is known to be broken. For a hang only the simulator knows this, because a run
-    does not query the machine then.
+    """No rank makes progress. `slot` None: no single rank is furthest behind, so no node can be blamed. `limit`, `silence`: seconds.
+    `hardware`: the blamed machine is known to be broken (to the simulator only: a real run does not query the machine after a hang).
     """
 
     kind: ClassVar[str] = "hang"
@@ -71,7 +70,7 @@ class Hang(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodesLost(Observation):
-    """Machines that no longer answer; several at once when they shared a rack, a switch or a power supply."""
+    """Machines that no longer answer; several at once if they share a rack, a switch or a power supply."""
 
     kind: ClassVar[str] = "nodes_lost"
     nodes: tuple[str, ...]
@@ -79,7 +78,7 @@ class NodesLost(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Observation):
-    """NaN or Inf in a gradient. `elsewhere`: the result of another replica for the same microbatch, once it was asked."""
+    """NaN or Inf in a gradient. `elsewhere`: another replica's result for the same microbatch, once that replica has computed it."""
 
     kind: ClassVar[str] = "nonfinite"
     slot: int
@@ -90,12 +89,12 @@ class Nonfinite(Observation):
 
 
 NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
-"""Advice against numbers that are not finite on any replica."""
+"""Advice if the numbers are not finite on any replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Observation):
-    """A rank's live state has a wrong digest: it changed at rest, or differs from its true replica or from its recomputed
+    """A rank's live state has a wrong digest: it changed between updates, or differs from an intact replica's or from the recomputed
     update."""
 
     kind: ClassVar[str] = "state_corrupt"
@@ -107,7 +106,7 @@ class StateCorrupt(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCorrupt(Observation):
-    """A copy that was to be restored failed its digest, or is not there. `slot` None: all of it."""
+    """A copy to restore has a wrong digest, or is missing. `slot` None: the whole copy."""
 
     kind: ClassVar[str] = "copy_corrupt"
     tier: Tier
@@ -118,7 +117,7 @@ class CopyCorrupt(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAway(Observation):
-    """A copy that was to be restored cannot be read just now, but may be intact. `slot` None: all of it."""
+    """A copy to restore is temporarily unreadable, but may be intact. `slot` None: the whole copy."""
 
     kind: ClassVar[str] = "copy_away"
     tier: Tier
@@ -129,9 +128,8 @@ class CopyAway(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWrong(Observation):
-    """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right.
-
-    One suspect: a third computation named it. If there are two suspects, it is unknown which of them erred.
+    """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right. With one suspect,
+    a third computation identified it. With two suspects, it is unknown which of the two computed wrongly.
     """
 
     kind: ClassVar[str] = "gradient_wrong"
@@ -155,7 +153,7 @@ class Straggler(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Observation):
-    """The scheduler takes a node away, in `grace` seconds. `rank`: the rank that got the signal; None: the node itself."""
+    """The scheduler takes a node away in `grace` seconds. `rank`: the rank that got the signal; None: the node's agent got it."""
 
     kind: ClassVar[str] = "preempted"
     node: str
@@ -179,7 +177,7 @@ class StopRequested(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Observation):
-    """A copy could not be written: disk full, store away."""
+    """A copy could not be written: the disk is full, or the store unreachable."""
 
     kind: ClassVar[str] = "save_failed"
     tier: Tier
@@ -188,7 +186,7 @@ class SaveFailed(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveWorks(Observation):
-    """A tier that failed takes copies again."""
+    """A tier that failed can be written again."""
 
     kind: ClassVar[str] = "save_works"
     tier: Tier
@@ -196,7 +194,8 @@ class SaveWorks(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class DataDamaged(Observation):
-    """A shard of the training data is missing or altered. `other_copy`: the folder it was read from instead; None: no copy is right."""
+    """A shard of the training data is missing or altered. `other_copy`: the folder from which the shard was read instead; None: no copy
+    is intact."""
 
     kind: ClassVar[str] = "data_damaged"
     shard: str
@@ -206,7 +205,7 @@ class DataDamaged(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NotThisRun(Observation):
-    """A rank should have resumed from a file that is not this run's: the file changed since the command began, or is another run's
+    """A rank was to resume from a file that does not belong to this run: the file changed since the command began, or is another run's
     checkpoint."""
 
     kind: ClassVar[str] = "not_this_run"
@@ -215,7 +214,7 @@ class NotThisRun(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAway(Observation):
-    """A folder or file that the run has used cannot be reached: its file system is away, or it was moved. It may be intact."""
+    """A folder or file that the run has used is unreachable: its file system is unavailable, or it was moved. It may be intact."""
 
     kind: ClassVar[str] = "store_away"
     path: str
@@ -224,7 +223,7 @@ class StoreAway(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined(Observation):
-    """A node offers itself: new, or back from repair. A quarantined one must pass a health check first."""
+    """A node asks to join: a new one, or one that is back from repair. A quarantined node must pass a health check first."""
 
     kind: ClassVar[str] = "node_joined"
     node: str
@@ -232,7 +231,7 @@ class NodeJoined(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Observation):
-    """Result of `megalith doctor` on a node; `text`: the failed checks. `there` False: the node is gone."""
+    """Result of `megalith doctor` on a node; `text`: the failed checks. `there` False: the node no longer answers."""
 
     kind: ClassVar[str] = "health_checked"
     node: str
@@ -243,7 +242,7 @@ class HealthChecked(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered(Observation):
-    """A person orders something of the run: to save now, to stop after this step, to take out a `node`."""
+    """A person gives the run an order: to save now, to stop after this step, or to remove a `node`."""
 
     kind: ClassVar[str] = "ordered"
     what: Literal["save", "stop", "quarantine"]
@@ -252,7 +251,7 @@ class Ordered(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Waited(Observation):
-    """The time given by a `Wait` is over and no node has come."""
+    """The time given by a `Wait` is over, and no node has joined."""
 
     kind: ClassVar[str] = "waited"
 
@@ -270,8 +269,8 @@ def signature(text: str) -> str:
 
 
 def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
-    """Classify a rank's end as an observation. A rank's own Python error counts as the program's, unless it reports a device fault.
-    Anything else counts as the node's until there is more evidence."""
+    """Classify a rank's end as an observation. A rank's own Python error is blamed on the program, unless the error reports a device
+    fault. Any other end is blamed on the node until there is more evidence."""
     what = failure.error or failure.reason
     return RankFailed(
         time=time,

@@ -25,16 +25,16 @@ class Processes(Protocol):
     """Running ranks."""
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        """Start the next generation; all ranks of the one before must have ended."""
+        """Start the next generation; all ranks of the previous one must have ended."""
         ...
 
     @property
     def fit(self) -> bool:
-        """True if another generation can be started from here at once."""
+        """True if this process can start another generation at once."""
         ...
 
     def running(self) -> dict[int, int]:
-        """Process ids of the ranks that were started and have not been reported as ended."""
+        """Return the process ids of the ranks that were started and have not been reported as ended."""
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure]:
@@ -42,7 +42,7 @@ class Processes(Protocol):
         ...
 
     def send(self, number: int, ranks: Iterable[int]) -> None:
-        """Send a signal to ranks; SIGKILL goes to the processes they started as well."""
+        """Send a signal to ranks; SIGKILL is also sent to the processes that ranks started."""
         ...
 
     def show_stack(self) -> None:
@@ -61,14 +61,15 @@ def kill_group(process: int) -> None:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, in which a fresh interpreter finds the same megalith; the job file has the rest of the path."""
+    """Return this process's environment, in which a fresh interpreter imports the same megalith; the job file has the other module
+    paths."""
     root = str(Path(megalith.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root} | dict(extra)
 
 
 class FreshProcesses:
-    """Ranks as fresh interpreters: slower, and right where a fork is unsafe (macOS)."""
+    """Ranks as fresh interpreters: slower than forks, for systems on which a fork is unsafe (macOS)."""
 
     def __init__(
         self, assignment: Assignment, *, preload: Sequence[str], secret: Mapping[str, str] = MappingProxyType({})
@@ -133,7 +134,7 @@ class FreshProcesses:
             process.send_signal(number)
 
     def show_stack(self) -> None:
-        """No process stands between the supervisor and these ranks."""
+        """No-op, because the supervisor starts these ranks directly."""
 
     def close(self) -> None:
         self.send(signal.SIGKILL, self.running())
@@ -142,7 +143,7 @@ class FreshProcesses:
 
 
 def method(environment: Mapping[str, str] = os.environ) -> str:
-    """Return how ranks start here: the value of MEGALITH_START, else "fork" on Linux and "spawn" elsewhere. ValueError for
+    """Return how ranks start here: the value of MEGALITH_START, else "fork" on Linux and "spawn" elsewhere. Raises ValueError for
     another word."""
     asked = environment.get(METHOD)
     if asked is None:

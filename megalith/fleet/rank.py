@@ -1,8 +1,7 @@
 """One rank's process, from its first line of Python to its exit status.
 
-`begin` is called by the fork server in a new child; `python -m megalith.fleet.rank JOB RANK PARENT` does the same in a fresh
-process, where a fork is unsafe. Either way the rank calls the job's entry, and whatever that raises is written down for the
-supervisor.
+The fork server calls `begin` in a new child; if a fork is unsafe, `python -m megalith.fleet.rank JOB RANK PARENT` does the same in a
+fresh process. Either way the rank calls the job's entry function, and saves any exception for the supervisor.
 """
 
 import atexit
@@ -35,13 +34,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """Everything that a rank must know: the job file that the supervisor wrote. `path` is Python's module path, `parent_watch` a
-    descriptor.
-
-    `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder for
-    the files that this supervisor (process `agent`) and its ranks write besides the run's own. `heartbeats` is its ranks' file
-    (empty: none are read). `meeting` is the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder,
-    for ranks of one machine. The run's key is not here, because others may read the file.
+    """The content of the job file, which the supervisor writes for its ranks. `path`: Python's module path. `parent_watch`: a
+    descriptor. `placement`: the node of each slot. `memory`: the root of the copies in shared memory (empty: no copies). `own`: the
+    folder for files that this supervisor (process `agent`) and its ranks write besides the run's. `heartbeats`: the file of heartbeats
+    (empty: none are read). `meeting`: the store for the rendezvous of all ranks ("megalith://HOST:PORT"); empty: a file in `own`, for
+    ranks of one machine. The run's key is left out, because others may read the file.
     """
 
     entry: str
@@ -75,7 +72,7 @@ class Assignment:
 
     @property
     def store(self) -> Path:
-        """The file through which the ranks of this generation meet (`torch.distributed.FileStore`)."""
+        """The file for the rendezvous of this generation's ranks (`torch.distributed.FileStore`)."""
         return self.folder / f"store-{self.generation}"
 
     @property
@@ -131,12 +128,12 @@ def open_log(assignment: Assignment, rank: int) -> None:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to stop. SIGHUP is not among them if it was ignored from the start (`nohup`)."""
+    """Return the signals that ask this process to stop. SIGHUP is left out if it was ignored from the start (`nohup`)."""
     return tuple(number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 def set_signals() -> None:
-    """Signals as a rank wants them, whatever the parent process did with them. SIGHUP stays ignored where it was."""
+    """Set a rank's signal handling, whatever the parent process has set. SIGHUP stays ignored if it was ignored before."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # the entry sets its own handlers; until then there is nothing to save
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's, which asks every rank to stop with SIGTERM
@@ -148,14 +145,14 @@ def set_signals() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Compute threads of a torch that is imported already; one imported later reads the environment."""
+    """Set torch's compute threads if torch is imported; otherwise, its import reads the environment."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
 
 
 def resolve(entry: str) -> Callable[..., object]:
-    """The function named "module:function". Raises ImportError or AttributeError as Python does."""
+    """Return the function named "module:function". Raises ImportError or AttributeError as Python does."""
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -171,7 +168,7 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
 
 
 def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
-    """Call the entry; the exit status. Anything it raises is written to the log and to `rank-R.error.json`."""
+    """Call the entry function and return the exit status. Any exception is written to the log and to `rank-R.error.json`."""
     try:
         beats.beat("import")
         entry = resolve(assignment.entry)
@@ -188,7 +185,7 @@ def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without tearing the interpreter down: communication threads may still run, and would crash in it."""
+    """End the process without the interpreter's shutdown, during which communication threads that still run would crash."""
     if status in ORDERLY:
         atexit._run_exitfuncs()  # a failed rank is gone at once instead, so that it is seen to fail first
     for stream in (sys.stdout, sys.stderr):
@@ -198,7 +195,7 @@ def leave(status: int) -> NoReturn:
 
 
 def begin(assignment: Assignment, rank: int, *, parent: int) -> NoReturn:
-    """Become `rank`: tie its life to the parent's, send its output to its log, call the entry, leave."""
+    """Become `rank`: end with the parent process, send output to the rank's log, call the entry function, and exit."""
     status: int = ExitCode.FAILED
     try:
         parent_watch.die_with_parent(parent)
@@ -214,7 +211,7 @@ def begin(assignment: Assignment, rank: int, *, parent: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """A rank in a fresh process: JOB file, RANK, parent's process id."""
+    """Run a rank in a fresh process. Arguments: JOB file, RANK, the parent's process id."""
     assignment, rank, parent = Assignment.load(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     sys.path[:] = assignment.path
     begin(assignment, rank, parent=parent)

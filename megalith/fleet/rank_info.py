@@ -1,4 +1,5 @@
-"""Place of a rank: its slot, the node that fills it, and that node's folder of copies. Light: every rank imports it first."""
+"""Place of a rank: its slot, the node that fills the slot, and its folder of copies. Every rank imports this first, so it imports
+little."""
 
 import os
 from collections.abc import Mapping
@@ -16,9 +17,8 @@ AGENT = "MEGALITH_AGENT"
 class RankInfo:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
-    `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
-    copies on disks. `agent` is the process that supervises this node's ranks, if there is one. `key` is the run's (None: it has
-    none).
+    `memory`: the root of the copies in shared memory (None: no copies); this rank writes only below `folder`. `disk`: the root of the
+    copies on disks. `agent`: the process that supervises this node's ranks, if there is one. `key`: the run's key, if it has one.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class RankInfo:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Return this process's place from its environment; outside a supervised run, the only rank of the only slot."""
+        """Return this process's place from its environment. Outside a supervised run, the process is the only rank of the only slot."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))
@@ -43,7 +43,7 @@ class RankInfo:
         return slot_of(rank, world=self.world, slots=len(self.placement))
 
     def node_of(self, rank: int) -> str:
-        """The node that fills that slot now."""
+        """The node that now fills the slot of a rank."""
         return self.placement[self.slot_of(rank)]
 
     @property
@@ -61,7 +61,7 @@ class RankInfo:
 
 
 def slot_of(rank: int, *, world: int, slots: int) -> int:
-    """The slot of a rank: slots hold equally many consecutive ranks."""
+    """Return the slot of a rank; each slot holds equally many consecutive ranks."""
     return rank * slots // world
 
 

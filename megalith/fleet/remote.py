@@ -1,4 +1,4 @@
-"""The nodes of a run on many machines, as its controller sees them: through the agents that answer in the store."""
+"""The nodes of a run on many machines. The controller reaches them through their agents, by messages in the store."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ SURVEY_SECONDS = 60.0  # that agents may take to read all their copies in memory
 
 @dataclass
 class Member:
-    """An agent that joined, `number` counting from 1. `seen`: when its signs of life last changed, by this process's clock."""
+    """An agent that joined. `number`: in order of joining, from 1. `seen`: when its heartbeat last changed, by this process's clock."""
 
     number: int
     name: str
@@ -50,10 +50,9 @@ class Member:
 
 
 class RemoteNodes:
-    """Nodes behind agents. An agent without a sign of life for `fleet.node_timeout` is lost; its later messages are ignored.
-
-    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost. Unreadable
-    messages of an agent are dropped, counted and reported; they never end a run.
+    """Nodes that agents represent. An agent without a heartbeat for `fleet.node_timeout` is lost; its later messages are ignored.
+    Joining agents are identified by name: if a second agent with the same name joins, the first one counts as lost. Unreadable messages
+    of an agent are dropped, counted and reported; they never end a run.
     """
 
     def __init__(self, store: RunStore, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,8 +66,8 @@ class RemoteNodes:
         self._found: list[Observation] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
-        """Wait until `wanted` nodes have joined, and accept `least` after `seconds`. Raises TimeoutError if fewer have joined.
-        The nodes are returned in the engine's order, so neighbours stay neighbours.
+        """Wait until `wanted` nodes have joined; after `seconds`, accept `least` nodes. Raises TimeoutError if fewer have joined. Nodes
+        are returned in the engine's order, so that neighbouring nodes get neighbouring ranks.
         """
         end = self._clock() + seconds
         while len(self.there()) < wanted and self._clock() < end:
@@ -78,7 +77,7 @@ class RemoteNodes:
             names = ", ".join(there) or "none"
             refused = "".join(f"; {name} is not fit: {why}" for name, why in self._refused.items())
             raise TimeoutError(
-                f"{len(there)} of {least} nodes came within {seconds:g} s ({names}{refused}). See why the others' agents do not start, "
+                f"{len(there)} of {least} nodes joined within {seconds:g} s ({names}{refused}). See why other nodes' agents do not start, "
                 "or set launch.start_timeout higher"
             )
         return there
@@ -98,8 +97,8 @@ class RemoteNodes:
             member.orders.put({"start": record})
 
     def _try_storage(self) -> None:
-        """Raise OSError if agents could not write to the run folder before ranks start. On one machine the write itself raises;
-        here, waiting beforehand costs no starts."""
+        """Raise OSError if the run folder cannot be written before ranks start, so that a wait for storage uses up no starts. On one
+        machine, the start's own write raises this error."""
         probe = self._job.run_dir / "ranks" / "room"
         try:
             probe.write_bytes(bytes(ROOM_BYTES))
@@ -130,7 +129,7 @@ class RemoteNodes:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Observation]:
-        """Return observations for the nodes that want to join and are unfit. Such a node stays out until it joins successfully."""
+        """Return observations for the nodes that ask to join but are unfit. Such a node stays out until it becomes fit and joins."""
         found: list[Observation] = []
         while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1
@@ -165,7 +164,7 @@ class RemoteNodes:
         return found
 
     def _understand(self, member: Member, message: dict[str, Any]) -> Exit | Failure | Observation | None:
-        """Decode an agent's message; None if it is about ranks that no longer exist."""
+        """Decode an agent's message; None if the message is about ranks that no longer exist."""
         if "sign" not in message and message["generation"] not in (self._generation.name, ""):
             return None
         match message:
@@ -183,10 +182,10 @@ class RemoteNodes:
                 return failure
             case {"sign": record}:
                 return observations.load(record)
-        raise ValueError(f"the agent of {member.name} says {message}, which this version does not know")
+        raise ValueError(f"the agent of {member.name} sent {message}, which this version does not know")
 
     def _silent(self) -> list[Observation]:
-        """Nodes that have shown no sign of life for too long."""
+        """Return the nodes that have sent no heartbeat for too long."""
         late = []
         for member in self._members.values():
             life = self._store.get(messages.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
@@ -228,7 +227,7 @@ class RemoteNodes:
         return [member for name, member in self._members.items() if name in names]
 
     def _holders(self, ranks: Iterable[int]) -> list[tuple[Member, list[int]]]:
-        """Return the agents that have some of these ranks, each with its ranks."""
+        """Return the agents that supervise any of these ranks, each with its ranks."""
         wanted = set(ranks)
         found = [(member, sorted(wanted & self._ranks_on(member.name))) for member in self._members.values()]
         return [(member, mine) for member, mine in found if mine]

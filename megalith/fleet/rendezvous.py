@@ -1,8 +1,7 @@
-"""How processes that an engine started meet in a key-value store that may hold what earlier starts left in it.
+"""Rendezvous of processes that an engine started, through a key-value store that may still hold keys of earlier starts.
 
-The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's store has no
-authentication: anybody who reaches its port may have written the values read here. So they are trusted only for an address, at
-which all processes then authenticate.
+The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test). torch's store has no authentication: anybody
+who reaches its port may have written its values. So they are trusted only for an address, at which all processes then authenticate.
 """
 
 import secrets
@@ -13,7 +12,7 @@ POLL_SECONDS = 0.02
 
 
 class Store(Protocol):
-    """Interface of a store; torch's stores have it. `get` waits for the key, up to the store's own time limit."""
+    """Interface of a store, which torch's stores implement. `get` waits for the key, up to the store's own time limit."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write."""
@@ -32,7 +31,7 @@ class Store(Protocol):
         ...
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return True if it existed."""
         ...
 
 
@@ -40,17 +39,16 @@ class RunStore(Store, Protocol):
     """Interface of the store that the processes of a run with agents share (`secure.store_client`)."""
 
     def delete_prefix(self, prefix: str, /) -> None:
-        """Remove all keys that begin so."""
+        """Remove all keys that begin with `prefix`."""
         ...
 
 
 def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
-    """Rank 0's `value`, on every rank of this very start.
-
-    An engine may start ranks again beside a store that lives on, and its count of starts is not shared: the agents of several
-    machines count separately. So each rank draws a fresh random word, and rank 0 answers it: the answer to a fresh word cannot be
-    stale. Rank 0 returns once all ranks have confirmed this meeting. Until then it also answers stale words, which no rank reads.
-    Raises TimeoutError on rank 0, naming ranks that did not come within `seconds`; elsewhere whatever the store's `get` raises.
+    """Return rank 0's `value` on every rank of the current start. An engine may restart ranks while the store lives on, and its count
+    of starts is not shared: the agents of several machines count separately. So each rank draws a fresh random word, and rank 0 answers
+    it: the answer to a fresh word cannot be stale. Rank 0 returns once all ranks have confirmed. Until then it also answers stale
+    words, which no rank reads. On rank 0, raises TimeoutError with the ranks that did not arrive within `seconds`; elsewhere, any error
+    of the store's `get`.
     """
     if rank:
         word = secrets.token_hex(8)
@@ -70,7 +68,7 @@ def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) ->
                 missing.discard(other)
         if missing and time.monotonic() > end:
             raise TimeoutError(
-                f"{_ranks(missing)} of {world} did not come within {seconds:g} s. See their output, or give them more time"
+                f"{_ranks(missing)} of {world} did not arrive within {seconds:g} s. See their output, or give them more time"
             )
         time.sleep(POLL_SECONDS if missing else 0)
     return value

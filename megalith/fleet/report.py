@@ -28,13 +28,13 @@ class Reported(RuntimeError):  # noqa: N818  # it says what was done
 
 
 class Unreachable(Reported):
-    """Ends a rank that cannot reach storage which the run has used: under any launcher, the same command gets further later."""
+    """Ends a rank that cannot reach storage which the run has used. Under any launcher, the same command can succeed later."""
 
     exit_code = ExitCode.LOST
 
 
 def report(observation: Observation, environment: Mapping[str, str] = os.environ) -> None:
-    """Report an observation to the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
+    """Report an observation to the supervisor. Without a supervisor (ranks of another launcher), print it."""
     text = json.dumps(observations.dump(observation))
     folder = environment.get(REPORTS)
     if folder is None:

@@ -2,8 +2,8 @@
 
 All agents know the run's key, and the store accepts no other clients (docs/security.md).
 
-The engine's variables only decide which process serves the store, and in which order nodes get the first places. The run's
-controller decides which ranks a node has, and which nodes wait as spares.
+The engine's variables only decide which process serves the store, and the order in which nodes get ranks. The run's controller decides
+which ranks a node has, and which nodes wait as spares.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ STRANGERS_SECONDS = 60.0  # between reports of those that the store turned away
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a run. `identity`: copies of the state with another identity belong to another run. `open_data` warms a
-    node."""
+    """One machine of a run. `identity` distinguishes this run's copies of the state from another's. `open_data` opens the data before
+    ranks start."""
 
     job: Job
     fleet: FleetSpec
@@ -72,18 +72,18 @@ class Host:
 
     @cached_property
     def disk(self) -> Path | None:
-        """Folder for copies on this node's disk; None: none."""
+        """Folder for copies on this node's disk; None: no such copies."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
 def directs(place: Place | None) -> bool:
-    """True if the process in this place directs the run: the engine's first, unless it joins a run in progress."""
+    """True if this process directs the run: the first process of the engine does, unless it joins a run in progress."""
     return MEETING not in os.environ and place is not None and place.rank == 0
 
 
 def serve_node(host: Host, place: Place | None) -> int:
-    """Run as a machine of a run that another process directs, and return the run's exit status. Raises ValueError without
-    settings for the meeting, NoKey without the run's key, WrongKey if it differs from the store's."""
+    """Serve as one machine of a run that another process directs, and return the run's exit status. Raises ValueError without a
+    rendezvous address, NoKey without the run's key, WrongKey if the key differs from the store's."""
     if MEETING in os.environ:
         _take_key(host, os.environ[MEETING])
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
@@ -103,21 +103,22 @@ def open_data(spec: RunSpec) -> object:
 
 
 def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
-    """Find the run's key and put it into this process's environment, for its children and its successor. If all processes are on
-    one machine, a missing key is made. Raises NoKey."""
+    """Find the run's key and put it into this process's environment, for its children and its successor. If all processes are on one
+    machine, create a missing key. Raises NoKey."""
     found = (key.of_run if alone or _is_loopback(address) else key.shared)(host.job.run_dir)
     os.environ |= found.variables
     return found
 
 
 def _is_loopback(address: str) -> bool:
-    """Return True if all processes at "SCHEME://HOST:PORT" are on one machine. Names are not resolved, because machines may
+    """Return True if all processes at "SCHEME://HOST:PORT" are on one machine. Host names are not resolved, because machines may
     resolve them differently."""
     return is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]"))
 
 
 def _agree(place: Place, meeting: str, *, seconds: float) -> str:
-    """Agree on the rendezvous address. The engine's own store only serves to announce it: keys from earlier starts must not be read."""
+    """Agree on the rendezvous address. The engine's own store only announces this address, because it may still hold keys from earlier
+    starts."""
     if not place.engine_serves:
         return place.store
     store = dist.PrefixStore("megalith", tcp_store(place.store, serves=False, timeout=timedelta(seconds=seconds)))
@@ -129,9 +130,9 @@ def direct(
 ) -> Outcome:
     """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
-    Must be called while there is one thread, because it forks the store's process and the agent. Raises TimeoutError if
-    too few nodes join, NoKey if several machines have no key, OSError if the address is unusable, and LeaseError if this process
-    no longer owns the folder.
+    Must be called while this process has one thread, because it forks the store's process and the agent. Raises TimeoutError if too few
+    nodes join, NoKey if several machines have no key, OSError if the address is unusable, and LeaseError if this process no longer owns
+    the folder.
     """
     known = _take_key(host, place.store, alone=place.world == 1)
     address, _, port = place.store.rpartition(":")
@@ -163,13 +164,13 @@ def direct(
 
 
 class _Strangers:
-    """Reports clients that the store rejected, when their number has grown."""
+    """Prints the counts of clients that the store rejected, when they have grown."""
 
     def __init__(self, store: StoreClient) -> None:
         self._store, self._told, self._next = store, 0, time.monotonic()
 
     def report(self, *, last: bool = False) -> None:
-        """Ask the store every STRANGERS_SECONDS, and at the end. Raises StoreGone."""
+        """Ask the store for its counts every STRANGERS_SECONDS, and at the end. Raises StoreGone."""
         if time.monotonic() < self._next and not last:
             return
         self._next = time.monotonic() + STRANGERS_SECONDS
@@ -181,11 +182,10 @@ class _Strangers:
 
 
 class _OwnAgent:
-    """The agent of the machine that directs a run. No engine starts it, so the directing process restarts it when it is
-    killed."""
+    """The agent of the machine that directs a run. No engine starts this agent, so the directing process restarts a killed one."""
 
     def __init__(self, host: Host, meeting: str) -> None:
-        """Fork the agent. There must be only one thread."""
+        """Fork the agent. This process must have only one thread."""
         self._meeting = meeting
         self._forked = os.fork()
         if self._forked == 0:
@@ -194,7 +194,7 @@ class _OwnAgent:
         self._code: int | None = None  # how it ended
 
     def tend(self) -> None:
-        """Start another agent, which joins again, if this one was killed, but not if it left on purpose."""
+        """If the agent was killed, start another one, which joins the run; not if it left on purpose."""
         if self._code is None:
             self._code = self._look()
         if self._code is not None and self._code < 0:
@@ -242,7 +242,7 @@ def _control(
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
-    """Be the agent of the machine that directs the run. If the run counts it as lost (the machine may have been too busy for a
+    """Run the agent of the machine that directs the run. If the controller counts it as lost (the machine may have been too busy for a
     heartbeat), it joins again."""
     try:
         parent_watch.die_with_parent(parent)
@@ -255,18 +255,18 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 
 
 def _begin_anew(why: str) -> NoReturn:
-    """Become a new agent. The ranks of this one end with its pipe, and the run may take the healthy node as a spare."""
+    """Replace this process by a new agent. The old one's ranks end with its pipe, and the run may use the healthy node as a spare."""
     print(f"this node's agent starts over: {why}", file=sys.stderr, flush=True)
     os.execv(sys.executable, _own_command())
 
 
 def _own_command() -> list[str]:
-    """The command that started this process."""
+    """Return the command that started this process."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
-    """Be an agent; return the exit status of the run, or LOST if the agent cannot join it."""
+    """Run an agent; return the exit status of the run, or LOST if the agent cannot join the run."""
     seconds = host.job.start_timeout
     known = _take_key(host, meeting)
     try:
@@ -293,7 +293,8 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
 
 
 def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
-    """True if this machine may join. An unfit machine reports that here and to the controller, and has `seconds` to become fit."""
+    """True if this machine may join. An unfit machine prints the reason, reports it to the controller, and has `seconds` to become
+    fit."""
 
     def notify(why: str) -> None:
         print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)
@@ -303,7 +304,7 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
 
 def _interface_to(meeting: str) -> str | None:
-    """Return the network interface to the store, which the ranks also use. None: it has no name on this machine."""
+    """Return the name of the network interface to the store, which ranks also use; None if not found."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -314,11 +315,11 @@ def _interface_to(meeting: str) -> str | None:
 
 
 def own_name(given: str | None) -> str:
-    """Return the node's name: the given one, or the machine's. Raises ValueError for a name that cannot be part of a folder's
-    name and of a list."""
+    """Return the node's name: `given`, or the machine's host name. Raises ValueError for a name that cannot be part of a path or a
+    comma-separated list."""
     name = given or socket.gethostname()
     if not name or set(name) & set("/, "):
         raise ValueError(
-            f"{name!r} is not a name for a node: it becomes part of folders and lists. Leave out slashes, commas and spaces"
+            f"{name!r} is not a name for a node: the name becomes part of paths and lists. Leave out slashes, commas and spaces"
         )
     return name

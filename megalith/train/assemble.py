@@ -73,15 +73,14 @@ class Trainer:
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
-        """Train a phase of the run from now on: between two steps, when all steps are verified, on all ranks together. Modules,
-        state and groups stay, so only functions with tensors of another shape are compiled again. `size`: samples of this site in
-        a step; None:
-        its part of the phase's batch. Raises ValueError if the plan cannot share them out."""
+        """Train a phase of the run from now on. All ranks call it together, between two steps, when all steps are verified. Modules,
+        state and groups stay, so only functions whose tensor shapes change are compiled again. `size`: samples of this site in a step;
+        None: the site's part of the phase's batch. Raises ValueError if the plan cannot split these samples evenly."""
         spec = within(during(self.run, phase), size)
         if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
             raise ValueError(
-                f"{size} samples that another site handed back are no multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
-                "sites.count back until they are trained"
+                f"{size} samples handed back by another site are not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
+                "sites.count back until these samples are trained"
             )
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
@@ -89,7 +88,7 @@ class Trainer:
 
     @property
     def reader(self) -> int:
-        """This rank's number among those that read different samples."""
+        """This rank's index among the ranks that read different samples."""
         return self.groups.coordinates["data"]
 
     @property
@@ -98,27 +97,27 @@ class Trainer:
         return {number: runner.stage for number, runner in self.runners.items()}
 
     def routers(self) -> dict[str, Moe]:
-        """The layers of experts on this rank, by name."""
+        """The mixture-of-experts layers on this rank, by name."""
         stages = self.stages.values()
         return {name: module for stage in stages for name, module in stage.named_modules() if isinstance(module, Moe)}
 
     def narrow(self) -> list[Narrow]:
-        """The narrow recipes on this rank."""
+        """The recipes for low-precision products on this rank."""
         modules = (module for stage in self.stages.values() for module in stage.modules())
         return [module for module in modules if isinstance(module, Narrow)]
 
     def delayed(self) -> list[Narrow]:
-        """The recipes on this rank whose scales follow earlier steps."""
+        """The recipes on this rank that take their scales from earlier steps."""
         return [recipe for recipe in self.narrow() if recipe.history is not None]
 
     def counted(self) -> list[Tensor]:
-        """Counts of a step so far on this rank: tokens of each expert, and the largest numbers of tensors."""
+        """Counters of the current step on this rank: the tokens of each expert, and the largest magnitudes for delayed scales."""
         largest = [recipe.latest for recipe in self.delayed() if recipe.latest is not None]
         return [moe.router.counts for moe in self.routers().values()] + largest
 
     def update_router_biases(self) -> None:
-        """After a step, give the routers the loads of their experts over all ranks, and the recipes with delayed scales the
-        largest numbers over all ranks."""
+        """After a step, pass each router the load of its experts, and each recipe with delayed scales the largest magnitude, both over
+        all ranks."""
         self._take_in_maxima()
         routers = list(self.routers().values())
         if not routers:
@@ -143,7 +142,7 @@ class Trainer:
             tensor.zero_()
 
     def discard(self) -> None:
-        """Discard the maxima of this step's forwards, because they run once more."""
+        """Discard the maxima of this step's forwards, because the forwards will run again."""
         self.extremes.clear()
         if self.heads is not None:
             self.heads.clear()
@@ -166,15 +165,15 @@ class Trainer:
         return learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
 
     def clip(self, factor: float, *, number: int) -> None:
-        """Multiply all gradients by `factor`, and hold each to its usual norm if the run asks for it, for update `number` of the run. All
-        ranks call it together."""
+        """Multiply all gradients by `factor`, for update `number` of the run. With adaptive clipping, also limit each gradient to its
+        usual norm. All ranks call it together."""
         gradients.scale([p.grad for p in self.parameters.values() if p.grad is not None], factor)
         if self.adaptive is not None:
             self.adaptive.clip(number=number)
 
     @torch.no_grad()
     def advance(self, *, number: int, lr: float) -> None:
-        """Update all weights from their clipped gradients, which stay, as update `number` of the run."""
+        """Make update `number` of the run from the clipped gradients, and keep these gradients."""
         parts = self.state.parts()
         self.rule.update(parts, number=number, lr=lr)
         if self.heads is not None:
@@ -185,16 +184,16 @@ class Trainer:
         self.state.settle()
 
     def update(self) -> None:
-        """Update all weights from their gradients, which stay."""
+        """Update all weights from their gradients, and keep the gradients."""
         self.advance(number=self.state.updates, lr=self.lr)
         self._count_update()
 
     def asked(self, factor: float | None) -> UpdateRequest:
-        """Return the next update, with this factor of its gradients, for execution inside the backward."""
+        """Return a request to make the next update inside the backward, with gradients multiplied by `factor`."""
         return UpdateRequest(factor, self.state.updates, self.lr)
 
     def keep_update(self) -> None:
-        """Let the update that was made inside the backward count."""
+        """Count the update that was made inside the backward."""
         self.state.settle()
         self._count_update()
 
@@ -205,7 +204,8 @@ class Trainer:
 
     @property
     def wide(self) -> bool:
-        """True if narrow products are wide in the next update, because the run wants this during the learning rate's decay."""
+        """True if the next update uses no low-precision products: `precision.wide_decay` asks for this during the learning rate's
+        decay."""
         spec = self.spec
         if not spec.precision.wide_decay:
             return False
@@ -213,12 +213,12 @@ class Trainer:
 
     @property
     def raised(self) -> frozenset[str]:
-        """The parts of the model whose products `precision.auto` made wide."""
+        """The parts of the model that `precision.auto` has switched to high precision."""
         return frozenset(f"blocks.{block}" for block, _ in self.state.history.raised)
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradients until they are summed."""
+        """The loss scale: gradients carry this factor until they are summed."""
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 
@@ -232,9 +232,9 @@ def assemble(
     callbacks: Callbacks | None = None,
     target: str | None = None,
 ) -> Trainer:
-    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn. `folder`: where
-    state on disk goes if the plan names no place; None: with temporary files. `callbacks`: the user's own. `target`:
-    the kind of device that a dry run is for; None: `device`.
+    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so no initial values are drawn. `folder`: the
+    folder for state on disk if the plan names none; None: the folder of temporary files. `callbacks`: the user's own. `target`: the
+    kind of device that a dry run is for; None: `device`.
 
     Raises RuntimeError if the schedule's program has a fault (found before anything is sent), and StateFileError if a disk has no room.
     """
@@ -313,7 +313,7 @@ def assemble(
 
 
 def program_of(spec: RunSpec, groups: Groups) -> Program:
-    """Return the program of a step. Raises RuntimeError if it has a fault."""
+    """Return the pipeline program of a step. Raises RuntimeError if the program has a fault."""
     plan = spec.plan
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks)
     program = lower(schedule, plan.zero, retained=plan.retained(len(spec.model.build().blocks)))
@@ -323,7 +323,7 @@ def program_of(spec: RunSpec, groups: Groups) -> Program:
 
 
 def hidden_of(spec: RunSpec, device: torch.device) -> Hidden:
-    """Return the shape of a stage's output."""
+    """Return the shape, dtype and device of a stage's output."""
     plan = spec.plan
     split = plan.context * (plan.tensor if plan.sequence else 1)
     shape = plan.microbatch, spec.train.seq_len // split, spec.model.build().dim
@@ -331,5 +331,5 @@ def hidden_of(spec: RunSpec, device: torch.device) -> Hidden:
 
 
 def mesh_groups(spec: RunSpec, device: torch.device, world: dist.ProcessGroup | None = None) -> Groups:
-    """The process groups of the run's plan among the ranks of `world`; None: of the default group."""
+    """Return the process groups of the run's plan among the ranks of `world` (None: the default group)."""
     return Groups.build(Mesh.of(spec.plan), device=device.type, world=world)

@@ -1,4 +1,4 @@
-"""Samples that a rank computes in a step, and their cut into microbatches."""
+"""The samples that a rank computes in a step, and how they are split into microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
     """Sample numbers of each of a data rank's microbatches, in the step whose global batch starts at sample `first`.
 
-    Microbatches i of all data ranks together are consecutive samples, and the step's samples are the same for every plan.
+    The i-th microbatches of all data ranks together hold consecutive samples, and the step's samples are the same for every plan.
     """
     size, ranks = spec.plan.microbatch, spec.plan.data
     starts = (first + (i * ranks + data_rank) * size for i in range(spec.microbatches))
@@ -57,8 +57,8 @@ def to_batch(
     wide: bool = False,
     raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Return a microbatch on the device. `sequences`: of the whole global batch. `wide`: all narrow products are wide; `raised`:
-    those of these parts of the model."""
+    """Return a microbatch on the device. `sequences`: those of the whole global batch. `wide`: all low-precision products use high
+    precision; `raised`: only those of these parts do."""
     several = cut.masked and any(len(row) > 1 for row in samples.segments)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
@@ -84,8 +84,8 @@ def to_batch(
 
 
 def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
-    """For depth k, return the kth token after each token, and the target there; past the end of its document (or row) a token has
-    neither."""
+    """For depth k, return the kth token after each token, and that token's target; neither exists past the end of the document (or
+    row)."""
     rows, length = samples.tokens.shape
     lengths = samples.segments if cut.masked else ((length,),) * rows
     left = np.stack(
@@ -104,8 +104,8 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def count_valid(microbatches: Sequence[Samples], *, groups: Groups) -> int:
-    """Count the valid targets of the whole global batch. The number is known before the first backward, so losses and gradients
-    simply add up."""
+    """Count the valid targets of the whole global batch. This number is known before the first backward, so losses and gradients need
+    only be added up."""
     mine = sum(int((samples.targets >= 0).sum()) for samples in microbatches)
     count = torch.tensor(mine if groups.coordinates["context"] == 0 else 0)  # ranks of a context read the same samples
     dist.all_reduce(count, group=groups.data)

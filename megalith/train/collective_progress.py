@@ -18,7 +18,7 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def answer() -> None:
-    """Start a thread that writes this process's progress into its log whenever its stack is requested."""
+    """Start a thread that logs this process's collectives whenever its stack is requested."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # the signal's number is written even while the main thread is in C
@@ -32,8 +32,8 @@ def _answer(reading: int) -> None:
 
 
 def begun() -> dict[str, int]:
-    """Return the number of collectives that this rank has begun in each of its groups, by name; in gloo messages between two
-    ranks also count. Groups for messages between pairs are left out, because their members do not begin the same number.
+    """Return the number of collectives that this rank has begun in each of its groups, by group name; gloo also counts point-to-point
+    messages. Groups for point-to-point messages are left out, because their members do not begin equally many operations.
     """
     found = {}
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):

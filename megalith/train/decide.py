@@ -1,7 +1,7 @@
-"""Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision.
-The plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; a step with non-finite
-numbers is repeated, skipped, or ends the run; a spike triggers the responses in `stability.answers`, in order. Each reason is a
-function from vitals to a decision, or to None if it does not apply.
+"""Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision. The
+plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; a step with non-finite numbers is
+repeated, skipped, or ends the run; a spike triggers the responses in `stability.answers`, in order. Each reason to act is a function
+that returns a decision from the vitals, or None if it does not apply.
 """
 
 import math
@@ -28,17 +28,17 @@ class Vitals:
     updates: int = 0
     """Made so far."""
     skipped: int = 0
-    """Updates that the run has skipped so far because numbers were not finite."""
+    """Number of updates that the run has skipped so far because of non-finite numbers."""
     tries: int = 0
-    """How often this step was computed before, with numbers that were not finite or outside their bands."""
+    """Number of earlier computations of this step, each with numbers that were not finite or outside their bands."""
     repeatable: bool = False
     """True if the step can be computed again from the state it began with."""
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """In a spike, True if the batch before has its old loss; None: not examined."""
+    """In a spike, True if the previous batch still has its old loss; None: not examined."""
     scale: Scale | None = None
-    """The loss scale of the step, if it had one."""
+    """The loss scale of the step; None if the run has no loss scale."""
 
     @property
     def finite(self) -> bool:
@@ -52,13 +52,13 @@ class Vitals:
 
     @property
     def overflowed(self) -> bool:
-        """True if gradients with a loss scale are not finite although the loss is: a smaller scale may help."""
+        """True if the loss is finite but the scaled gradients are not: a smaller loss scale may help."""
         return self.scale is not None and math.isfinite(self.loss) and not math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)
 class Update:
-    """Multiply the gradients by `factor` and update. `lowered`: with a lower learning rate from this update on."""
+    """Multiply the gradients by `factor` and update. `lowered`: the learning rate is lower from this update on."""
 
     factor: float = 1.0
     lowered: bool = False
@@ -66,7 +66,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Compute the step again: the departure may be a transient hardware error."""
+    """Compute the step again: a transient hardware error may have caused the unusual numbers."""
 
     reason: Literal["not finite", "spike"] = "not finite"
 
@@ -78,13 +78,13 @@ class Skip:
     reason: str
     spike: bool = False
     scale: Scale | None = None
-    """The loss scale of the next step, where gradients overflowed. Such a skip does not count against `stability.skips`."""
+    """The loss scale of the next step, if gradients overflowed. A skip for an overflow does not count against `stability.skips`."""
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to the newest copy of at most `at_most` steps, and skip the updates made since. Samples stay consumed, so steps and
-    samples continue as if each of those updates had been skipped. `otherwise`: the response if there is no such copy."""
+    """Go back to the newest copy of step `at_most` or earlier, and skip the updates made since that copy. Samples stay consumed, so
+    steps and samples continue as if each of those updates had been skipped. `otherwise`: the response if there is no such copy."""
 
     reason: str
     at_most: int
@@ -121,12 +121,12 @@ def decide(
 
 
 def departures(vitals: Vitals, stability: StabilitySpec, history: History) -> tuple[Departure, ...]:
-    """Return the numbers of a step that lie outside their bands."""
+    """Return the watched numbers of a step that lie outside their usual bands."""
     return history.departures(vitals.loss, vitals.norm, stability) if vitals.finite else ()
 
 
 def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec, history: History) -> History:
-    """Return the run's history after the decision. A rewind also needs the history in its copy (`History.rewound`)."""
+    """Return the run's history after the decision. A rewind also needs the history that the restored copy holds (`History.rewound`)."""
     if isinstance(decision, Skip) and decision.scale is not None:
         return history  # an overflow is the scale's affair, no spike
     strayed = not vitals.finite or bool(departures(vitals, stability, history))
@@ -164,7 +164,8 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first requested response that is not used up. A batch is not skipped if the weights are known to be damaged."""
+    """Return the first response of `stability.answers` that is not used up. A batch is not skipped if the weights are known to be
+    damaged."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
@@ -179,7 +180,7 @@ def _spike(
 def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
-    """Return a rewind to a copy from before the spike, and before the copy of an earlier rewind for the same spike."""
+    """Return a rewind to a copy from before the spike. A further rewind for the same spike uses an older copy."""
     if "rewind" not in stability.answers or not vitals.attended or len(history.rewinds) >= stability.rewinds:
         return None
     began = history.began if history.began >= 0 else vitals.step
@@ -189,7 +190,7 @@ def _rewind(
 
 
 def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
-    """Return the last responses: a lower learning rate, then normal updates while it is lower, then the end of the run."""
+    """Return the last responses: lower the learning rate, then make normal updates while it is lower, then end the run."""
     if vitals.updates < history.lowered:
         return update
     if "lower" in stability.answers and history.lowerings < stability.rewinds:

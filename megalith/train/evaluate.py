@@ -1,4 +1,4 @@
-"""The loss of a trained model on text of one's own: newest checkpoint, its tokenizer, one device."""
+"""The loss of a trained model on the user's own text, with the newest checkpoint and its tokenizer, on one device."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ from megalith.train.run import choose_device
 
 @dataclass(frozen=True)
 class Score:
-    """The mean loss over the tokens of some text, in nats a token. `tokens`: the number of predicted tokens. `text_bytes`: the
-    text's bytes in UTF-8. The loss in bits a byte allows comparisons of models with different tokenizers."""
+    """The mean loss over the tokens of some text, in nats per token. `tokens`: the number of predicted tokens. `text_bytes`: the text's
+    bytes in UTF-8. The loss in bits per byte compares models with different tokenizers."""
 
     step: int
     loss: float
@@ -33,14 +33,14 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss over all tokens in bits, over the bytes of the text."""
+        """The summed loss of all tokens in bits, divided by the bytes of the text."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes
 
 
 def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, seq_len: int | None = None) -> Score:
-    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. Every token of
-    a document but the first, and the end-of-text token, is predicted from the earlier ones in windows of `seq_len` tokens
-    (default: as in training). Raises ValueError if no text has two tokens.
+    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. Each document's tokens
+    after its first, including the end-of-text token, are predicted from earlier tokens in windows of `seq_len` tokens (default: as in
+    training). Raises ValueError if no text has two tokens.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)
@@ -65,7 +65,7 @@ def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, se
 
 @torch.no_grad()
 def window_losses(model: Stage, ids: Sequence[int], length: int) -> list[float]:
-    """Return the summed loss in nats of each window of `length` tokens; every token but the first is predicted once."""
+    """Return the summed loss in nats of each window of `length` tokens; each token except the document's first is predicted once."""
     device = next(model.parameters()).device
     found = list[float]()
     for start in range(0, len(ids) - 1, length):

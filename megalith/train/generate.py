@@ -1,4 +1,4 @@
-"""Text from a trained run: newest checkpoint, its tokenizer, one device."""
+"""Text generation with a trained run's newest checkpoint and its tokenizer, on one device."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from megalith.train.run import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
-    """Return the whole model of the newest intact checkpoint at `path`, in fp32. Raises own.OwnPartError for own parts that were
-    not imported."""
+    """Return the whole model of the newest intact checkpoint at `path`, in fp32. Raises own.OwnPartError for a user's own parts that
+    were not imported."""
     sizes = families.read(folder.read_manifest(path).meta["spec"]["model"])
     parts.need(sizes)
     spec = sizes.build()
@@ -34,7 +34,7 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 
 
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
-    """Return the tokenizer of a run, which keeps its own copy. Raises FileNotFoundError with the paths that were tried."""
+    """Return the tokenizer of a run from the copy in the run folder. Raises FileNotFoundError with the paths that were tried."""
     places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
@@ -57,7 +57,7 @@ def generate(
 ) -> str:
     """Generate text after `prompt`, up to `tokens` tokens or the end of the text; also add it to the run's events.
 
-    An empty prompt begins a new document. Raises ValueError if prompt and tokens are longer than the model's context.
+    With an empty prompt, the text begins a new document. Raises ValueError if the prompt and `tokens` more exceed the model's context.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)

@@ -1,7 +1,7 @@
-"""Guards one rank's state: digests it between updates, compares it with its replicas, repeats faulty steps, and copies it. It
-reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response.
-A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
-the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
+"""Guard of one rank's state: takes digests between updates, compares them with replicas', repeats faulty steps, and makes copies. It
+reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response. A
+step whose gradients are not finite is first computed again, without a restart. (Google's Gemini report and Meta's studies of silent
+corruption motivate the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
 
 import os
@@ -35,7 +35,7 @@ Report = Callable[[Observation], None]
 class StateGuard:
     """Per-rank state checker, a `StepHook`. Construction and every method are collective.
 
-    `read` gives the samples of other data ranks. `memory`: where copies go, None: nowhere.
+    `read` returns the samples of any data rank. `memory`: holds the copies; None: no copies are made.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StateGuard:
         self.update_verifier = UpdateVerifier(trainer, memory) if every and memory and repeatable else None
 
     def begin(self, step: int, samples: int) -> None:
-        """Start from the current state, after `step` steps. Call it once the state is restored."""
+        """Start to guard the current state, that after `step` steps. Call this once the state is restored."""
         self._good = step
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
@@ -85,7 +85,7 @@ class StateGuard:
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
     def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
-        """Check that replicas had the same state, and got the same gradients."""
+        """Check that replicas had the same state and computed the same gradients."""
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())
         if self._verifies(step):
@@ -112,7 +112,7 @@ class StateGuard:
                 self.replicas.start(self._whole(known))
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
-        """Check that the state is that before the step, and record it under the next step's number."""
+        """Check that the skipped step left the state unchanged, and record the digest under the next step's number."""
         if self.fleet.digest and (known := self._digests.get(step)) is not None:
             self.check_state(step)
             self._digests = {step: known, step + 1: known}
@@ -123,7 +123,7 @@ class StateGuard:
         """No-op."""
 
     def check_state(self, step: int) -> None:
-        """Check that the state after `step` steps is the last update's result; else report it and raise Reported.
+        """Check that the state after `step` steps is the last update's result; else report the difference and raise Reported.
 
         Also call this before the state is saved: a checkpoint of an altered state would pass its own digests.
         """
@@ -133,12 +133,13 @@ class StateGuard:
             self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
 
     def _digest(self) -> int:
-        """Return the digest of the state. Tensors on disk count as they were written, because each read compares them."""
+        """Return the digest of the state. Tensors on disk enter with the digest of what was written, because each read verifies
+        them."""
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
-        """Return the loss scale's part of the digest. It changes in a skipped step, in which nothing else may change. `State` keeps it as
-        a number as well, so that an altered tensor is detected."""
+        """Return the loss scale's part of the digest. Only the loss scale may change in a skipped step. `State` also keeps it as a
+        Python number, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 
@@ -183,15 +184,15 @@ class StateGuard:
         self.before_step(self.trainer, step)
 
     def rewound(self, step: int) -> None:
-        """Start from the current state, after `step` steps: that of a copy to which the run went back."""
+        """Start to guard the state of a copy to which the run went back, that after `step` steps."""
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             if self.replicas:
                 self.replicas.start(self._whole(self._digests[step]))
 
     def _origin(self) -> int | None:
-        """Return the rank whose own gradients were not finite before the reduction: of several, the first in the order of
-        backward. None: there is none; the sum or a norm overflowed.
+        """Return the rank whose own gradients were not finite before the reduction; of several, the first in the order of backward.
+        None if no rank's were: then the sum or a norm overflowed.
         """
         bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer)) if flag]
         mesh = self.trainer.groups.mesh
@@ -205,8 +206,8 @@ class StateGuard:
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:
-        """Report a gradient that was not finite twice, and whether another replica also gets it. Raises Reported if there is a
-        supervisor."""
+        """Report a gradient that was not finite in two computations, and whether another replica computes the same. Raises Reported if
+        there is a supervisor."""
         origin = self._origin()
         observation = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
         self._together(observation, str(error), reporter=origin or 0)
@@ -266,7 +267,7 @@ class StateGuard:
         return step % self.fleet.memory_every == 0 or self._due_on_disk(step) or self._due_as_good(step)
 
     def _due_as_good(self, step: int) -> bool:
-        """Return True if a copy to which the run may go back is due; never during a spike."""
+        """Return True if a copy for a later rewind is due; never during a spike."""
         stability, history = self.trainer.spec.stability, self.trainer.state.history
         return "rewind" in stability.answers and step % stability.keep_every == 0 and history.began < 0
 
@@ -289,7 +290,7 @@ class StateGuard:
             self.report(SaveFailed(**told, error=failed) if failed else SaveWorks(**told))
 
     def close(self) -> None:
-        """Wait for copies under way."""
+        """Wait until copies in progress are complete."""
         if self.memory:
             self.memory.settle()
 
@@ -307,7 +308,7 @@ class Split:
 
 
 class Replicas:
-    """Digests of the ranks that hold the same state, on their way while the next step is computed."""
+    """Digests of ranks that hold the same state, exchanged while the next step is computed."""
 
     def __init__(self, trainer: Trainer) -> None:
         mesh, groups = trainer.groups.mesh, dict[tuple[int, ...], list[int]]()

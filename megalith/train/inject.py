@@ -1,4 +1,4 @@
-"""Deliberate faults in tensors and computations. Those in processes, connections and files are in `fleet.actions`."""
+"""Deliberate faults in tensors and computations. `fleet.actions` has the faults in processes, connections and files."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from megalith.train.assemble import Trainer
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
 Reads = Callable[[int], tuple[Path, int, int]]
-"""Map a step to a shard that this rank reads in it, with the first and the last byte."""
+"""A function from a step to a shard that this rank reads in it, with the first and the last byte."""
 
 SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 
@@ -30,7 +30,7 @@ def step_hook(*, reads: Reads) -> "Injector | None":
 
 
 class Injector:
-    """Watches the steps of a rank and causes its faults at their moments."""
+    """A step hook that causes a rank's planned faults at their points in the step."""
 
     def __init__(self, found: Faults, reads: Reads) -> None:
         self._faults, self._reads = found, reads
@@ -66,7 +66,7 @@ class Injector:
         """Do nothing: the update was skipped."""
 
     def after_step(self, trainer: Trainer, step: int) -> None:
-        """Cause the faults that are due after the checks, when the state does not change until the next step."""
+        """Cause the faults that are due after the step's checks, while the state does not change until the next step."""
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
                 happen(one, self._faults.rank_info)
@@ -99,8 +99,9 @@ class Injector:
 
 
 def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
-    """Flip one bit of a shard among bytes begin to end, before they are read; only in a campaign's own copy of the shard."""
-    assert (shard.parent / OWN_DATA).exists(), f"{shard} is data that others need, and is not harmed"
+    """Flip one bit of a shard between bytes `begin` and `end`, before these bytes are read; only in a campaign's own copy of the
+    shard."""
+    assert (shard.parent / OWN_DATA).exists(), f"{shard} is not a campaign's own copy of the data, so no bit of it is flipped"
     at = begin + int(one.place * (end - begin))
     with shard.open("r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, at)[0]
@@ -109,7 +110,7 @@ def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
 
 
 def work(seconds: float) -> None:
-    """Keep this thread computing, because a throttled device needs longer for the same work, and does not wait."""
+    """Keep this thread busy for the added time, because a throttled device computes longer and does not idle."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

@@ -41,7 +41,7 @@ SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
 class NotSavedError(RuntimeError):
-    """The last state of a run could not be saved. Copies in memory stay, and the same command resumes from them."""
+    """The last state of a run could not be saved. Copies in memory are kept, and the same command resumes from them."""
 
     exit_code = ExitCode.LOST
 
@@ -78,7 +78,7 @@ def _went_to(done: StepResult, timed: _Timed) -> dict[str, float]:
 
 
 class Loop:
-    """One rank's run from `position` to the last step. All ranks go through it together."""
+    """One rank's run from `position` to the last step. Construction and `run` are collective."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Loop:
         step_hooks: Sequence[StepHook] = (),
         sites: Sites | None = None,
     ) -> None:
-        """`sites`: the merges with other sites, if the run has any."""
+        """`sites`: the merges with other sites; None for a run without sites."""
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
         self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
         self.spec, self.phases = trainer.run, Phases.of(trainer.run)
@@ -129,12 +129,12 @@ class Loop:
 
     @property
     def ended(self) -> bool:
-        """True if no update is still to be made; with sites, if the merged weights have seen all samples."""
+        """True if all updates are made; with sites, if the merged weights contain all samples."""
         return self.trainer.state.updates >= self.spec.train.steps if self.sites is None else self.sites.ended
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
-        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save. With sites the last step is done
-        once a quorum of them has saved it. Raises NotSavedError if saving has failed for too long.
+        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save. With sites, the run is finished
+        once a quorum of sites has saved the last step. Raises NotSavedError if saving has failed for too long.
         """
         every = self.spec.validation.every
         joins = self.sites is not None and self.sites.enters
@@ -174,7 +174,7 @@ class Loop:
         return "finished"
 
     def _enter(self, sites: Sites) -> bool:
-        """Join the other sites at their current step; return False if a stop was asked before their weights came."""
+        """Join the other sites at their current step; return False if a stop was requested before their weights arrived."""
         self.heartbeat.beat("merge", self.step)
         try:
             step = sites.enter()
@@ -189,7 +189,8 @@ class Loop:
         return True
 
     def _step_and_merge(self, sites: Sites, stop: bool) -> bool:
-        """Train a step, unless an earlier stop has interrupted the merges after it, and merge; return True if this site must stop now."""
+        """Train a step and merge; return True if this site must stop now. If an earlier stop interrupted the merges after a step, only
+        finish them."""
         try:
             stopping = sites.progress.midway is None and self._one_step(stop)
         except StopAsked:  # in the exchange of gradients, so there is no update
@@ -197,8 +198,8 @@ class Loop:
         return self._merge(sites, stopping)
 
     def _merge(self, sites: Sites, stop: bool) -> bool:
-        """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: this site was asked
-        to."""
+        """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: a stop of this site was
+        requested."""
         if sites.due(self.step):
             self.heartbeat.beat("merge", self.step, measured=self._measured)
         done = sites.after_step(self.step, stop=stop)
@@ -210,7 +211,7 @@ class Loop:
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Return True if the run may go back from this state. Its checkpoint would replace an older, good one."""
+        """Return True if the run may rewind to before this state. A checkpoint of this state would then replace an older, good one."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 
@@ -249,8 +250,8 @@ class Loop:
         return StepMeasurement(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _enter_phase(self) -> bool:
-        """Enter the phase of the next step. A new phase waits for the last step's result; return True if that says that all ranks
-        must stop."""
+        """Enter the phase of the next step. A new phase first waits for the last step's result; return True if that result makes all
+        ranks stop."""
         share = None if self._turn is None else self._turn.share
         phase = self.phases.at(self.position.samples if share is None else share.first)
         same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
@@ -278,7 +279,7 @@ class Loop:
 
     @property
     def _doing(self) -> str:
-        """Name the step's phase for the heartbeat, because steps of another shape have other times."""
+        """Name the step's phase for the heartbeat, because steps with other tensor shapes take other times."""
         first = self.phases.all[0]
         now = self._phase or first
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
@@ -286,7 +287,7 @@ class Loop:
         return f"step of {now.global_batch} x {now.seq_len}"
 
     def _advance(self, step: int) -> None:
-        """Move the position to `step`: its samples are consumed, whether or not its update was skipped."""
+        """Move the run's position past `step`: the step's samples are consumed, even if its update was skipped."""
         if self.sites is not None:
             samples = self.sites.progress.deal.dealt
         else:
@@ -318,7 +319,7 @@ class Loop:
         return any(done.stop for done in settled)
 
     def _done(self, done: StepResult) -> Done:
-        """Return a step for the user's own callbacks."""
+        """Return a step as the user's own callbacks get it."""
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
         site = 0 if self.sites is None else self.sites.site
         return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, site=site, **numbers)
@@ -361,7 +362,7 @@ class Loop:
         )
 
     def _noise_of(self, done: StepResult) -> dict[str, float]:
-        """Return the gradient noise of a step for its event; empty if the plan does not show it."""
+        """Return the gradient noise of a step for its event; empty if the plan does not allow an estimate."""
         if done.noise is None or (self.sites and self.sites.step_hooks):  # gradients of all sites, besides those of this site
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
@@ -372,7 +373,7 @@ class Loop:
         return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: StepResult) -> None:
-        """Log the times of all actions in the first pipeline, and those of garbage collections on all ranks."""
+        """Log the times of all actions in the first pipeline, and the times of garbage collections on all ranks."""
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
@@ -395,7 +396,7 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save_last(self, *, patience: float) -> None:
-        """Save the last state: while that fails, try again for `patience` seconds. All ranks see the same failures."""
+        """Save the last state; while saving fails, retry for `patience` seconds. All ranks see the same failures."""
         began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
@@ -410,7 +411,7 @@ class Loop:
                 raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
             if began is None:
                 began = time.monotonic()
-                words = f"the last checkpoint is tried again every {AGAIN_SECONDS:g} s, for {more * AGAIN_SECONDS:g} s at most"
+                words = f"saving the last checkpoint is retried every {AGAIN_SECONDS:g} s, for {more * AGAIN_SECONDS:g} s at most"
                 self._warn(f"{words}: make room in {self.checkpointer.folder}, or bring its file system back")
             time.sleep(AGAIN_SECONDS)
 
@@ -431,7 +432,7 @@ class Loop:
         return meta(self._settled(), spec=self.spec, stream=self.stream, sites=progress)
 
     def _settled(self) -> Position:
-        """Return the position, after the last update is verified."""
+        """Verify the last update, then return the run's position."""
         trainer = self.trainer
         known = {"history": trainer.state.history, "callbacks": same_on_all(trainer.callbacks, group=trainer.groups.world)}
         return replace(self.position, updates=trainer.state.updates, **known)

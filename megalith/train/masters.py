@@ -1,4 +1,4 @@
-"""Master weights in two halves, in the form that checkpoints read and fill: fp32 numbers, whatever format stores them."""
+"""Master weights stored in two halves, in the form that checkpoints read and fill: fp32 numbers, whatever format stores the halves."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,11 @@ from megalith.kernels.halves import join, split
 from megalith.parallel.data import Weight, local
 
 PIECE = 1 << 20
-"""Numbers that are joined at once."""
+"""Number of elements whose halves are joined to fp32 at once."""
 
 
 class JoinedMasters:
-    """The fp32 master weights of one parameter's share: the compute half, and the lower half, wherever that is."""
+    """The fp32 master weights of one parameter's share: the compute half, and the lower half, wherever it is stored."""
 
     dtype = torch.float32
 
@@ -36,21 +36,21 @@ class JoinedMasters:
 
     @property
     def extents(self) -> None:
-        """None: they are joined as they are read."""
+        """None: no file holds joined numbers."""
 
     def snapshot(self) -> None:
-        """None: the compute half is in memory, where updates change it."""
+        """None: no snapshot exists, as updates change the compute half in memory."""
 
     def numel(self) -> int:
         """The number of elements."""
         return self.upper.numel()
 
     def element_size(self) -> int:
-        """Bytes of one element, joined."""
+        """Bytes of one fp32 element."""
         return self.dtype.itemsize
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and in the host's memory."""
+        """Yield the share in flat pieces in the host's memory, in order: the index of a piece's first element, and the piece."""
         upper = self.upper.view(-1)
         for first, lower in self._lower_pieces():
             yield first, join(upper[first : first + lower.numel()].to(lower.device), lower).cpu()
@@ -64,7 +64,7 @@ class JoinedMasters:
 
     @torch.no_grad()
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write a box of the share, which begins at `offset`. With eight bits the nearest number is stored."""
+        """Write `values` to the box of the share that begins at `offset`. A lower half of eight bits stores the nearest number."""
         upper, lower = split(values.float(), self.bits)
         _box(self.upper, offset, values).copy_(upper)
         if isinstance(self.lower, Tensor):

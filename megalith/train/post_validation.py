@@ -1,12 +1,10 @@
-"""Step first, check late, undo: the next step begins before the norm of this one's gradients is known (Qi et al. 2024, arXiv:2401.10241,
-section 4).
+"""Update first, validate later, undo if needed: the next step begins before the norm of this step's gradients is known (Qi et al. 2024,
+arXiv:2401.10241, section 4).
 
-The norm decides whether gradients are clipped, and needs every rank's last backward. A wait for it between two steps would
-synchronize all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps
-neither clip nor diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first
-backward.
-If the guess was wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those
-of a synchronous run.
+The norm decides whether gradients are clipped, and needs every rank's last backward. A wait for it between two steps would synchronize
+all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor
+diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the guess was
+wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a synchronous run.
 """
 
 import time
@@ -37,7 +35,8 @@ from megalith.train.tally import NO_OUTCOME, Balance, Mark, Outcome, StepGradien
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done
-    """An update was undone because its numbers are not finite or far outside the usual range. Its step must be computed again."""
+    """An update was undone because the step's numbers are not finite or far outside the usual range. The step must be computed
+    again."""
 
     def __init__(self, before: FirstComputation) -> None:
         super().__init__(before.reason)
@@ -45,8 +44,8 @@ class Undone(Exception):  # noqa: N818  # it says what was done
 
 
 class Unchecked:
-    """A step's update, made before all ranks' totals are known. Until then it keeps the gradients, and copies of the tensors that
-    it changed."""
+    """A step's update, made before all ranks' totals are known. Until they are, this object keeps the gradients, and copies of the
+    changed tensors."""
 
     totals: StepTotals  # once it is checked, as are
     decision: Decision
@@ -84,7 +83,8 @@ class Unchecked:
         notify(self.step_hooks, "after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals; return True if the decision is the one that the update assumed. Gradients and copies are then dropped."""
+        """Wait for the totals; return True if they lead to the decision that the update assumed. In that case, drop gradients and
+        copies."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         who = {"referee": self._referee, "healer": self._healer}
@@ -128,7 +128,7 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`. Without the update, the loss scale does not grow, or even shrinks, and the decay does not begin."""
+        """See `Check`. Without the undone update, the loss scale may be lower, and the rate's decay may not have begun."""
         scale, wide = self.trainer.gradient_scale, self.trainer.wide
         return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 
@@ -143,7 +143,7 @@ class Unchecked:
         self.outcome = Outcome(events=tuple(events)) if events else NO_OUTCOME
 
     def settle(self) -> None:
-        """Verify between two steps. Raises gradients.NotFinite or Undone."""
+        """Verify the update between two steps. Raises gradients.NotFinite or Undone."""
         if not self.holds():
             self.correct()
 
@@ -154,7 +154,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class _Open:
-    """A step that is not reported yet, and its inputs."""
+    """A step that is not verified yet, and its inputs."""
 
     unchecked: Unchecked
     microbatches: Sequence[Samples]
@@ -165,13 +165,13 @@ class _Open:
 
 
 class LateStepper(Stepper):
-    """Trains step by step, and reports a step once the next one has run, because it is verified only then."""
+    """Trains step by step, and returns a step only after the next one has run, because only then is it verified."""
 
     _open: _Open | None = None
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
-        """Train on this rank's microbatches of step `step`; return the step before, if it is now verified. Raises
-        gradients.NotFinite with the number of this step or the one before; weights are then those before that step."""
+        """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite
+        with the number of this or the previous step; the weights are then those before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
@@ -183,7 +183,7 @@ class LateStepper(Stepper):
         return told
 
     def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[StepGradients, list[StepResult]]:
-        """Return this step's gradients, and the step before, which is verified meanwhile."""
+        """Return this step's gradients, and the previous step, which is verified meanwhile."""
         if self._open is None:
             return accumulate(self.trainer, microbatches), []
         try:
@@ -194,7 +194,7 @@ class LateStepper(Stepper):
         return accumulate(self.trainer, microbatches), told
 
     def settle(self) -> list[StepResult]:
-        """Verify the last step now, so that nothing is left to undo; return it, unless it was returned before. Raises
+        """Verify the last step now, so that no update can be undone later; return that step, unless it was returned before. Raises
         gradients.NotFinite."""
         if self._open is not None:
             try:
@@ -204,14 +204,14 @@ class LateStepper(Stepper):
         return self._tell()
 
     def _again(self, before: FirstComputation) -> StepResult:
-        """Compute the open step, whose update was undone, again, without post-validation."""
+        """Compute again, without post-validation, the step whose update was undone."""
         assert self._open is not None
         done, self._open = self._open, None
         how = {"stop": done.stop, "step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[StepResult]:
-        """Return the step before, which is now verified."""
+        """Return the previous step, which is now verified."""
         if self._open is None:
             return []
         done, self._open = self._open, None

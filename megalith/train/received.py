@@ -1,4 +1,4 @@
-"""Loads a checkpoint whose moments have another number format than this run's: they are read as saved, and then converted."""
+"""Loading of a checkpoint whose moments have another number format than this run's: moments are read as saved, and then converted."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +18,8 @@ from megalith.train.state import like
 
 
 def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn: Warn = silent) -> LoadResult | None:
-    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once
-    for them."""
+    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once with
+    the conversions."""
     received = _Received(trainer)
     loaded = load(received.wanted)
     if loaded is not None and received.scratch:
@@ -31,12 +31,12 @@ def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn:
 
 
 class _Received:
-    """The moments of a checkpoint as it holds them."""
+    """The moments of a checkpoint, in the format in which it was saved."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}
-        """This rank's shares, by saved slot, kept slot, and parameter."""
+        """This rank's saved moments, by saved slot, this run's slot, and parameter."""
 
     def wanted(self, meta: Mapping[str, Any]) -> State:
         """Return the tensors to fill from a checkpoint with this `meta`."""
@@ -57,8 +57,8 @@ class _Received:
 
     @torch.no_grad()
     def convert(self, number: int) -> None:
-        """Convert all received moments to this run's format. `number`: the updates made, the seed of rounding, so that it is the
-        same under every plan."""
+        """Convert all received moments to this run's format. `number`: the updates made; it seeds the rounding, which is thus the same
+        under every plan."""
         for (was, now, name), share in self.scratch.items():
             cut = self.trainer.rule.whole.cuts[name]
             kept = torch.zeros(now.shape_of(cut.sizes), dtype=DTYPE[now.number], device=share.device)
@@ -70,7 +70,8 @@ class _Received:
 
 
 def _split(loaded: LoadResult, trainer: Trainer) -> str:
-    """Describe the form of master weights from now on, if it differs from that of the run that saved them; empty: it does not."""
+    """Describe how master weights are stored from now on, if the run that saved them stored them differently; else return an empty
+    text."""
     was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
     how = "rounded to 24 bits" if now == "split8" else "the same numbers"
     return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is {now}: {how}"

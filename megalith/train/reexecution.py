@@ -1,11 +1,10 @@
-"""Recomputation by others: of gradients by another replica, of updates by the rank that keeps a copy of the state. A wrong
-gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
-compared with another data replica's result from the same samples: the same weights, kernels and order give the same bits. Faults
-that
-persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation: that is the
-whole step with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank, each rank can only repeat its
-own computation. This finds transient faults, but not those that give the same wrong result each time. (Silent data corruption
-in training: arXiv:2502.12340, 2604.00726.)
+"""Checks by recomputation: another replica recomputes gradients, and the rank that keeps a copy of the state recomputes updates. A
+wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before that, it can be compared with
+another replica's gradient from the same samples: the same weights, kernels and order give the same bits. Faults that persist are found
+within `verify_every` steps; a one-off error is found only if it hits the compared computation. With `verify = "all"`, this is the whole
+step; with `"one"`, it is an extra computation that training does not use. With one data rank, each rank can only repeat its own
+computation. This finds transient faults, but no fault that gives the same wrong result each time. (Silent data corruption in training:
+arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +50,8 @@ class GradientProbe:
         self._sums, self._before, self._words = [], [], []
 
     def next(self) -> None:
-        """Begin a step. Remember whether all gradients of the last one were finite, because its norm may be known only later."""
+        """Begin a step. Remember whether all gradients of the previous step were finite, because that step's norm may be known only
+        later."""
         self._sums, self._before, self._words = [], self._sums, []
 
     def __call__(self, grads: Sequence[Tensor]) -> bool:
@@ -61,27 +61,26 @@ class GradientProbe:
         return not self.drops
 
     def finite(self) -> bool:
-        """Return True if all gradients were finite. A sum of finite ones can overflow only if their norm also does."""
+        """Return True if all gradients were finite. The sum of finite gradients can overflow only if their norm does too."""
         sums = [*self._before, *self._sums]
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     def digest(self) -> Tensor:
-        """Return the sum of all gradients' words, int64."""
+        """Return the digest of all gradients: the sum of their words, int64."""
         return torch.stack(self._words).sum() if self._words else torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose gradients others did not reproduce. `suspects`: one if a further computation identified it, else both; empty if
-    a
-    non-finite gradient prevented the comparison."""
+    """Ranks whose gradients others did not reproduce. `suspects`: the faulty rank if a further computation identified it, else both
+    ranks; empty if a non-finite gradient prevented the comparison."""
 
     suspects: tuple[int, ...]
     text: str
 
 
 class GradientVerifier:
-    """Computes gradients again. Built by all ranks together, because it creates its own message lanes."""
+    """Recomputes gradients. All ranks build it together, because it creates its own message lanes."""
 
     def __init__(self, trainer: Trainer, probe: GradientProbe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
@@ -91,8 +90,8 @@ class GradientVerifier:
     # --- gradients ---
 
     def again(self, step: int, *, shift: int = 0) -> tuple[int, bool]:
-        """Compute the gradients of the data rank that is `shift` places further; return their digest, and whether they are
-        finite. They are dropped."""
+        """Compute the gradients of the data rank that is `shift` places further; return their digest, and whether they are finite. Drop
+        these gradients."""
         trainer = self.trainer
         here = trainer.groups.coordinates["data"]
         samples = self.read(step, (here + shift) % trainer.groups.mesh.data)
@@ -120,8 +119,8 @@ class GradientVerifier:
             probe.digests, probe._sums, probe._before, probe._words = kept
 
     def compare(self, step: int) -> Disagreement | None:
-        """Compare the gradients right after the backwards of a step. All ranks return the same. With "all", `probe.digests` must
-        have been on since the step began."""
+        """Compare the gradients right after the backwards of a step; all ranks return the same result. With `verify = "all"`,
+        `probe.digests` must have been on since the step began."""
         finite = self.probe.finite()
         own = int(self.probe.digest()) if self.whole else self.again(step)[0]
         told = table([own, self.again(step, shift=self.shift)[0], int(finite)], self.trainer)
@@ -135,7 +134,7 @@ class GradientVerifier:
         return self._judge(wrong, first, [(digest, again) for digest, again in second])
 
     def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (first rank, second rank) of the computations whose two digests differ."""
+        """Return (first rank, second rank) for each computation that gave two different digests."""
         mesh = self.trainer.groups.mesh
         pairs = []
         for rank, (_, again) in enumerate(found):
@@ -154,7 +153,7 @@ class GradientVerifier:
             return Disagreement(fickle, "did not get the same gradients twice")
         always = tuple(rank for rank in involved if all(rank in pair for pair in wrong))
         told = always if len(wrong) > 1 and len(always) == 1 else tuple(involved)
-        return Disagreement(told, "got other gradients than another replica from the same samples, each the same twice")
+        return Disagreement(told, "got other gradients than another replica from the same samples; each got its own result twice")
 
 
 def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
@@ -169,8 +168,8 @@ def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
 
 
 class UpdateVerifier:
-    """Repeats the update of a shard, from the copy of the state before it and its gradients: on the rank that keeps the copy, or
-    on its own rank if there is no other."""
+    """Repeats the update of a shard from the gradients and the copy of the state before the update: on the rank that keeps the copy, or
+    on the shard's own rank if no other keeps one."""
 
     def __init__(self, trainer: Trainer, memory: Memory) -> None:
         self.trainer, self.memory = trainer, memory
@@ -179,7 +178,7 @@ class UpdateVerifier:
         self._grads: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Send the gradients, right before the update."""
+        """Send the gradients to the verifier, right before the update."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
             return
@@ -201,7 +200,7 @@ class UpdateVerifier:
         ]
 
     def check(self, step: int) -> int | None:
-        """Check right after the update; return the rank with a wrong update, if this rank found one."""
+        """Check the update right after it was made; return the rank with a wrong update, if this rank found one."""
         if self._grads is None:
             return None
         after = checksum(self.trainer.state.updated())
@@ -230,12 +229,12 @@ class UpdateVerifier:
         return int(theirs) % (1 << 64)
 
     def _weights(self) -> list[Entry]:
-        """Return the weights that the optimizer changes, in the state that this rank can recompute, without buffers."""
+        """Return the weights, without buffers, that the optimizer changes in the state that this rank recomputes."""
         parameters = {f"weights.{name}" for name in model_parameters(self.trainer.model)}
         return [entry for entry in self.memory.kept_layout.entries if entry.name in parameters]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
-        """Return the digest of a copy after the update."""
+        """Return the digest of a copied state after the repeated update."""
         assert self._grads is not None
         parts: list[Part] = []
         entries, offset, place = self._weights(), 0, self.trainer.spec.plan.state

@@ -1,4 +1,4 @@
-"""Start of a run: from its first step, its newest checkpoint, copies in the nodes' memory, or other weights."""
+"""Start of a run: from its first step, its newest checkpoint, copies in the nodes' memory, or another run's weights."""
 
 import hashlib
 import json
@@ -46,14 +46,14 @@ class OtherRunError(ValueError):
 
 @dataclass(frozen=True)
 class Position:
-    """Steps tried, samples consumed, updates made, and the history of spikes. With the seed, data order and random numbers depend
-    on the first two alone; bias correction and the learning rate follow the third. A step whose update was skipped also consumed
-    its samples."""
+    """Steps tried, samples consumed, updates made, and the history of spikes. Data order and random numbers depend only on the seed,
+    steps and samples; bias correction and the learning rate depend on the updates. A step whose update was skipped also consumed its
+    samples."""
 
     step: int = 0
     samples: int = 0
     updates: int = -1
-    """If it is absent, every step made an update, as in checkpoints of earlier versions."""
+    """If absent, as in checkpoints of earlier versions, every step made an update."""
     history: History = field(default=History(), compare=False)
     callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """States of the user's own callbacks, by name."""
@@ -64,13 +64,13 @@ class Position:
 
 
 def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress | None = None) -> dict[str, Any]:
-    """Return the contents of a checkpoint besides its tensors. `sites`: the progress of a run across sites."""
+    """Return the metadata of a checkpoint. `sites`: the progress of a run across sites."""
     return {
         "position": {name: getattr(position, name) for name in ("step", "samples", "updates")},
         "history": asdict(position.history),
         "rng": {
             "seed": spec.train.seed,
-            "rule": "every draw is a function of the seed and a name or step",
+            "rule": "every random number is a function of the seed and a name or step",
             "state": _random_state(),
         },
         "data": stream.fingerprint,
@@ -82,19 +82,19 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress |
 
 
 def _random_state() -> str:
-    """Return a digest of torch's own generators on this rank. It is not used to restore them, because each step seeds them
+    """Return a digest of torch's own generators on this rank. The digest does not restore the generators, because each step seeds them
     (`train.step.seed_step`)."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
-    """The microbatches of a data rank in a step of a run that stood at `position` in that step or before."""
+    """Return the microbatches of a data rank in a step, for a run that was at `position` in that step or earlier."""
     return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
 
 
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
-    """The numbers of the samples of a step, of all data ranks, in a run that stood at `position` in that step or before."""
+    """Return the sample numbers of a step, of all data ranks, for a run that was at `position` in that step or earlier."""
     assert step >= position.step, f"step {step} is before {position}"
     phases = Phases.of(spec)
     first = phases.after(position.samples, step - position.step)
@@ -102,13 +102,13 @@ def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
 
 
 def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
-    """The numbers of the samples of each of a data rank's microbatches in a step."""
+    """Return the sample numbers of each of a data rank's microbatches in a step."""
     numbers = read_numbers(spec, position, step)
     return indices_in(spec, Share(numbers.start, len(numbers)), data_rank)
 
 
 def indices_in(spec: RunSpec, share: Share, data_rank: int) -> list[range]:
-    """The numbers of the samples of each of a data rank's microbatches, in a step in which its site (or the whole run) reads `share`."""
+    """Return the sample numbers of each of a data rank's microbatches, in a step in which its site (or the whole run) reads `share`."""
     here = within(during(spec, Phases.of(spec).at(share.first)), share.size)
     return indices(here, first=share.first, data_rank=data_rank)
 
@@ -124,12 +124,11 @@ def restore(
     memory: Memory | None = None,
     sites: Sites | None = None,
 ) -> Position:
-    """Load the state from `source` (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the
-    first weights.
-    Copies in memory of later steps are forgotten. Sites agree on a checkpoint, of at most the step of `source`.
+    """Load the state from `source` (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the initial
+    weights. Invalidate copies in memory of later steps. Sites agree on a common checkpoint, at most of the step of `source`.
 
-    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on,
-    and Reported if a piece of `source` cannot be used (reported as CopyCorrupt), or cannot be read at the moment (CopyAway).
+    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on, and
+    Reported if a piece of `source` is damaged (reported as CopyCorrupt) or temporarily unreadable (CopyAway).
     """
     rank_info = memory.rank_info if memory else RankInfo.find()
     position = None
@@ -184,8 +183,8 @@ def restore(
 def _with_sites(
     sites: Sites, trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, at_most: int | None
 ) -> tuple[Position | None, bool]:
-    """Agree with the other sites on a common checkpoint, and load it; None: there is none. Also returns True if this site joins
-    again with the others' state."""
+    """Agree with the other sites on a common checkpoint, and load it; None if they have none. Also return True if this site joins with
+    the others' state instead."""
     beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most, total=sites.total) if sites.leads else [])
     if beginning.step is None:
         return None, beginning.anew
@@ -209,21 +208,21 @@ def callbacks_in(text: str) -> dict[str, Any]:
 
 
 def position_in(meta: Mapping[str, Any]) -> Position:
-    """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions contain no
-    spikes."""
+    """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions contain no history
+    of spikes."""
     known = meta.get("history")
     history = History() if known is None else History.load(known)
     return Position(**meta["position"], history=history, callbacks=meta.get(CALLBACKS, {}))
 
 
 def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
-    """Raise OtherRunError unless a checkpoint with this `meta` is this run's."""
+    """Raise OtherRunError unless a checkpoint with this `meta` belongs to this run."""
     if problems := check_checkpoint(f"{path.parent.name}/{path.name}", meta, spec):
         raise OtherRunError("\n".join(map(str, problems)))
 
 
 def _left_behind(loaded: LoadResult, kind: str) -> str:
-    """Describe the optimizer state that is not loaded with another run's weights; empty: the checkpoint holds none."""
+    """Describe the optimizer state of another run that is not loaded with its weights; empty if the checkpoint holds no such state."""
     slots = dict.fromkeys(slot.name for row in OPTIMIZERS.values() for slot in row.slots)
     left = [slot for slot in slots if any(key.startswith(f"{slot}.") for key in loaded.keys)]
     if not left:
@@ -251,7 +250,7 @@ def _from_store(
 
 
 def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> Position:
-    """Load the whole state of this branch's original run. Raises OtherRunError for a checkpoint that does not match the run
+    """Load the whole state of the run that this run branches from. Raises OtherRunError for a checkpoint that does not match the run
     file."""
     branch = trainer.run.branch
     assert branch is not None

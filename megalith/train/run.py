@@ -73,13 +73,11 @@ def main(
     sealed: Mapping[str, str] = MappingProxyType({}),
     shrunk: bool = False,
 ) -> None:
-    """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
-
-    `profile` is "A:B": steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with
-    status STOPPED after a signal, once the state is saved. `source`: the state to continue from, as a dictionary of
-    `fleet.tiers.Source`; None: the newest intact checkpoint. `sealed`: files that must not have changed since the command began
-    (`megalith.sealed`). `shrunk`: under
-    the fleet's fallback plan.
+    """Train the run described by `run_dir/spec.json` from its newest checkpoint, until its last step or a signal. `profile` is "A:B":
+    steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED
+    after a signal, once the state is saved. `source`: the state to continue from, as a dictionary of `fleet.tiers.Source`; None: the
+    newest intact checkpoint. `sealed`: files that must not have changed since the command began (`megalith.sealed`). `shrunk`: the run
+    uses the fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
@@ -148,8 +146,8 @@ def main(
 
 
 def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
-    """Report an error of a path of this run that cannot be reached, and return the exception for the rank's end; None for any
-    other error. The command found all paths before it started the first ranks."""
+    """If an error means that a path of this run is unreachable, report that and return the exception that ends the rank; else None. The
+    command found all paths before it started the first ranks."""
     path = error.path if isinstance(error, AwayDataError) else None
     if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
         named = Path(error.filename).absolute()
@@ -181,7 +179,7 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
 
 
 def _watch_link() -> None:
-    """Watch the network interface of the ranks, if it is known. The first rank of each node reports when it goes down."""
+    """Watch the ranks' network interface, if it is known. The first rank of each node reports when the interface goes down."""
     name, rank_info = link.named(), RankInfo.find()
     if (
         name is None
@@ -199,14 +197,14 @@ def _watch_link() -> None:
 
 
 def _epoch(world: dist.ProcessGroup) -> int:
-    """Return the epoch of the run folder's owner on every rank; the first rank received it."""
+    """Return, on every rank, the epoch of the run folder's owner; only the first rank was given this number."""
     epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:
-    """Return a function that writes a warning to the rank's output, and to the log if this rank has one."""
+    """Return a function that writes a warning to the rank's output, and to the event log if this rank has one."""
 
     def warn(message: str) -> None:
         if log:
@@ -217,9 +215,9 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """Set by SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored), whatever the rank is doing; read at the end of a step, where all
-    ranks agree. It is reported at once, in case the scheduler takes this node away: a supervisor knows whether it sent the signal
-    itself."""
+    """A flag set by SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) at any time, and read at the end of a step, where all ranks
+    agree. The signal is reported at once, because a scheduler may be about to take this node away: a supervisor knows whether it sent
+    the signal itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -237,7 +235,7 @@ class _Stop:
 
 
 def source_of(record: dict[str, Any] | None) -> Source | None:
-    """Return the source that a launcher gave. Raises pydantic's ValidationError for anything else."""
+    """Decode the source of the state from a launcher. Raises pydantic's ValidationError for any other text."""
     return None if record is None else TypeAdapter(Source).validate_python(record)
 
 
@@ -255,15 +253,15 @@ def prepare(
     parts: Mapping[str, str] = MappingProxyType({}),
     stop: object = False,
 ) -> Loop:
-    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts. `stop`: true once this rank is
-    asked to stop. Raises StopAsked if that happens while the other sites are waited for."""
+    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts. `stop`: true once this rank
+    is asked to stop. Raises StopAsked if this rank is asked to stop while it waits for other sites."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
         stream = open_stream(spec, "train")
         held_out = open_stream(spec, "validation") if spec.validation.every else None
     if stream.unchecked:
-        warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
+        warn(f"{spec.data.path} has no checksums, so changed bytes are not detected: `megalith data verify` writes them")
     if log:
         copy_tokenizer(Path(spec.data.path), folder, warn=warn)
     groups = mesh_groups(spec, device, world)
@@ -367,21 +365,21 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     if there:
         raise RuntimeError(
             f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
-            "Mend the driver, install a PyTorch for it, or use cpu."
+            "Repair the driver, install a PyTorch that supports it, or use cpu."
         )
     if local_world <= gpus:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if wanted == "cuda" or gpus:
         raise RuntimeError(
-            f"train.device = {wanted}: {local_world} ranks on this machine and {gpus} GPUs. Use one rank a GPU, or cpu."
+            f"train.device = {wanted}: {local_world} ranks on this machine and {gpus} GPUs. Use one rank per GPU, or cpu."
         )
     return torch.device("cpu")
 
 
 def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
-    """Join the other ranks. Returns the group of all, which uses gloo for CPU tensors and NCCL for GPU tensors. Keys contain the
-    generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
+    """Join the other ranks. Returns the group of all, which uses gloo for CPU tensors and NCCL for GPU tensors. The store's keys
+    contain the generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(place, timedelta(seconds=launch.start_timeout))
@@ -398,7 +396,7 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.Proc
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
-    """Return a name for this start of the ranks, because their launcher gives none."""
+    """Return a common name for this start of the ranks, because their launcher gives none."""
     meeting = dist.PrefixStore("meeting", store)
     return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 
@@ -410,5 +408,5 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     if kind == "tcp":
         return tcp_store(place.store, serves=place.serves, timeout=timeout)
     if (secret := key.given()) is None:
-        raise NoKey(f"the ranks meet at {place.store}, and this one was given no key: {key.VARIABLE} is not set")
+        raise NoKey(f"the ranks meet at {place.store}, but this rank was given no key: {key.VARIABLE} is not set")
     return RunStore(StoreClient(place.store, secret, seconds=timeout.total_seconds()))

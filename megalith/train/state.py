@@ -1,4 +1,4 @@
-"""Tensors that this rank keeps for its parameters between two steps: those of the state table (`spec.state`), by slot and by parameter."""
+"""The tensors that this rank keeps for its parameters between steps, by slot (`spec.state` has the table) and by parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -19,13 +19,14 @@ from megalith.train.stability.history import History
 from megalith.train.stability.loss_scale import Scale
 
 SCALE = "loss_scale"
-"""Key of the loss scale and its counters: fp32 [4], the fields of `Scale`, the same on every rank."""
+"""Key of the loss scale and its counters: an fp32 [4] tensor with the fields of `Scale`, the same on every rank."""
 USUAL = "usual_norms"
-"""Key of the usual gradient norms of all parameters of the model: fp32, the same on every rank (`stability.adaptive_clip`)."""
+"""Key of the usual gradient norms of all parameters of the model: an fp32 tensor, the same on every rank
+(`stability.adaptive_clip`)."""
 
 
 class State:
-    """This rank's shares, in the memory that training changes. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
+    """This rank's shares of the state, in the memory that training updates. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
 
     def __init__(
         self,
@@ -38,19 +39,17 @@ class State:
         halved: Mapping[str, Weight] | None = None,
         gradient: Slot = GRADIENT,
     ) -> None:
-        """`buffers`: tensors other than parameters that training changes, such as routers' biases. `slots`: the tensors that the
-        optimizer
-        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: the state
-        that is not on the device. `usual`: usual norms of gradients, if the run has them. `halved`: the weights whose master
-        weights
-        are in two halves. `gradient`: the sums of gradients."""
+        """`buffers`: tensors other than parameters that training changes, such as routers' biases. `slots`: the tensors, initially
+        zeros, that the optimizer keeps for each parameter. `scale`: the first loss scale; None: the run has none. `home`: holds the
+        offloaded state. `usual`: usual norms of gradients, if the run has them. `halved`: weights whose master weights are in two
+        halves. `gradient`: the slot for summed gradients."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
-        """Updates made: bias correction and the learning rate depend on them."""
+        """Number of updates made, which determines bias correction and the learning rate."""
         self.skipped = 0
-        """Updates skipped. The sum of both is the number of steps tried."""
+        """Number of skipped updates. `updates` + `skipped` is the number of steps tried."""
         self.history = History()
-        """Numbers of the last updates, and the record of spikes: a part of the run's position."""
+        """Watched numbers of the last updates, and the record of spikes: a part of the run's position."""
         self.usual: dict[str, Tensor] = {} if usual is None else {USUAL: usual}
         """The usual norms of gradients, as checkpoints, copies and digests hold them; empty if the run has none."""
         self.scaling: dict[str, Tensor] = {}
@@ -73,7 +72,7 @@ class State:
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def _first(self, slot: Slot, name: str) -> Tensor:
-        """Return the content of a slot on the device before the first update."""
+        """Return the initial content of a slot on the device."""
         if slot == MASTER:
             return self._shares[name]
         if name in self._halved and slot in LOWER.values():
@@ -92,24 +91,24 @@ class State:
         self._scale = scale
 
     def read_scale(self) -> None:
-        """Take the loss scale from its tensor, which was loaded."""
+        """Read the loss scale from its tensor, which was loaded."""
         if self.scaling:
             self._scale = Scale(*map(int, self.scaling[SCALE].tolist()))
 
     @property
     def unusable(self) -> int:
-        """Skipped updates that count against `stability.skips`: all but those of spikes, and of gradients that overflowed at some
-        loss scale."""
+        """Skipped updates that count against `stability.skips`: all except those skipped because of a spike or a loss-scale
+        overflow."""
         return self.skipped - self.history.left_out - (self._scale.overflows if self._scale is not None else 0)
 
     def parts(self) -> list[Part]:
-        """Return every parameter's share on this rank, with its gradient. A share that is empty here may have none."""
+        """Return every parameter's share on this rank, with its gradient. A share that is empty on this rank may have no gradient."""
         return [self.part(name) for name in self._shares]
 
     def part(self, name: str) -> Part:
         """Return one parameter's share, with its gradient."""
         share, gradient = self._shares[name], self.parameters[name].grad
-        assert gradient is not None or not share.numel(), f"{name} is a parameter without gradient"
+        assert gradient is not None or not share.numel(), f"{name} is a parameter without a gradient"
         gradient = torch.zeros_like(share) if gradient is None else local(gradient)
         share = self._upper(name, share)
         if self.home is not None and name in self.home.lots:
@@ -118,27 +117,27 @@ class State:
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
 
     def _upper(self, name: str, share: Tensor) -> Tensor:
-        """Return the share of the weights that an update changes: the upper half if they are in two halves."""
+        """Return the share of the weights that an update changes: the upper half, if master weights are in two halves."""
         moved = self._halved[name].moved if name in self._halved else None
         return share if moved is None else moved
 
     def settle(self) -> None:
-        """Count an update that is complete on this rank."""
+        """Make an update valid that is complete on this rank."""
         if self.home is not None:
             self.home.settle()
 
     def drop_update(self) -> None:
-        """Discard an update that does not count yet. All of the state is on disk."""
+        """Discard an update that is not valid yet. Requires all of the state to be on disk."""
         assert isinstance(self.home, Disk), "state in memory has no second slot"
         self.home.drop()
 
     def undo(self) -> None:
-        """Undo the last update in the state that is not in memory; the caller restores `changed`."""
+        """Undo the last update in the offloaded state; the caller restores the tensors of `changed`."""
         if self.home is not None:
             self.home.undo()
 
     def forget_moments(self) -> None:
-        """Fill the optimizer's slots with zeros, wherever they are."""
+        """Fill the optimizer's slots with zeros, on the device and elsewhere."""
         for _, _, share, _ in self._walk(("optimizer",)):
             if isinstance(share, Tensor):
                 share.zero_()
@@ -152,12 +151,12 @@ class State:
             self.home.publish()
 
     def updated(self) -> list[Tensor]:
-        """Return the shares in memory that an update computes."""
+        """Return the shares in memory that an update writes."""
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
         return [*held, *_moved(self._halved.values())]
 
     def changed(self) -> list[Tensor]:
-        """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are elsewhere."""
+        """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are offloaded."""
         away = self.home.lots.items() if self.home is not None else ()
         return [*self.updated(), *_moved(lot.weight for name, lot in away if name not in self._halved)]
 
@@ -166,7 +165,7 @@ class State:
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """Return the shares in memory as plain tensors; buffers belong to the weights. `categories`: only these, without tensors
+        """Return the shares in memory as plain tensors; buffers count as weights. `categories`: return only these, without tensors
         common to all ranks."""
         found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
         if not categories or UPPER.category in categories:
@@ -176,13 +175,13 @@ class State:
         return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """Return all shares, each as a tensor of the whole shape that knows its cut. All must be on the device: see `laid`."""
+        """Return all shares as sharded tensors of the whole shape. All must be on the device; otherwise use `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
-        assert self.home is None, "state that lies elsewhere has no such tensors"
+        assert self.home is None, "offloaded state has no sharded tensors"
         return found
 
     def laid(self, *categories: Category) -> dict[str, Tensor | OffDeviceShare]:
-        """Return all shares of a checkpoint, wherever they are. Master weights in two halves are one tensor in fp32."""
+        """Return all shares of a checkpoint, including offloaded ones. Master weights in two halves are returned as one fp32 tensor."""
         found = {
             f"{slot.name}.{name}": self._laid(slot, name, share, whole)
             for slot, name, share, whole in self._walk(categories)
@@ -191,7 +190,7 @@ class State:
         return found | self._common(categories)
 
     def put(self, slot: Slot, name: str, values: Tensor) -> None:
-        """Fill this rank's share of a slot, wherever it is."""
+        """Fill this rank's share of a slot, even if it is offloaded."""
         share = self._held[slot][name]
         if isinstance(share, Tensor):
             share.copy_(values)
@@ -205,7 +204,7 @@ class State:
         return OffDeviceShare.of(f"{slot.name}.{name}", cut, share)
 
     def _common(self, categories: Sequence[Category]) -> dict[str, Tensor]:
-        """The tensors that all ranks share."""
+        """The tensors that are the same on all ranks."""
         return {} if categories else self.scaling | self.usual
 
     @property
@@ -225,12 +224,12 @@ class State:
 
     @property
     def sum(self) -> int:
-        """The sum of the words of all shares that are not in memory, as in digests of states; 0 if all are in memory."""
+        """The sum of the words of all shares on disk, in the form that digests use; 0 if all shares are in memory."""
         return 0 if self.home is None else self.home.sum
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes of the shares on the device by category, and of other shares by tier. Gradients count as if all were
-        present; buffers do not count."""
+        """Return the bytes of the shares on the device by category, and of other shares by tier. All gradients count, even if they are
+        not present now; buffers do not count."""
         away = self.home.held if self.home is not None else {}
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([self._gradient]))
@@ -262,14 +261,14 @@ def _bytes(share: Tensor | StreamedShare) -> int:
 
 
 def _zeros(slot: Slot, share: Tensor) -> Tensor:
-    """A slot's share before the first update: plain memory like the parameter's share."""
+    """Return a slot's share before the first update: zeros, in the layout of the parameter's share."""
     if slot.dropped(share.dim()) is None and not slot.block:
         return torch.zeros_like(share, dtype=DTYPE[slot.number])
     return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
 
 
 def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
-    """`share` as a tensor of the slot's whole shape for `parameter`, cut as that is."""
+    """Return `share` as a tensor of the slot's whole shape for `parameter`, sharded like that parameter."""
     if not isinstance(parameter, DTensor):
         return share
     dropped = slot.dropped(parameter.dim())

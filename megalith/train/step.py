@@ -38,7 +38,7 @@ def seed_step(trainer: Trainer, step: int) -> None:
 
 @dataclass(frozen=True)
 class GradientsWithTotals:
-    """A step up to its gradients, and their totals over all ranks."""
+    """A step up to its gradients, with the totals over all ranks."""
 
     totals: StepTotals
     accumulated: StepGradients
@@ -65,10 +65,10 @@ def train_step(
 ) -> StepResult:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
-    `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again.
-    With a `referee`, a step with non-finite numbers is repeated once; with a `healer`, so is the first step of a spike. Raises
-    gradients.NotFinite, before any weight has changed, with step and parameters if the loss or a gradient is NaN or infinite and
-    `stability` ends the run for it, and SpikeError if it does so for a spike.
+    `stop`: this rank was asked to stop; every rank learns of it. `before`: the first computation of a step that is computed again. With
+    a `referee`, a step with non-finite numbers is computed twice; with a `healer`, so is the first step of a spike. If `stability` ends
+    the run, raises gradients.NotFinite (with step and parameters) for a NaN or infinite loss or gradient, and SpikeError for a spike,
+    before any weight has changed.
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
@@ -127,7 +127,7 @@ class Stepper:
         self.trainer, self.step_hooks, self.referee, self.healer = trainer, step_hooks, referee, healer
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
-        """Train on this rank's microbatches of step `step`, see train_step; return the steps that are now verified."""
+        """Train on this rank's microbatches of step `step` (see `train_step`); return the steps that are now verified."""
         how = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
@@ -137,8 +137,8 @@ class Stepper:
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> StepGradients:
-    """Run forwards and backwards, and add up the gradients and divide them by the loss scale. `check`: verifies the first
-    weights, see Executor.run."""
+    """Run forwards and backwards, add up the gradients, and divide them by the loss scale. `check`: verifies the weights before the
+    first backward, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()
     step = trainer.state.updates + trainer.state.skipped
@@ -159,7 +159,7 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
 def first_pass(
     trainer: Trainer, microbatches: Sequence[Samples], *, step: int, step_hooks: Sequence[StepHook] = ()
 ) -> StepGradients:
-    """Compute the step's gradients: complete on the parameters, or released as they are made."""
+    """Compute the step's gradients: keep them on the parameters, or release each once it is reduced."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
     return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, step_hooks=step_hooks)
@@ -168,10 +168,12 @@ def first_pass(
 def releasing(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, step_hooks: Sequence[StepHook]
 ) -> StepGradients:
-    """Run forwards and backwards that free each part's gradients after their reduction, clipping by `factor` and the part's
-    update; None: gradients are only measured. The update does not count yet."""
+    """Run forwards and backwards. After a part's gradients are reduced, multiply them by `factor`, update the part, and free them;
+    `factor` None: only measure gradients. The update does not count yet."""
     release = trainer.release
-    assert release is not None and len(microbatches) == 1, "gradients of several microbatches are complete with the last one"
+    assert release is not None and len(microbatches) == 1, (
+        "with several microbatches, gradients are complete only after the last one"
+    )
     if factor is not None:
         notify(step_hooks, "before_update", trainer, step)
     with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
@@ -181,8 +183,8 @@ def releasing(
 
 
 def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int, wide: bool = False) -> list[Batch]:
-    """Return a step's microbatches on the device. `valid`: the number of valid targets in the whole global batch. `wide`: all
-    products are wide."""
+    """Return a step's microbatches on the device. `valid`: the number of valid targets in the whole global batch. `wide`: all products
+    use high precision."""
     spec = trainer.spec
     return [
         to_batch(
@@ -215,7 +217,8 @@ def conclude(trainer: Trainer, accumulated: StepGradients, *, step: int, stop: b
 
 
 class AllGatherTotals:
-    """The totals under way: one gather over all ranks. Sums are in rank order, so every rank gets the same bits in every run."""
+    """A step's totals, which are being collected by one gather over all ranks. Sums are in rank order, so every rank gets the same bits
+    in every run."""
 
     def __init__(self, trainer: Trainer, executed: RowResult, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
@@ -256,8 +259,8 @@ class AllGatherTotals:
 
 
 def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
-    """Return the norms of some parameters' gradients: from before the release if they were released, else from the gradients
-    themselves."""
+    """Return the norms of some parameters' gradients: those recorded at the release if gradients were released, else computed from the
+    gradients."""
     grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
     found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
     found |= trainer.release.norms if trainer.release is not None else {}
@@ -284,7 +287,7 @@ def vitals_of(
     sound: bool | None = None,
     updates: int | None = None,
 ) -> Vitals:
-    """Return the vitals of a step with update number `updates` (None: the next), computed with this loss scale."""
+    """Return the vitals of a step with update number `updates` (None: the next), computed with loss scale `gradient_scale`."""
     state = trainer.state
     return Vitals(
         totals.loss,
@@ -343,9 +346,8 @@ def carry_out(
     late: bool = False,
     microbatches: Sequence[Samples] = (),
 ) -> Outcome:
-    """Carry out the decision for a step with its gradients, and drop them. `late`: see Healer.rewind. `microbatches`: those of
-    the step, if its gradients are released. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run must
-    stop.
+    """Carry out the decision for a step with its gradients, then drop the gradients. `late`: see Healer.rewind. `microbatches`: those
+    of the step, if its gradients are released. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run must stop.
     """
     step, target = vitals.step, None
     if isinstance(decision, Rewind):
@@ -387,7 +389,7 @@ def carry_out(
                 referee.blame(error, step)
             raise error
         case Rerun():
-            raise AssertionError("a step that is computed again has nothing to carry out")
+            raise AssertionError("a step that must be computed again has no decision to carry out")
     notify(step_hooks, "after_step", trainer, step)
     if found.to_log or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
@@ -403,8 +405,8 @@ def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_h
 def clipped_update(
     trainer: Trainer, factor: float, *, step: int, step_hooks: Sequence[StepHook] = (), clipped: bool = False
 ) -> None:
-    """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients went through `Trainer.clip`
-    with a factor of 1 already."""
+    """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients have already gone through
+    `Trainer.clip` with a factor of 1."""
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
     notify(step_hooks, "before_update", trainer, step)
@@ -415,8 +417,8 @@ def clipped_update(
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
-    """Count the update that was made inside the backward, if it has this factor and learning rate. Else drop it, and recompute
-    the step with them. Return the number of passes, and the events for the log."""
+    """Count the update that was made inside the backward, if it used this factor and learning rate. Else drop that update, and
+    recompute the step with the right ones. Return the number of passes, and the events for the log."""
     release = trainer.release
     assert release is not None
     again = release.asked != trainer.asked(factor)

@@ -17,30 +17,30 @@ HookPoint = Literal["before_step", "after_reduction", "before_update", "after_up
 
 
 class StepHook(Protocol):
-    """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs. A
-    step whose update is repeated, because its norm was known late, calls its last three points twice."""
+    """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs.
+    If a step's update is repeated, because its norm was known late, the step's last three points are called twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Called before the step's data is read."""
 
     def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
-        """Called when this rank's gradients are complete and not yet clipped. `nll`: its part of the step's loss."""
+        """Called when this rank's gradients are complete and not yet clipped. `nll`: this rank's part of the step's loss."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Called before the optimizer uses the gradients."""
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Called when the state is that after the step."""
+        """Called right after the update."""
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
-        """Called when the step's update was skipped or undone: the state is that before the step."""
+        """Called when the step's update was skipped or undone: the state is the same as before the step."""
 
     def after_step(self, trainer: Trainer, step: int) -> None:
-        """Called when the state does not change until the next update."""
+        """Called when the state will not change until the next update."""
 
 
 def notify(step_hooks: Sequence[StepHook], point: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
-    """Call the hooks of a point, in order. `more`: further arguments of the point."""
+    """Call all hooks of a point, in order. `more`: further arguments of the point."""
     for hook in step_hooks:
         getattr(hook, point)(trainer, step, *more)
 
@@ -61,7 +61,7 @@ class Healer(Protocol):
     """Finds the causes of spikes and undoes their effects, on all ranks together (`train.stability.healer.Healer`)."""
 
     def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
-        """Record a step's decision before it is carried out, with this learning rate."""
+        """Record the decision about a step before it is carried out, with the learning rate `lr`."""
         ...
 
     def examine(self, before: FirstComputation, step: int) -> Findings:
@@ -77,7 +77,7 @@ class Healer(Protocol):
         ...
 
     def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
-        """Restore the copy `target`, in step `step`; return the events to log. `late`: the step's microbatches have begun, so
+        """Restore the copy `target`, in step `step`; return the events to log. `late`: a step's microbatches are in progress, so
         nothing else can be computed."""
         ...
 
@@ -90,5 +90,5 @@ class Referee(Protocol):
         ...
 
     def blame(self, error: gradients.NotFinite, step: int) -> None:
-        """Report the rank with numbers that are not finite for the second time. Raises Reported if there is a supervisor."""
+        """Report the rank whose numbers were not finite in both computations. Raises Reported if there is a supervisor."""
         ...

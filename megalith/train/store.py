@@ -16,10 +16,8 @@ from megalith.machine import parent_watch
 
 
 def serve(server: socket.socket, key: Key) -> int:
-    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one;
-    return its id.
-
-    Must be called while there is one thread, because a fork copies the locks that others hold.
+    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one; return
+    its id. Must be called with only one thread, because a fork copies locks that other threads hold.
     """
     parent = os.getpid()
     process = os.fork()
@@ -40,10 +38,8 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
 
 
 def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
-    """torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It knows no key.
-
-    The serving process listens only at that address (or at MEGALITH_LISTEN); torch would listen at all addresses of the machine.
-    Raises OSError if it cannot.
+    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It checks no key. It listens only at that address
+    (or at MEGALITH_LISTEN); torch would listen at all addresses of the machine. Raises OSError if it cannot.
     """
     host, _, port = address.partition("://")[2].rpartition(":")
     if not serves:
@@ -61,11 +57,11 @@ def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStor
 
 
 _ALIVE: list["RunStore"] = []
-"""Stores in use by process groups. C++ keeps its half of a store, and would call methods of a deleted Python half."""
+"""Stores in use by process groups, kept alive: C++ keeps its half of a store, and would call methods of a deleted Python half."""
 
 
 class RunStore(dist.Store):
-    """The authenticated store, with the interface that torch's process groups need. It exists until its process ends."""
+    """The authenticated store, with the interface that torch's process groups need. The object exists until its process ends."""
 
     def __init__(self, client: StoreClient) -> None:
         super().__init__()
@@ -74,7 +70,7 @@ class RunStore(dist.Store):
         self.set_timeout(timedelta(seconds=client.seconds))
 
     def clone(self) -> "RunStore":
-        """The same connection: threads take turns on it."""
+        """Return a store with the same connection, which threads use in turn."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -98,11 +94,11 @@ class RunStore(dist.Store):
         self._client.wait(keys, None if timeout is None else timeout.total_seconds())
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Replace the value if it is the expected one, and return the value that is there now."""
+        """Replace the key's value if it is the expected one, and return the current value."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it existed."""
+        """Remove a key; return True if it existed."""
         return self._client.delete_key(key)
 
     def num_keys(self) -> int:

@@ -1,4 +1,4 @@
-"""The data of a run, as its ranks read it."""
+"""The data of a run, in the form that its ranks read."""
 
 import time
 from itertools import pairwise
@@ -15,7 +15,7 @@ from megalith.spec.run import RunSpec
 
 
 def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
-    """The run's data. Held-out text is cut alike in all phases, so that its loss can be compared."""
+    """Open a run's data. Held-out text is cut the same way in all phases, so that its loss can be compared."""
     phases = Phases.of(spec).all
     changes = [
         PhaseChange(now.first, now.seq_len, now.weights)

@@ -1,4 +1,4 @@
-"""Summary of a step for the log: its totals over all ranks, its seconds by use, the balance of the experts' load."""
+"""Summary of a step for the log: its totals over all ranks, its seconds by use, and the balance of the experts' loads."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from megalith.train.stability.loss_scale import Overflow, Scale
 Mark = tuple[str, Any, Any]  # what, from when, to when
 
 WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
-"""Measures of the balance of experts: 1 where a larger value is worse, -1 where a smaller one is."""
+"""Measures of the balance of experts: 1 if a larger value is worse, -1 if a smaller one is."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """A step up to its gradients, which are complete and unclipped on the parameters."""
+    """A step up to its gradients, which are complete but not yet clipped on the parameters."""
 
     executed: RowResult
     batches: list[Batch]
@@ -52,8 +52,8 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a step besides its update. `skipped`: why it was skipped, if it was, and whether a spike was why; `events`: events about
-    it; `overflow`: the reason for a smaller loss scale; `passes`: forwards and backwards that the update took."""
+    """Result of a step besides its update. `skipped`: if the update was skipped, the reason, and whether this was a spike; `events`:
+    events about the step; `overflow`: the reason for a smaller loss scale; `passes`: passes over the step that the update took."""
 
     skipped: str = ""
     spike: bool = False
@@ -87,22 +87,22 @@ class StepResult:
 
     @property
     def overflow(self) -> Overflow | None:
-        """The overflow, if the update was skipped for one."""
+        """The overflow that caused a skip of the update, if there was one."""
         return self.outcome.overflow
 
     @property
     def passes(self) -> int:
-        """Forwards and backwards that the update took: a second one where released gradients were clipped."""
+        """Number of passes (forwards and backwards) that the update took: two if released gradients had to be clipped."""
         return self.outcome.passes
 
     @property
     def skipped(self) -> str:
-        """Why the update was skipped, if it was."""
+        """The reason why the update was skipped, if it was."""
         return self.outcome.skipped
 
 
 class Balance:
-    """The balance of the experts' loads in the last update: the worst of all layers, gathered from all ranks."""
+    """The balance of the experts' loads in the last update: the worst value of all layers, gathered from all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._work: Any = None
@@ -151,7 +151,7 @@ def stepped(
 
 
 def _breakdown(trainer: Trainer, executed: RowResult, parts: list[Mark]) -> dict[str, float]:
-    """Return the seconds by use. A wait for another rank counts as `bubble`, the start of messages as communication."""
+    """Return the seconds by use. A wait for another rank counts as `bubble`, and the launch of messages as communication."""
     clock = trainer.executor.clock
     seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
     for name, start, end in parts:
@@ -176,11 +176,11 @@ _WENT_TO |= {"UPDATE": "optimizer"}
 
 
 def _spans(trainer: Trainer, accumulated: StepGradients) -> list[tuple[str, float, float]]:
-    """When each action ran, in seconds since the step began."""
+    """Return when each action ran, in seconds since the step began."""
     clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
     return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of this rank: on the GPU if it has one, else of its process."""
+    """Return the peak memory of this rank in bytes: on the GPU if it has one, else of its process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

@@ -16,9 +16,8 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Runs only forwards, on the same stages. All ranks build it together, because it has message lanes of its own. Held-out text
-    is cut to
-    `train.seq_len` in all phases of a run."""
+    """Runs only forwards, on the stages that train. All ranks build it together, because it creates its own message lanes. Held-out
+    text is cut to `train.seq_len` in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
         plan = trainer.spec.plan
@@ -36,7 +35,7 @@ class Validator:
 
     @torch.no_grad()
     def run(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over all held-out targets, and by domain; the same on all ranks."""
+        """Return the mean loss over all held-out targets, and that of each domain; all ranks get the same values."""
         found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
         self.trainer.forget()
         targets = sum(count for _, count in found.values())
@@ -45,7 +44,7 @@ class Validator:
         }
 
     def _domain(self, samples: range) -> tuple[float, int]:
-        """Mean loss over one domain's held-out targets, and how many these are."""
+        """Return the mean loss over one domain's held-out targets, and their number."""
         trainer = self.trainer
         batch = trainer.spec.plan.microbatch * trainer.spec.plan.data * self.microbatches
         spec = trainer.spec.model_copy(update={"train": trainer.spec.train.model_copy(update={"global_batch": batch})})
@@ -59,8 +58,7 @@ class Validator:
         return float(loss), valid
 
     def _read(self, samples: range, numbers: range) -> Samples:
-        """Read samples by number. Numbers after the last one give rows without targets, so that every rank has the same
-        shapes."""
+        """Read samples by number. Numbers beyond the last sample give rows without targets, so that every rank has the same shapes."""
         real = [samples[min(number, len(samples) - 1)] for number in numbers]
         read = self.stream.batch(real)
         past = np.array([number >= len(samples) for number in numbers])

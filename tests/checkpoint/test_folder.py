@@ -135,7 +135,7 @@ def test_where_there_is_no_checkpoint_the_error_says_what_to_give(tmp_path):
     with pytest.raises(FileNotFoundError, match="Give a checkpoint"):
         files.find(tmp_path)
     make(tmp_path, 10)
-    with pytest.raises(FileNotFoundError, match="there are \\['step-00000010'\\]"):
+    with pytest.raises(FileNotFoundError, match="the folder has \\['step-00000010'\\]"):
         files.find(tmp_path / "step-00000011")
 
 

@@ -63,5 +63,5 @@ def test_a_flipped_bit_of_the_text_is_noticed(tmp_path: Path) -> None:
 
 def test_a_text_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     memory, _ = filled(tmp_path)
-    with pytest.raises(ValueError, match="room for 64 bytes of text, and this one has 65"):
+    with pytest.raises(ValueError, match="room for 64 bytes of text, but this text has 65"):
         memory.copy(11, 88, text="x" * 65)

@@ -179,9 +179,9 @@ def test_every_difference_is_named_at_once(folder):
         Checkpointer(folder).load(_wrong(zeros()))
     for text in (
         "weights.blocks.7.mlp.up.weight is not in the checkpoint",
-        "weights.head.norm.weight has shape (3,) in the checkpoint and (4,) here",
-        "step is I64 in the checkpoint and I32 here",
-        "samples is in the checkpoint and not asked for",
+        "weights.head.norm.weight has shape (3,) in the checkpoint, but (4,) here",
+        "step is I64 in the checkpoint, but I32 here",
+        "samples is in the checkpoint, but was not requested",
     ):
         assert text in str(error.value)
 

@@ -268,6 +268,6 @@ def test_of_ranks_that_all_wait_the_one_is_named_whose_collective_is_missing(job
     outcome = run(job("wait_like_the_others", ranks=4, own=2, preload=preload, silence_timeout=2.0))
     assert outcome.first_cause is not None
     assert outcome.first_cause.rank == 2, outcome.message()
-    assert "it has begun 3 collectives in group 0 (4 ranks, 0 to 3), another rank 4" in outcome.first_cause.reason
+    assert "it has begun 3 collectives in group 0 (4 ranks, 0 to 3), but another rank has begun 4" in outcome.first_cause.reason
     assert "in wait" in outcome.first_cause.traceback
     assert all(failure.secondary for failure in outcome.consequences)

@@ -247,12 +247,12 @@ def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
 
 
 def test_no_interface_that_others_need_is_taken_down(run: Path, rank_info: RankInfo):
-    with pytest.raises(AssertionError, match="others need"):
+    with pytest.raises(AssertionError, match="not the campaign's own"):
         happen(Injection(0, "interface", 10, "step", (1,)), rank_info)
 
 
 def test_no_disk_that_others_need_is_filled(run: Path, rank_info: RankInfo):
-    with pytest.raises(AssertionError, match="not a file system of its own"):
+    with pytest.raises(AssertionError, match="not a separate file system"):
         happen(Injection(0, "full", 10, "saving", (1,)), rank_info)
     assert not list((run / "checkpoints").glob(f"{BALLAST}*"))
 

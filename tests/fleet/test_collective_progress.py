@@ -11,7 +11,7 @@ from megalith.fleet.nodes import RankInspection
 def test_whoever_has_not_begun_what_the_others_have_is_behind() -> None:
     found = collective_progress.behind({0: {"a": 7}, 1: {"a": 7}, 2: {"a": 6}})
     assert list(found) == [2]
-    assert "6 collectives in group a, another rank 7" in found[2]
+    assert "6 collectives in group a, but another rank has begun 7" in found[2]
 
 
 def test_who_waits_for_another_is_not_the_one() -> None:

@@ -282,7 +282,7 @@ def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[.
     run = fleet("wait")
     run.join("only")
     run.nodes.await_nodes(1, 1, seconds=SECONDS)
-    with pytest.raises(TimeoutError, match=r"1 of 2 nodes came within 0\.5 s \(only\)"):
+    with pytest.raises(TimeoutError, match=r"1 of 2 nodes joined within 0\.5 s \(only\)"):
         run.nodes.await_nodes(2, 3, seconds=0.5)
 
 

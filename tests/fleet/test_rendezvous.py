@@ -40,5 +40,5 @@ def test_words_of_a_start_that_broke_off_disturb_nobody() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(TimeoutError, match=r"ranks 1, 2 of 3 did not come within 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"ranks 1, 2 of 3 did not arrive within 0\.1 s"):
         agree(Dictionary(), "x", rank=0, world=3, seconds=0.1)

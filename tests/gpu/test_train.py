@@ -137,7 +137,7 @@ def test_a_step_tells_its_times_and_memory(gpu):
 
 def test_auto_takes_this_gpu(gpu):
     assert choose_device("auto", 0, 1) == choose_device("cuda", 0, 1) == gpu
-    with pytest.raises(RuntimeError, match="Use one rank a GPU"):
+    with pytest.raises(RuntimeError, match="Use one rank per GPU"):
         choose_device("cuda", 0, torch.cuda.device_count() + 1)
 
 

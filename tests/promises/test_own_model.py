@@ -264,7 +264,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "fault", "says"),
     [
-        ({"mlp": f"{HERE}:ODD"}, "random", "gives another result for the same x"),
+        ({"mlp": f"{HERE}:ODD"}, "random", "gives another result when called again"),
         ({"mlp": f"{HERE}:ODD"}, "mixes", "works on each token alone"),
         ({"mlp": f"{HERE}:ODD"}, "shape", "return the same shape"),
         ({"mlp": f"{HERE}:ODD"}, "buffer", "has buffers (seen)"),

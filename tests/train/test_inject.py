@@ -109,7 +109,7 @@ def test_a_bit_of_the_data_that_is_read_next_flips_once_and_only_in_data_made_fo
     shard.parent.mkdir()
     shard.write_bytes(bytes(100))
     trainer: Any = None  # its value is not used
-    with pytest.raises(AssertionError, match="others need"):
+    with pytest.raises(AssertionError, match="not a campaign's own"):
         _injector("shard", tmp_path).before_step(trainer, 1)
     (shard.parent / injection.OWN_DATA).touch()
     injector, found = _injector("shard", tmp_path), []

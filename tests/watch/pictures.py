@@ -79,7 +79,7 @@ def write(folder: Path, *, steps: int = STEPS, slow: float = 1.2) -> Path:
     for number in range(1, steps + 1):
         at += second
         if number == 411:
-            reason = "rank 19 on node2: no sign of life for 31 s (limit 30 s) in phase `step`; node2 goes, node8 takes its place"
+            reason = "rank 19 on node2: no heartbeat for 31 s (limit 30 s) in phase `step`; node2 goes, node8 takes its place"
             found += [Incident(1, at, 410, "hang", reason, "node2", 19, {}, [{"kind": "restart"}], time=at + 34)]
             found += [start(at + 70, 408), *holdings(at + 70), Recovery(1, 408, "step 408 in memory", 2, time=at + 75)]
             at += 80

@@ -1,1 +1,1 @@
-"""How Hugging Face transformers writes each family down, one table a file."""
+"""The format of each model family in Hugging Face transformers, with one table per file."""

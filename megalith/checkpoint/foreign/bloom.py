@@ -35,9 +35,9 @@ def _write(spec: Bloom) -> Json:
 def _refuse(spec: Bloom) -> list[str]:
     width, hidden = spec.heads * (spec.head_dim or spec.dim // spec.heads), spec.ffn or 4 * spec.dim
     problems = (
-        [] if width == spec.dim else [f"transformers needs heads x head_dim to be dim, and they are {width} and {spec.dim}"]
+        [] if width == spec.dim else [f"transformers needs heads x head_dim to equal dim, but they are {width} and {spec.dim}"]
     )
-    return problems if hidden == 4 * spec.dim else [*problems, f"transformers needs ffn = 4 dim, and it is {hidden}"]
+    return problems if hidden == 4 * spec.dim else [*problems, f"transformers needs ffn = 4 dim, but ffn is {hidden}"]
 
 
 BLOOM = Foreign(

@@ -1,7 +1,6 @@
-"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3.
-
-Neighbouring rotary channels turn together in their files, and channel i with i + rope_dim / 2 here, so the rows that make them are put
-into another order. Multi-token prediction is in further layers after the model's, each with copies of the embedding and the output.
+"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3. Their rotary positions pair neighbouring
+channels, ours channel i with i + rope_dim / 2, so the rows for these channels are reordered. Their modules for multi-token prediction
+are further layers after the model's, each with copies of the embedding and the output.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,7 +30,7 @@ STRETCH = {  # our field -> their setting
 
 
 def _turned(ours: str, theirs: str, heads: int, channels: int) -> Piece:
-    """A matrix whose rows make `heads` heads, the last `channels` of each rotated."""
+    """A matrix whose rows produce `heads` heads; the last `channels` of each head are rotated."""
 
     def ordered(found: Sequence[Tensor], *, pairs: bool) -> list[Tensor]:
         rows = found[0].unflatten(0, (heads, -1))
@@ -74,7 +73,7 @@ def _experts(spec: DeepSeek) -> list[Piece]:
 
 
 def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
-    """Return `piece` for a tensor that their files also hold under the names `copies`."""
+    """Return `piece` extended for a tensor that their files also hold under the names `copies`."""
     if not copies:
         return piece
     names = piece.theirs + tuple(copies)
@@ -82,7 +81,7 @@ def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
 
 
 def _ahead(block: Sequence[Piece], depth: int, layer: int) -> list[Piece]:
-    """One module of multi-token prediction, as DeepSeek-V3 was released."""
+    """Return the pieces of a multi-token prediction module, as in DeepSeek-V3's release."""
     own = [
         same("norm_embedding.weight", "enorm.weight"),
         same("norm_hidden.weight", "hnorm.weight"),
@@ -120,7 +119,7 @@ def _write(spec: DeepSeek) -> Json:
 
 
 def _read_yarn(config: Json) -> Read:
-    """YaRN, if the model has it."""
+    """Read the settings of YaRN, if the model has it."""
     rope = rope_settings(config)
     problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "yarn"):
@@ -140,12 +139,12 @@ def _unusual(rope: Json) -> list[str]:
 
 
 def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
-    """DeepSeek's own code and transformers' take one `mscale` without the other differently: where it is not given (None), the former
-    takes 1.0 and transformers neither."""
+    """Return the problem of one `mscale` without the other: for the missing one, DeepSeek's code uses 1.0, whereas transformers then
+    uses neither."""
     if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
     found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"
-    return [f"{found}, which transformers reads otherwise than DeepSeek; give both, or 1.0 and 0.0"]
+    return [f"{found}, which transformers and DeepSeek read differently; give both, or 1.0 and 0.0"]
 
 
 def _given(value: Any) -> str:
@@ -171,27 +170,28 @@ def _read_v3(config: Json) -> Read:
 
 
 def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
-    """transformers counts the modules of multi-token prediction in config.json, and leaves their weights out."""
+    """Return the spec without modules for multi-token prediction whose weights are missing: transformers counts but does not save
+    them."""
     there = any(name.startswith(f"model.layers.{spec.layers}.") for name in names)
     return spec if there else spec.model_copy(update={"ahead": 0})
 
 
 def _refuse(spec: DeepSeek) -> list[str]:
-    """Return the settings of a router that transformers' class for the model does not have."""
+    """Return the problems of router settings that transformers' class for the model does not support."""
     wanted: dict[str, Any] = {"group_score": "top2"}
     if spec.scores == "softmax":
         wanted = {"group_score": "max", "normalise": False, "bias_rate": 0.0, "ahead": 0}
     if spec.groups == 1:
         del wanted["group_score"]
     problems = [
-        f"{field} = {getattr(spec, field)!r} with scores = {spec.scores!r}: transformers' class has {value!r}"
+        f"{field} = {getattr(spec, field)!r} with scores = {spec.scores!r}: transformers' class has only {value!r}"
         for field, value in wanted.items()
         if getattr(spec, field) != value
     ]
     if spec.shared_experts == 0:
         problems.append("shared_experts = 0: transformers' classes have at least one")
     if spec.dim % spec.heads and spec.scores == "softmax":
-        problems.append(f"transformers needs heads to divide dim, and {spec.heads} does not divide {spec.dim}")
+        problems.append(f"transformers needs heads to divide dim, but {spec.heads} does not divide {spec.dim}")
     scaling = spec.rope_scaling
     return problems + (_two_readings(scaling.mscale, scaling.mscale_all_dim) if scaling else [])
 

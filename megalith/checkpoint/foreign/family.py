@@ -1,4 +1,4 @@
-"""The description of a model family that is needed to write it as transformers does, and to read it."""
+"""The description of a model family for writing its models in the format of transformers, and for reading them."""
 
 import json
 import re
@@ -23,15 +23,15 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "router_aux_loss_coef": ((int, float), "a number"),
     "num_experts_per_tok": ((int,), "a whole number"),
 }
-"""Settings that `read` functions compute with: the types of their values, and the name of these types. Every other value is for the spec
-to judge."""
+"""Settings that `read` functions compute with: the allowed types of their values, and a name for these types. The spec checks all other
+values."""
 
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-"""Our field -> their setting, in families since Llama."""
+"""Map from our field to their setting, in families since Llama."""
 
 
 def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str, Any]]:
-    """Our field -> their setting, and transformers' default for it in one family, where all families since Llama name them alike."""
+    """Map from our field to their setting (the same in all families since Llama), and transformers' default for it in one family."""
     return {
         "context": ("max_position_embeddings", context),
         "norm_eps": ("rms_norm_eps", norm_eps),
@@ -41,12 +41,12 @@ def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str,
 
 
 class ForeignModelError(ValueError):
-    """A model that cannot be represented here, or only in part; the text lists every reason."""
+    """The model cannot be represented here, or only in part; the text lists every reason."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Fields of our spec that were read from a configuration, and what in it cannot be represented."""
+    """Fields of our spec that were read from a configuration, and the problems: settings that cannot be represented."""
 
     fields: Json
     problems: list[str] = field(default_factory=list)
@@ -54,39 +54,39 @@ class Read:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One family both ways. A table maps our spec's fields to their settings; two functions handle the settings that do not map
-    one to one."""
+    """Conversion of one family, both ways. Tables map our spec's fields to their settings; two functions handle settings that do not
+    map one to one."""
 
     spec: type[Spec]
     architecture: str
     model_type: str
     pieces: Callable[[Any], list[Piece]]
-    """The tensors of a spec of the family."""
+    """Returns the tensors of a model of the family."""
     needed: Mapping[str, str]
-    """Our field -> their setting, which a configuration must have."""
+    """Map from our field to their setting, for settings that a configuration must have."""
     optional: Mapping[str, tuple[str, Any]]
-    """Our field -> their setting, and transformers' own default for it."""
+    """Map from our field to their setting, and transformers' own default for it."""
     fixed: Mapping[str, tuple[Any, ...]]
-    """Their setting -> its values that mean what our modules compute, the one to write first; None: not given."""
+    """Map from their setting to the values that match our modules, first the one to write; None: the setting is absent."""
     write: Callable[[Any], Json] = lambda spec: {}
-    """Their further settings of a spec; wins over the tables above."""
+    """Returns their further settings for a spec; these override the tables above."""
     read: Callable[[Json], Read] = lambda config: Read({})
-    """Our further fields; wins over the tables above."""
+    """Returns our further fields; these override the tables above."""
     further: Mapping[str, str] = field(default_factory=dict)
-    """A field that `read` fills -> the setting it comes from, where their names differ."""
+    """Map from a field that `read` fills to the setting it comes from, if the names differ."""
     refuse: Callable[[Any], list[str]] = lambda spec: []
     """Returns the reasons why a spec cannot be written."""
     prefix: str = "model."
-    """Prefix of all their names except the output's; old files leave it out."""
+    """Prefix of all their names except the output's; old files lack this prefix."""
     without_missing: Callable[[Any, Collection[str]], Any] = lambda spec, names: spec
     """Return the spec without those optional parts that have no tensor among these names."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Ends of names of tensors, in old files, that follow from the configuration."""
+    """Name endings of tensors in old files that follow from the configuration."""
     exact: tuple[str, ...] = ()
-    """Ends of names of tensors that transformers keeps in fp32, whatever the type of the others."""
+    """Name endings of tensors that transformers keeps in fp32, whatever the dtype of the others."""
 
     def written_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which the tensor with transformers' name `name` is written, if the other tensors have `dtype`."""
+        """Return the dtype to write for the tensor with transformers' name `name`, if most tensors have `dtype`."""
         return torch.float32 if name.endswith(self.exact) else dtype
 
     def configuration(self, spec: Any) -> Json:
@@ -97,7 +97,8 @@ class Foreign:
         return {"architectures": [self.architecture], "model_type": self.model_type} | written | self.write(spec)
 
     def understood(self, config: Json, *, name: str) -> Any:
-        """The spec that a configuration describes. Raises ForeignModelError with everything that cannot be represented here."""
+        """Return the spec that a configuration describes. Raises ForeignModelError with every setting that cannot be represented
+        here."""
         fixed = {"architectures": ([self.architecture], None), "quantization_config": (None,)} | dict(self.fixed)
         problems = [
             f"{setting} = {config.get(setting)!r}; only {' or '.join(map(repr, values))} can be represented"
@@ -127,7 +128,7 @@ class Foreign:
         return found.spec
 
     def _told(self, problem: Problem) -> str:
-        """A finding about the spec, under the names of the settings that gave the values."""
+        """Return a problem of the spec, with the names of the settings from which its values came."""
         theirs = dict(self.needed) | {ours: setting for ours, (setting, _) in self.optional.items()} | dict(self.further)
         ours = problem.key.split(".")[-1]  # "factor" of rope_scaling.factor: the table is in either of two settings
         reason = re.sub(r"\b(\w+)(?= = )", lambda word: theirs.get(word[1], word[1]), problem.reason)
@@ -135,14 +136,13 @@ class Foreign:
 
     @property
     def family(self) -> str:
-        """Our name of the family."""
+        """Return our name of the family."""
         return self.spec.model_fields["family"].default
 
 
 def rope_settings(config: Json) -> Json:
-    """The rotary settings as transformers 5 takes them: always with "rope_type" and "rope_theta".
-
-    transformers 4 knows only `rope_scaling`: where that is set, `rope_parameters` are ignored.
+    """Return the rotary settings in the form of transformers 5: always with "rope_type" and "rope_theta". transformers 4 knows only
+    `rope_scaling`; if that is set, `rope_parameters` are ignored.
     """
     found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
@@ -165,11 +165,12 @@ YARN = {
     "beta_slow": "beta_slow",
 }
 STRETCHES: dict[str, Mapping[str, str]] = {"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": "factor"}}
-"""Kind of stretch -> our fields and their settings; all but the first two of YaRN have the same defaults in transformers."""
+"""Map from the kind of context extension to our fields and their settings. Defaults are those of transformers, except for YaRN's first
+two."""
 
 
 def scaled_rope(config: Json) -> Read:
-    """Read the rotary base and the stretch, of a family that may have any of `STRETCHES`."""
+    """Read the rotary base and the context extension, for a family that may have any of `STRETCHES`."""
     rope = rope_settings(config)
     kind, problems = rope["rope_type"], uneven_rotation(rope)
     if kind == "default":
@@ -188,7 +189,7 @@ def scaled_rope(config: Json) -> Read:
 
 
 def write_scaled_rope(spec: Any) -> Json:
-    """Write the rotary base and the stretch of a spec."""
+    """Write the rotary base and the context extension of a spec."""
     scaling = spec.rope_scaling
     stretch = scaling and {"rope_type": scaling.kind} | {
         theirs: getattr(scaling, ours) for ours, theirs in STRETCHES[scaling.kind].items()
@@ -197,17 +198,17 @@ def write_scaled_rope(spec: Any) -> Json:
 
 
 def no_further_yarn(spec: Any) -> list[str]:
-    """Return why a YaRN of another temperature than transformers' cannot be written."""
+    """Return the problem of a YaRN whose temperature differs from that of transformers."""
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn" or (scaling.mscale, scaling.mscale_all_dim) == (1.0, 0.0):
         return []
     return [
-        f"mscale = {scaling.mscale:g} and mscale_all_dim = {scaling.mscale_all_dim:g}: transformers has 1 and 0 in this family"
+        f"mscale = {scaling.mscale:g} and mscale_all_dim = {scaling.mscale_all_dim:g}: transformers supports only 1 and 0 in this family"
     ]
 
 
 def plain_rope(config: Json) -> Read:
-    """The rotary base, of a family here without any stretch."""
+    """Read the rotary base, for a family that has no context extension here."""
     rope = rope_settings(config)
     plain = rope["rope_type"] == "default"
     problems = [] if plain else [f"rope_type = {rope['rope_type']!r}; only 'default' can be represented"]
@@ -215,22 +216,22 @@ def plain_rope(config: Json) -> Read:
 
 
 def uneven_rotation(rope: Json) -> list[str]:
-    """Return the problems of rotations that leave out channels, or that differ from layer to layer."""
+    """Return the problems of rotary settings that leave out channels, or that differ between layers."""
     part, nested = rope.get("partial_rotary_factor"), [key for key, value in rope.items() if isinstance(value, dict)]
     problems = [] if part in (None, 1.0) else [f"partial_rotary_factor = {part!r}; only whole heads are rotated here"]
     if nested:
-        problems.append(f"rotary settings of their own for {' and '.join(nested)}; all layers are rotated alike here")
+        problems.append(f"separate rotary settings for {' and '.join(nested)}; all layers are rotated alike here")
     return problems
 
 
 def write_rope(theta: float, stretch: Json | None = None) -> Json:
-    """Rotary settings both as transformers 4 reads them and as transformers 5 does."""
+    """Return rotary settings in the forms of both transformers 4 and transformers 5."""
     parameters = {"rope_theta": theta} | (stretch or {"rope_type": "default"})
     return {"rope_theta": theta, "rope_scaling": stretch, "rope_parameters": parameters}
 
 
 def heads_divide(spec: Any) -> list[str]:
-    """transformers checks this for some families, although heads of any width would do."""
+    """Return a problem if heads do not divide dim, which transformers requires for some families."""
     if spec.dim % spec.heads == 0:
         return []
-    return [f"transformers needs heads to divide dim, and {spec.heads} does not divide {spec.dim}"]
+    return [f"transformers needs heads to divide dim, but {spec.heads} does not divide {spec.dim}"]

@@ -29,7 +29,11 @@ def _write(spec: Gemma2) -> Json:
 def _read(config: Json) -> Read:
     rope, kinds = plain_rope(config), config.get("layer_types")
     alternating = kinds is None or kinds == _alternating(len(kinds))
-    problems = [] if alternating else ["layer_types is not sliding and full attention in turns, which alone can be represented"]
+    problems = (
+        []
+        if alternating
+        else ["layer_types does not alternate sliding and full attention, but only this pattern can be represented"]
+    )
     return Read(rope.fields, rope.problems + problems)
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 (and GPT-3, which is one to transformers), both ways."""
+"""GPT-2, from and to transformers, which treats GPT-3 as GPT-2."""
 
 from megalith.checkpoint.foreign.family import Foreign, Json
 from megalith.checkpoint.foreign.weights import Piece, joined, layers, same, transposed
@@ -37,7 +37,7 @@ def _write(spec: Gpt) -> Json:
 
 def _refuse(spec: Gpt) -> list[str]:
     width = spec.heads * (spec.head_dim or spec.dim // spec.heads)
-    return [] if width == spec.dim else [f"transformers needs heads x head_dim to be dim, and they are {width} and {spec.dim}"]
+    return [] if width == spec.dim else [f"transformers needs heads x head_dim to equal dim, but they are {width} and {spec.dim}"]
 
 
 GPT = Foreign(

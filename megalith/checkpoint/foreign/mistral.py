@@ -1,4 +1,4 @@
-"""Mistral's dense models, both ways."""
+"""Mistral's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

@@ -20,12 +20,13 @@ BALANCE = {"balance_weight": "router_aux_loss_coef"}  # our field -> the setting
 
 
 def write_balance(balance_weight: float, active: int) -> Json:
-    """Return the weight in their setting. Their loss adds up a token's `active` experts where ours takes the mean, so it is divided."""
+    """Return our weight of the balance loss as their setting. Their loss sums over a token's `active` experts, ours takes the mean, so
+    our weight is divided."""
     return {"router_aux_loss_coef": balance_weight / active}
 
 
 def read_balance(config: Json, default: float) -> Json:
-    """Return the weight of our balance loss: theirs, multiplied by the active experts."""
+    """Return the weight of our balance loss: their weight times the number of active experts."""
     return {"balance_weight": config.get("router_aux_loss_coef", default) * config.get("num_experts_per_tok", 0)}
 
 

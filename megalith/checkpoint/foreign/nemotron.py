@@ -1,4 +1,4 @@
-"""Nemotron-4, both ways. Rotary positions turn the first channels of a head there, and the last ones here."""
+"""Nemotron-4, from and to transformers. Rotary positions rotate the first channels of a head there, but the last ones here."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, rope_settings, write_rope
 from megalith.checkpoint.foreign.weights import Piece, ends, layers, same, turned_last

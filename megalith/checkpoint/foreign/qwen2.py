@@ -1,4 +1,4 @@
-"""Qwen2's and Qwen2.5's dense models, both ways."""
+"""Qwen2's and Qwen2.5's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

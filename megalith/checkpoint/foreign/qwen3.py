@@ -1,4 +1,4 @@
-"""Qwen3's dense models, both ways."""
+"""Qwen3's dense models, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers, same
@@ -18,7 +18,7 @@ def _write(spec: Qwen3) -> Json:
 def windowed(config: Json) -> list[str]:
     """Return the problem of a configuration with sliding windows in some layers."""
     some = any(kind != "full_attention" for kind in config.get("layer_types") or ())
-    return ["layer_types has layers without full attention, which alone can be represented"] if some else []
+    return ["layer_types has layers without full attention, but only full attention can be represented"] if some else []
 
 
 def _read(config: Json) -> Read:

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts, both ways."""
+"""Qwen3's mixtures of experts, from and to transformers."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.mixtral import BALANCE, read_balance, write_balance
@@ -32,8 +32,8 @@ def _read(config: Json) -> Read:
 
 
 def _dense_layers(config: Json) -> tuple[list[int], list[str]]:
-    """Return the layers without experts, as transformers chooses them: those of `mlp_only_layers`, and all whose number from 1 is no
-    multiple of `decoder_sparse_step`; and what cannot be read of the two."""
+    """Return the layers without experts, as transformers chooses them: those of `mlp_only_layers`, and all whose number (from 1) is not
+    a multiple of `decoder_sparse_step`. Also return the problems of these two settings."""
     every, listed, layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers"), config.get("num_hidden_layers")
     problems = []
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:

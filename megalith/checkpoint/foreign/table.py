@@ -1,4 +1,4 @@
-"""Every family that transformers has too. A new family is a module in this folder and a line here."""
+"""The table of all families that transformers has too. For a new family, add a module in this folder and a line here."""
 
 from megalith.checkpoint.foreign.bloom import BLOOM
 from megalith.checkpoint.foreign.deepseek import DEEPSEEK

@@ -1,4 +1,4 @@
-"""The mapping of their tensors to ours: which tensors hold the same numbers, and in which form."""
+"""The mapping between transformers' tensors and ours: which tensors hold the same numbers, and in which layout."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of ours, the tensors of theirs with the same numbers, and the conversion in both directions."""
+    """Some of our tensors, their tensors with the same numbers, and the conversion in both directions."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Convert
     to_ours: Convert
     copied: bool = False
-    """True if each of theirs holds all the numbers: the first counts, and the others are compared with it."""
+    """True if each of their tensors holds all the numbers: the first one is read, and the others are compared with it."""
 
     def under(self, ours: str, theirs: str) -> "Piece":
         """Return the same pieces with prefixes before all names."""
@@ -26,7 +26,7 @@ class Piece:
 
 
 def same(ours: str, theirs: str) -> Piece:
-    """One tensor by two names."""
+    """One tensor with our name and their name."""
     return Piece((ours,), (theirs,), list, list)
 
 
@@ -36,7 +36,7 @@ def transposed(ours: str, theirs: str) -> Piece:
 
 
 def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piece:
-    """Tensors that the other format stores as one, below each other, each with as many rows; `transpose`: as [in, out]."""
+    """Tensors with equally many rows, which the other format concatenates by rows; `transpose`: and stores as [in, out]."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat(tuple(found))
@@ -49,7 +49,8 @@ def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piec
 
 
 def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
-    """Tensors whose rows are those of `heads` heads, which the other format stores as one: a head's rows of each, and then the next's."""
+    """Tensors with the rows of `heads` heads each, which the other format stores as one: the first head's rows of each, then the
+    second's, and so on."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack([one.unflatten(0, (heads, -1)) for one in found], dim=1).flatten(0, 2)]
@@ -61,7 +62,8 @@ def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
 
 
 def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
-    """A matrix whose rows are those of `heads` heads. Rotary positions turn the last `channels` rows of each here, the first there."""
+    """A matrix with the rows of `heads` heads. Rotary positions rotate the last `channels` rows of each head here, and the first ones
+    there."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         return [found[0].unflatten(0, (heads, -1)).roll(channels, 1).flatten(0, 1)]
@@ -73,13 +75,13 @@ def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
 
 
 def stacked(ours: str, theirs: str, count: int) -> Piece:
-    """Experts that we keep as one tensor [experts, ...] and they one by one: "{e}" in their name is the expert's number."""
+    """Experts that we store as one tensor [experts, ...], and they as one tensor each: "{e}" in their name is the expert's number."""
     names = tuple(theirs.replace("{e}", str(expert)) for expert in range(count))
     return Piece((ours,), names, lambda found: found[0].unbind(), lambda found: [torch.stack(tuple(found))])
 
 
 def layers(pieces: Iterable[Piece], numbers: Iterable[int], theirs: str = "model.layers.") -> list[Piece]:
-    """The pieces of a block, once for each layer in `numbers`."""
+    """Return the pieces of a block, repeated for each layer in `numbers`."""
     pieces = list(pieces)
     return [piece.under(f"blocks.{i}.", f"{theirs}{i}.") for i in numbers for piece in pieces]
 
@@ -103,7 +105,7 @@ def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> d
 EMBEDDING = same("embedding.weight", "model.embed_tokens.weight")
 FINAL_NORM = same("head.norm.weight", "model.norm.weight")
 OUTPUT = same("head.output.weight", "lm_head.weight")
-"""Embedding and output of a model under the names that most families use."""
+"""Pieces of a model's embedding and output, under the names that most families use."""
 
 ATTENTION = [same(f"attention.{ours}.weight", f"self_attn.{ours[0]}_proj.weight") for ours in ("q", "k", "v", "out")]
 GATED_MLP = [same(f"mlp.{part}.weight", f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")]
@@ -111,9 +113,9 @@ NORMS = [
     same("attention_norm.weight", "input_layernorm.weight"),
     same("mlp_norm.weight", "post_attention_layernorm.weight"),
 ]
-"""The parts of a block as most families name them."""
+"""Pieces of a block, under the names that most families use."""
 
 
 def ends(tied: bool) -> list[Piece]:
-    """Embedding, final norm and, unless it is the embedding, the output."""
+    """Return the pieces of embedding, final norm and, unless tied, output."""
     return [EMBEDDING, FINAL_NORM] if tied else [EMBEDDING, FINAL_NORM, OUTPUT]

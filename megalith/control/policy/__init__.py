@@ -1,10 +1,9 @@
-"""Decision about a fault: one pure function from (state, observation) to commands. No clock, no files, no processes.
+"""Decision about a fault: one pure function from (state, observation) to commands. The function uses no clock, files or processes.
 
-The supervisor of a real run and the goodput simulator obey the same function, so similar observations have similar consequences. The
-rules, in
-short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
-time stops with a report; damaged copies are never used, and the run never starts over while it has checkpoints; a broken node's
-place goes to a spare; faults that a node did not cause are not blamed on it; starts without progress come at growing intervals.
+The supervisor of a real run and the goodput simulator use the same function, so equal observations have equal consequences. The rules,
+in short: recover from the newest complete copy in the fastest tier. If a failure repeats at the same step, use a slower tier; the third
+time, stop with a report. Never use damaged copies, and never start over while the run has checkpoints. Give a broken node's place to a
+spare, and do not blame a node for faults that it did not cause. Wait longer before each further start without progress.
 """
 
 from megalith.control.policy.placement import HOUR

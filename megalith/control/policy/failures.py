@@ -14,7 +14,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def rank_failed(state: State, observation: observations.RankFailed, fleet: FleetSpec) -> Decision:
-    """A dead process. The memory of its node outlives it, unless the machine itself is broken."""
+    """A rank's process died. The copies in its node's memory survive, unless the machine itself is broken."""
     who = (
         f"rank {observation.rank} on {observation.node}"
         if observation.rank is not None
@@ -33,7 +33,7 @@ def rank_failed(state: State, observation: observations.RankFailed, fleet: Fleet
 
 
 def _broken(state: State, observation: Observation, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
-    """The machine itself reports that it is broken: its node leaves at once, even if there is no spare."""
+    """A machine reports that it is broken: exclude its node at once, even if there is no spare."""
     commands: list[Order] = []
     slot = state.slot(node)
     state, _ = blame(state, node, observation, fleet)
@@ -45,8 +45,8 @@ def _broken(state: State, observation: Observation, fleet: FleetSpec, *, node: s
 def _after_fault_of_node(
     state: State, observation: Observation, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
-    """A fault blamed on a node may be chance: only a node with too many of them leaves, and only if a spare can take its
-    place. Similar faults of several nodes at one step are also counted together: then the nodes are not the cause.
+    """A fault blamed on a node may be chance: exclude a node only after too many faults, and only if a spare can take its place. Also
+    count similar faults of several nodes at one step together, because then the nodes are not the cause.
     """
     state, lemon = blame(state, node, observation, fleet)
     state, together = repeated(state, key, observation)
@@ -64,14 +64,12 @@ def _after_fault_of_node(
 
 
 def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Decision:
-    """All ranks wait for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
+    """All ranks wait for one rank. The hanging rank is inferred from phases and collectives; if these do not show it, no node is
     blamed."""
     if observation.silence < observation.limit:  # it works, but its start took too long
         reason = f"was not ready within {observation.limit:.3g} s of its start, in phase `{observation.phase}`"
     else:
-        reason = (
-            f"no sign of life for {observation.silence:.3g} s (limit {observation.limit:.3g} s) in phase `{observation.phase}`"
-        )
+        reason = f"no heartbeat for {observation.silence:.3g} s (limit {observation.limit:.3g} s) in phase `{observation.phase}`"
     if observation.node is None:
         return after_failure(state, [], observation, fleet, key=f"hang in {observation.phase}", reason=reason)
     reason = f"rank {observation.rank} on {observation.node}: {reason}"
@@ -83,7 +81,8 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
 
 
 def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpec) -> Decision:
-    """Transient: gone when run again. Persistent and reproduced elsewhere: numerics. Not reproduced elsewhere: this rank's fault."""
+    """Non-finite numbers. If they are gone in the repeated step, the fault is transient. If another replica reproduces them, numerics
+    are at fault; else this rank is."""
     runs = state.reruns.get(observation.step, 0)
     what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
     if runs == 0:
@@ -98,20 +97,20 @@ def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpe
         commands: list[Order] = []
         if (slot := state.slot(observation.node)) is not None:
             state, commands = evict(
-                state, slot, observation, fleet, because=f"{what}; another replica got finite ones", forced=False
+                state, slot, observation, fleet, because=f"{what}; another replica got finite numbers", forced=False
             )
         key = f"not finite on {observation.node}"
         return after_failure(
             state, commands, observation, fleet, key=key, reason=what, blamed=observation.node, rank=observation.rank
         )
-    reason = f"{what}, again when the step was repeated; no other replica could be asked"
+    reason = f"{what}, again when the step was repeated; no other replica could compute the step"
     return after_failure(
         state, [], observation, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=observation.rank
     )
 
 
 def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: FleetSpec) -> Decision:
-    """A rank's memory was altered. Copies were taken with the right digest, so the newest one is good."""
+    """The state in a rank's memory was altered. Copies were made while the digest was right, so the newest copy is good."""
     reason = f"the state of rank {observation.rank} on {observation.node} has a wrong digest ({observation.where})"
     return _after_fault_of_node(
         state, observation, fleet, node=observation.node, rank=observation.rank, key="corrupt state", reason=reason
@@ -119,8 +118,8 @@ def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: F
 
 
 def gradient_wrong(state: State, observation: observations.GradientWrong, fleet: FleetSpec) -> Decision:
-    """Every state since the last passed verification may be wrong, so no copy of it is used. Suspects are excluded as far as
-    spares are available."""
+    """Every state since the last successful verification may be wrong, so copies of these states are not used. Suspects are excluded as
+    far as spares are available."""
     tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > observation.good_step)
     known = observation.suspects[0] if len(observation.suspects) == 1 else None
     reason = f"wrong gradients since step {observation.good_step}, from {' or '.join(observation.suspects)}"
@@ -145,7 +144,8 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
 
 
 def straggler(state: State, observation: observations.Straggler, fleet: FleetSpec) -> Decision:
-    """Replace a slow node once it has cost as much as its replacement will: at most twice the best choice in hindsight."""
+    """Replace a slow node once it has cost as much time as its replacement will. The total is at most twice the best choice in
+    hindsight."""
     reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the others"
     slot = state.slot(observation.node)
     if observation.lost < observation.replacing or not state.spares or slot is None:

@@ -1,4 +1,4 @@
-"""Rules for nodes that are lost, taken away, join, or were checked."""
+"""Rules for nodes that are lost, are taken away, join, or were checked."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ Kept = TypeVar("Kept")
 
 
 def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSpec) -> Decision:
-    """If a machine is lost, so are the memory and disks of its slots. A lost spare is only struck off."""
+    """If a machine is lost, so are the memory and disks of its slots. A lost spare is only removed from the list."""
     slots = tuple(slot for slot, node in enumerate(state.placement) if node in observation.nodes)
     gone = dict.fromkeys(observation.nodes, observation.time)
     spares = tuple(node for node in state.spares if node not in observation.nodes)
@@ -34,7 +34,7 @@ def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSp
 
 
 def preempted(state: State, observation: observations.Preempted, fleet: FleetSpec) -> Decision:
-    """There is time for a coordinated stop, so only the restart is lost."""
+    """A node is preempted. There is time for a coordinated stop, so only the restart costs time."""
     slot = state.slot(observation.node)
     if slot is None:
         spares = tuple(node for node in state.spares if node != observation.node)
@@ -49,14 +49,14 @@ def preempted(state: State, observation: observations.Preempted, fleet: FleetSpe
 
 
 def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
-    """A person takes a node out: as soon as the state is saved, until it has passed a health check."""
+    """A person excludes a node: it leaves once the state is saved, until it has passed a health check."""
     reason = f"a person orders {observation.node} to be taken out"
     if observation.node in state.spares:
         out = {**state.quarantined, observation.node: observation.time}
         state = replace(state, spares=tuple(node for node in state.spares if node != observation.node), quarantined=out)
         return Decision((QuarantineNode(observation.node, reason), CheckHealth(observation.node)), state, reason)
     if state.slot(observation.node) is None or observation.node in state.leaving:
-        return Decision((), state, f"{reason}, but it is out, leaving, or not a node of this run")
+        return Decision((), state, f"{reason}, but this node is out, is leaving, or is not a node of this run")
     state = replace(state, leaving=(*state.leaving, observation.node))
     if state.waiting:  # no ranks run that could save
         return restart(state, [], observation, fleet, reason=reason)
@@ -64,7 +64,7 @@ def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpe
 
 
 def node_joined(state: State, observation: observations.NodeJoined, fleet: FleetSpec) -> Decision:
-    """A node that was quarantined is checked first; one that is new is a spare."""
+    """A node joins. A quarantined node is checked first; a new one becomes a spare."""
     if observation.node in state.quarantined:
         return Decision((CheckHealth(observation.node),), state, f"{observation.node} is back, and is checked first")
     if observation.node in state.spares or observation.node in state.placement:
@@ -73,7 +73,7 @@ def node_joined(state: State, observation: observations.NodeJoined, fleet: Fleet
 
 
 def health_checked(state: State, observation: observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A node that failed its check leaves, or stays out and is checked again; a node that passed starts with a clean record."""
+    """A node that failed its check leaves, or stays out and is checked again. A node that passed gets a clean record."""
     slot = state.slot(observation.node)
     why = f" ({observation.text})" if observation.text else ""
     if not observation.passed and slot is not None:
@@ -124,7 +124,7 @@ def _welcome(state: State, observation: observations.NodeJoined | observations.H
 
 
 def waited(state: State, observation: observations.Waited, fleet: FleetSpec) -> Decision:
-    """No node came in time: shrink to the fallback plan, or stop."""
+    """No node joined in time: shrink to the fallback plan, or stop."""
     if not state.waiting:
         return Decision((), state, "nobody waits")
     empty = ", ".join(map(str, state.vacant))
@@ -132,6 +132,6 @@ def waited(state: State, observation: observations.Waited, fleet: FleetSpec) -> 
         return shrink(state, [], f"no node came for slot {empty}")
     report = (
         f"no node came for slot {empty} within fleet.wait_limit = {fleet.wait_limit:g} s, and there is no fleet.fallback that the "
-        "nodes left can hold. Start the same command again when there are nodes."
+        "nodes left can hold. Start the same command again once there are enough nodes."
     )
     return stop(state, [], ExitCode.LOST, report)

@@ -1,4 +1,4 @@
-"""Restarts: from which copy, after which wait, on how many nodes; and when the run stops instead."""
+"""Rules for restarts: the copy, the wait and the number of nodes; and when to stop the run instead."""
 
 from dataclasses import replace
 
@@ -11,15 +11,15 @@ from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newes
 from megalith.spec.fleet import FleetSpec
 
 FREE_STARTS = 2
-"""Number of starts without a step between them that happen at once; only later starts wait."""
+"""Number of starts in a row without a finished step that are made at once; later ones wait."""
 
 
 def restart(
     state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
-    """Restart from `source` (default: the newest whole copy), or fill empty slots first; stop when starting does not help.
-    `after`: seconds to wait at least. Nodes that were to leave once the state is saved leave with any start."""
+    """Restart from `source` (default: the newest complete copy), after filling empty slots; stop if restarts do not help. `after`:
+    minimum seconds to wait. Nodes that are to leave once the state is saved leave at any restart."""
     leaving = state.leaving
     for node in leaving:
         state, orders = evict(state, state.placement.index(node), observation, fleet, because="it is taken away", forced=True)
@@ -38,7 +38,7 @@ def restart(
 
 
 def backoff(times: int, fleet: FleetSpec) -> float:
-    """Seconds to wait before the next attempt, by the number of earlier attempts."""
+    """Return the seconds to wait before the next attempt, from the number of earlier attempts."""
     return min(fleet.backoff * 2.0 ** min(times, 64), fleet.backoff_limit)
 
 
@@ -57,12 +57,12 @@ def _see_to_vacancy(
 
 
 def for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Copies that ranks of another plan can read: those on nodes are cut for their own plan."""
+    """Return the copies that any plan can read: not those on nodes, which are sharded for the plan that made them."""
     return tuple(copy for copy in copies if copy.tier is Tier.STORE)
 
 
 def can_shrink(state: State) -> bool:
-    """True if the nodes that are left can hold the fallback plan."""
+    """True if the remaining nodes suffice for the fallback plan."""
     return len(state.placement) - len(state.vacant) >= state.least
 
 
@@ -78,12 +78,12 @@ def shrink(state: State, commands: list[Order], reason: str, *, blamed: str | No
 def stop(
     state: State, commands: list[Order], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
 ) -> Decision:
-    """End the run with a report; `code` says whether the same command gets further."""
+    """End the run with a report; `code` shows whether the same command can make progress."""
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
 def repeated(state: State, key: str, observation: Observation) -> tuple[State, int]:
-    """Count a failure at its step; return how often it has occurred there."""
+    """Count a failure at its step; return how often this failure has occurred at that step."""
     name = f"{key} @ {observation.step}"
     times = state.repeats.get(name, 0) + 1
     return replace(state, repeats={**state.repeats, name: times}), times
@@ -93,7 +93,7 @@ def after_failure(
     state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
-    """Restart after a failure; from a slower tier if it occurred before at this step, and in the end not at all."""
+    """Restart after a failure; from a slower tier if it occurred before at this step. After too many repetitions, stop the run."""
     state, times = repeated(state, key, observation)
     if times >= fleet.same_failure:
         report = (
@@ -116,7 +116,7 @@ def after_failure(
 
 
 def _where(blamed: str | None) -> str:
-    """Name the likely place of a failure that recurs whatever is restored."""
+    """Name the likely place of a failure that recurs whichever copy is restored."""
     program = "the program, its data or its numerics"
     return program if blamed is None else f"{program}, or in {blamed}"
 

@@ -24,7 +24,7 @@ def decide(state: State, observation: Observation, *, fleet: FleetSpec) -> Decis
 
 
 def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observation: Observation) -> Decision:
-    """Stop rather than start over while there are checkpoints, even if none can be used: a new run's checkpoints would replace
+    """While there are checkpoints, stop rather than start over, even if none can be used: a new run's checkpoints would replace
     them."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
     steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
@@ -48,8 +48,8 @@ def _with_trusted_copies(state: State) -> State:
 
 
 def _started(state: State, observation: observations.Started, fleet: FleetSpec) -> Decision:
-    """Starting, resuming and recovering are one path. Nodes that were out at the last end are checked, and the run waits for
-    those that it needs."""
+    """Start, resume or recover, all in the same way. Nodes excluded by the last supervisor are checked, and the run waits for the nodes
+    that it needs."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))
@@ -59,7 +59,7 @@ def _started(state: State, observation: observations.Started, fleet: FleetSpec) 
 
 
 def _progressed(state: State, observation: observations.Progressed, fleet: FleetSpec) -> Decision:
-    """A new step was finished: failures at earlier steps are over."""
+    """A new step was finished: forget failures at earlier steps."""
     if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
     repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= observation.step}
@@ -86,7 +86,7 @@ def _stop_requested(state: State, observation: observations.StopRequested, fleet
 
 
 def _ordered(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
-    """Carry out a person's order. To save, the ranks stop together and resume: there is no other way to reach all of them at once."""
+    """Carry out a person's order. To save, the ranks stop together and resume, because only then do all of them save the same step."""
     if observation.what == "stop":
         return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
     if observation.what == "quarantine":

@@ -15,15 +15,13 @@ VACANT = ""
 
 @dataclass(frozen=True)
 class State:
-    """All the policy remembers. The caller refreshes `copies` before it asks; everything else changes only through `decide`.
-
-    `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
-    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` the time since which a
-    node is out,
-    `failed_checks` its health checks in a row that it did not pass. `repeats` counts failures by "signature @ step", `reruns` the runs
-    in place of a step. `restored` is the copy from which this generation began, `fruitless` the number of starts since the last
-    finished step. `leaving` are nodes to exclude once the state is saved, `damaged` the known damage of the data, `least` the
-    number of nodes that the fallback plan needs. `away`: since when the copy to restore cannot be read.
+    """The whole memory of the policy. The caller refreshes `copies` before each decision; all other fields change only through
+    `decide`. `placement`: the node of each slot. `bad`: pieces with a wrong digest, as (tier, step, slot or None for all), which no
+    refresh of `copies` brings back. By node: `faults`: the times of faults blamed on it; `quarantined`: the time since which it is
+    excluded; `failed_checks`: its failed health checks in a row. `repeats`: counts of failures by "signature @ step". `reruns`: counts
+    of a step's repetitions in place. `restored`: the copy from which this generation began. `fruitless`: the number of starts since the
+    last finished step. `leaving`: nodes to exclude once the state is saved. `damaged`: the known damage of the data. `least`: the
+    number of nodes that the fallback plan needs. `away`: since when the copy to restore is unreadable.
     """
 
     placement: tuple[str, ...]
@@ -54,13 +52,13 @@ class State:
         return tuple(slot for slot, node in enumerate(self.placement) if node == VACANT)
 
     def slot(self, node: str) -> int | None:
-        """The slot a node fills."""
+        """Return the slot that a node fills."""
         return self.placement.index(node) if node in self.placement else None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Commands, in this order, and their reason. `blamed` is the node at fault; None if there is none, or if it is unknown."""
+    """Commands in order of execution, and their reason. `blamed`: the node at fault; None if no node is at fault, or it is unknown."""
 
     commands: tuple[Order, ...]
     state: State
@@ -73,10 +71,10 @@ _STATES: TypeAdapter[State] = TypeAdapter(State)
 
 
 def dump(state: State) -> dict[str, Any]:
-    """Return a state as JSON: a restarted supervisor continues its counts."""
+    """Return a state as JSON, so that a restarted supervisor can continue its counts."""
     return _STATES.dump_python(state, mode="json")
 
 
 def load(record: dict[str, Any]) -> State:
-    """The state `dump` wrote. Raises pydantic's ValidationError for anything else."""
+    """Read a state that `dump` wrote. Raises pydantic's ValidationError for any other text."""
     return _STATES.validate_python(record)

@@ -1,4 +1,4 @@
-"""Rules for copies of the state and shards of the data that are damaged, away, or cannot be written."""
+"""Rules for copies of the state and shards of the data that are damaged, unreadable, or cannot be written."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: FleetSpec) -> Decision:
-    """A damaged copy is set aside, and the next newest whole one taken. This does not count as a failure of the run."""
+    """Set a damaged copy aside, and use the next newest complete one. This does not count as a failure of the run."""
     which = "" if observation.slot is None else f" of slot {observation.slot}"
     reason = f"the copy{which} of step {observation.copy_step} in {observation.tier.value} is damaged" + (
         f": {observation.error}" if observation.error else ""
@@ -31,13 +31,13 @@ def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: Fle
 
 
 def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec) -> Decision:
-    """A copy that cannot be read is tried again; each wait is as long as it has been unavailable so far. After the time that the
-    run would wait for a node, it counts as damaged."""
+    """Retry a copy that cannot be read; each wait is as long as the copy has been unreadable so far. After the time that the run would
+    wait for a node, the copy counts as damaged."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     state = replace(state, away=since)
     if gone >= fleet.wait_limit:
-        error = f"it could not be read for {gone:.0f} s: {observation.error}"
+        error = f"the copy could not be read for {gone:.0f} s: {observation.error}"
         damaged = observations.CopyCorrupt(
             time=observation.time,
             step=observation.step,
@@ -53,14 +53,14 @@ def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec
 
 
 def save_failed(state: State, observation: observations.SaveFailed, fleet: FleetSpec) -> Decision:
-    """Training continues: a failed copy is no reason to lose steps. The user must be told."""
+    """Training continues: a failed copy is no reason to lose steps. The user is notified."""
     skipped = state.skipped if observation.tier in state.skipped else (*state.skipped, observation.tier)
     reason = f"no copy could be written to {observation.tier.value}: {observation.error}"
     return Decision((SkipTier(observation.tier, True, reason),), replace(state, skipped=skipped), reason)
 
 
 def save_works(state: State, observation: observations.SaveWorks, fleet: FleetSpec) -> Decision:
-    """A tier that failed is used again."""
+    """A tier that failed works again, and is used again."""
     if observation.tier not in state.skipped:
         return Decision((), state, "as before")
     skipped = tuple(tier for tier in state.skipped if tier is not observation.tier)
@@ -69,7 +69,7 @@ def save_works(state: State, observation: observations.SaveWorks, fleet: FleetSp
 
 
 def data_damaged(state: State, observation: observations.DataDamaged, fleet: FleetSpec) -> Decision:
-    """The reader already continues with another copy, and does so whenever it meets the damage, so no other action is needed."""
+    """The reader has already switched to another copy, and does so at each damaged shard, so no other action is needed."""
     if observation.other_copy is not None:
         if observation.error in state.damaged:
             return Decision((), state, f"shard {observation.shard}: known already")
@@ -86,13 +86,14 @@ def data_damaged(state: State, observation: observations.DataDamaged, fleet: Fle
 
 
 def not_this_run(state: State, observation: observations.NotThisRun, fleet: FleetSpec) -> Decision:
-    """The same start would be refused again, and a different one would be a different run. A person must undo the change."""
+    """Stop. The same start would be refused again, and a start with the changed file would be a different run. A person must undo the
+    change."""
     return stop(state, [], ExitCode.FAILED, observation.error)
 
 
 def store_away(state: State, observation: observations.StoreAway, fleet: FleetSpec) -> Decision:
-    """Start again; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the
-    path. Nobody is blamed, and no start is counted; after `wait_limit` the run stops, and can be started again."""
+    """Restart; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the path. No
+    node is blamed, and no start is counted. After `wait_limit` the run stops, and can be started again."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     reason = f"{observation.path} cannot be used just now: {observation.error}"
@@ -107,5 +108,5 @@ def store_away(state: State, observation: observations.StoreAway, fleet: FleetSp
 
 
 def _until_tried_again(gone: float, fleet: FleetSpec) -> float:
-    """Return the seconds until the next try of something that has been unavailable for `gone` seconds."""
+    """Return the seconds until the next attempt to use storage that has been unavailable for `gone` seconds."""
     return min(max(gone, fleet.backoff), fleet.backoff_limit)

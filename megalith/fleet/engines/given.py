@@ -1,4 +1,4 @@
-"""A launch from the user's few options: the rest follows from the run, and all contradictions are reported at once."""
+"""A launch from the user's few options. All other settings follow from the run, and all contradictions are reported at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,18 +17,17 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "restarts": ALLOCATES, "hours": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "image": ("k8s",),
     "namespace": ("k8s",), "volume": ("k8s",),
 }  # fmt: skip
-"""Options that only some engines use; anywhere else they would be ignored silently."""
+"""Options that only some engines use; others would silently ignore them, so they are refused."""
 
 
 def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:
-    """The launch, and advice on it. `options`: `nodes`, and fields of `Launch`; None for options not given.
-
-    Raises SpecErrors with all that is wrong. `engine` must be one of `ENGINES`.
+    """Return the launch, and advice about it. `options`: `nodes`, and fields of `Launch`; None for options that were not given. Raises
+    SpecErrors with all problems. `engine` must be one of `ENGINES`.
     """
     said = {name: value for name, value in options.items() if value is not None}
     found = [_unused(name, said.pop(name), engine) for name in list(said) if engine not in USED_BY.get(name, (engine,))]
     if engine == "k8s" and "image" not in said:
-        way_out = "Give --image REGISTRY/NAME:TAG of one in which `python -m megalith.cli` runs."
+        way_out = "Give --image REGISTRY/NAME:TAG of an image in which `python -m megalith.cli` runs."
         found.append(Problem("error", "--image", None, "pods need an image with Megalith in it", way_out))
     cluster = _cluster(spec)
     nodes = said.pop("nodes", None)
@@ -86,7 +85,7 @@ def _cluster(spec: RunSpec) -> ClusterSpec | None:
 def _ranks_per_node(
     spec: RunSpec, engine: str, nodes: int | None, asked: int | None, cluster: ClusterSpec | None
 ) -> int | Problem:
-    """Ranks of a node, or why they are not known."""
+    """Return the ranks per node, or why they are not known."""
     ranks = spec.ranks
     if engine not in SEVERAL:
         return ranks
@@ -97,12 +96,12 @@ def _ranks_per_node(
         return asked
     if nodes is not None:
         if nodes < 1 or ranks % nodes:
-            reason = f"{ranks} ranks cannot be shared out evenly among {nodes} nodes"
+            reason = f"{ranks} ranks cannot be divided evenly among {nodes} nodes"
             return Problem("error", "--nodes", nodes, reason, "Use a divisor, or another plan.")
         return ranks // nodes
     if cluster is not None:
         return min(ranks, cluster.per_node)
-    reason = f"it is not known how many of the plan's {ranks} ranks run on a node, as the run names no cluster"
+    reason = f"the number of ranks per node, of the plan's {ranks} ranks, is not known, because the run names no cluster"
     return Problem("error", "--nodes", None, reason, "Give --nodes or --ranks-per-node, or `--set cluster=h100:16` and the like.")
 
 
@@ -112,7 +111,7 @@ def _on_gpus(spec: RunSpec, cluster: ClusterSpec | None) -> bool:
 
 
 def _advice_on_pods(launch: Launch) -> list[Problem]:
-    """A run folder that is not shared is lost with its pod."""
+    """Return advice if the run folder would be lost with its pod."""
     if launch.volume and launch.run_dir.startswith("/shared/"):
         return []
     way_out = "Give --volume CLAIM, which is mounted at /shared, and --run-dir /shared/runs/NAME."

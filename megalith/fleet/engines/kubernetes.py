@@ -61,7 +61,7 @@ metadata:
 
 
 def emit(spec: RunSpec, launch: Launch) -> Artefact:
-    """`kubectl apply -f FILE` starts it. Text from outside is written as JSON strings, which YAML reads as they are."""
+    """Return a manifest that `kubectl apply -f FILE` starts. User-given text is written as JSON strings, which are also valid YAML."""
     name, quote = label(spec.name), json.dumps
     # torchrun ends with status 1 whatever its ranks ended with, so only what ends before or without it can be hopeless for sure
     hopeless = [code for code in HOPELESS if code != 1]

@@ -1,4 +1,4 @@
-"""Input of every engine, and the one command that they all start on each node."""
+"""Input of every engine, and the command that each engine starts on each node."""
 
 import re
 import shlex
@@ -10,23 +10,21 @@ from megalith.fleet.secure import key
 from megalith.spec.run import RunSpec
 
 FIXED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""A fresh store for each start under torchrun: started again, ranks must not find the addresses of dead ones."""
+"""Makes torchrun use a fresh store for each start, because restarted ranks must not find the addresses of dead ranks."""
 
 RETRYABLE = tuple(int(code) for code, meaning in MEANINGS.items() if meaning.retry)
-"""Exit statuses after which the same command gets further."""
+"""Exit statuses after which the same command can make progress."""
 
 HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.retry and code)
-"""Exit statuses after which the same command does not get further."""
+"""Exit statuses after which the same command would fail again."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started, in addition to its RunSpec. Paths are those on the machines, and shared by them.
-
-    `ranks_per_node` ranks run on each node, which gives the number of nodes. `agent`: torchrun starts one agent a node, which starts the
-    ranks itself; else every rank. `spares` are nodes beyond those (only agents know what to do with them). `grace`: seconds
-    before the end in which a run that gets the signal may save. `restarts`: of the whole job, by the engine; `rank_restarts`: by
-    torchrun.
+    """Settings for the start of a run, in addition to its RunSpec. Paths are those on the machines, which share them. `ranks_per_node`
+    ranks run on each node, which gives the number of nodes. `agent`: one agent is started per node, which starts the ranks itself; else
+    torchrun starts every rank. `spares`: further nodes, which only agents can use. `grace`: seconds before the end in which a run that
+    gets the signal may save. `restarts`: restarts of the whole job by the engine; `rank_restarts`: restarts by torchrun.
     """
 
     run_file: str
@@ -57,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Artefact:
-    """A text to be kept in `file`, and the command that hands it to the engine."""
+    """A text to store in `file`, and the command that passes this file to the engine."""
 
     file: str
     text: str
@@ -65,7 +63,7 @@ class Artefact:
 
 
 def problems(spec: RunSpec, launch: Launch) -> list[str]:
-    """Everything that is wrong with a launch; empty when it can be emitted."""
+    """Return all problems of a launch; empty if its artefact can be written."""
     found = []
     if launch.ranks_per_node < 1:
         return [f"ranks_per_node = {launch.ranks_per_node} starts nothing. Use 1 or more"]
@@ -87,7 +85,7 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
     found += [f"environment: {name!r} is not the name of a variable. Use letters, digits and underscores" for name in wrong]
     if key.VARIABLE in launch.environment:
         found.append(
-            f"environment: {key.VARIABLE} would be readable by all in the artefact. Leave it out: {key.FILE_VARIABLE} names a file"
+            f"environment: {key.VARIABLE} would be readable by all in the artefact. Instead, name a key file by {key.FILE_VARIABLE}"
         )
     return found
 
@@ -100,18 +98,18 @@ def label(name: str) -> str:
 
 
 def training(launch: Launch) -> list[str]:
-    """The words after `python -m`: the run, as each rank or each agent gets it."""
+    """Return the words after `python -m` in the command that starts each rank or each agent."""
     overrides = [word for text in launch.overrides for word in ("--set", text)]
     return ["megalith.cli", "agent" if launch.agent else "train", launch.run_file, "--run-dir", launch.run_dir, *overrides]
 
 
 def before(launch: Launch) -> str:
-    """A command that makes the run's key, which agents need, unless it exists; empty without agents."""
+    """Return a command that makes the run's key, which agents need, unless the key exists; empty without agents."""
     return shlex.join(["python", "-m", "megalith.cli", "key", launch.run_dir]) if launch.agent else ""
 
 
 def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:
-    """The command line for one node. `endpoint` may hold a shell variable; everything else is quoted."""
+    """Return torchrun's command line for one node. `endpoint` may contain a shell variable; all other words are quoted."""
     nodes = launch.nodes(spec)
     several = f"{nodes}:{nodes + launch.spares}" if launch.spares else str(nodes)
     processes, restarts = (1, 0) if launch.agent else (launch.ranks_per_node, launch.rank_restarts)  # agents see to restarts
@@ -124,7 +122,7 @@ def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    """Return the environment of every process. torchrun gives its ranks `grace` seconds to save when it is told to stop."""
+    """Return the environment of every process. When torchrun is told to stop, it gives its ranks `grace` seconds to save."""
     return {**FIXED, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.grace), **launch.environment}
 
 

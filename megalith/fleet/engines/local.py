@@ -1,4 +1,4 @@
-"""This machine, or a few by hand: a shell script."""
+"""A shell script for this machine, or for a few, started by hand."""
 
 import shlex
 
@@ -36,7 +36,7 @@ def emit_local(spec: RunSpec, launch: Launch) -> Artefact:
 
 
 def emit_torchrun(spec: RunSpec, launch: Launch) -> Artefact:
-    """`bash FILE HOST` on every node starts it."""
+    """Return a script to start by `bash FILE HOST` on every node."""
     name = label(spec.name)
     text = TORCHRUN.format(
         nodes=launch.nodes(spec) + launch.spares,

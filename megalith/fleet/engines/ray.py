@@ -1,4 +1,4 @@
-"""Ray: a driver that keeps one task on each node, and starts them all again when one ends."""
+"""Ray: a driver that runs one task on each node, and restarts all tasks when one fails."""
 
 import json
 
@@ -104,7 +104,7 @@ if __name__ == "__main__":
 
 
 def emit(spec: RunSpec, launch: Launch) -> Artefact:
-    """`ray job submit ... -- python FILE` starts it."""
+    """Return a driver that `ray job submit ... -- python FILE` starts."""
     name = label(spec.name)
     submit = f"ray job submit --working-dir . -- python {name}_ray.py"
     resources = {key: value for key, value in {"CPU": launch.cpus_per_node, "GPU": launch.gpus_per_node}.items() if value}

@@ -1,4 +1,4 @@
-"""Slurm: a batch script that saves before its time is up, and queues itself again as long as that makes sense."""
+"""Slurm: a batch script that makes the run save before the time limit, and requeues the job while another start can help."""
 
 import shlex
 
@@ -96,8 +96,8 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
 def _task(spec: RunSpec, launch: Launch) -> str:
     """Return the script that runs on each node; its first argument is the rendezvous address.
 
-    Agents need no torchrun between them and Slurm: it would start all again when a lost node returns, wait for one that does not, and
-    hide their exit status.
+    Slurm starts agents directly, because torchrun would restart all of them when a lost node returns, wait for a node that does not,
+    and hide the agents' exit status.
     """
     if launch.agent:
         return f"export MASTER_ADDR=${{1%:*}} MASTER_PORT=${{1##*:}}; exec python -m {shlex.join(training(launch))}"

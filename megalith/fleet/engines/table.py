@@ -16,9 +16,9 @@ ENGINES: dict[str, Callable[[RunSpec, Launch], Artefact]] = {
 
 
 def emit(engine: str, spec: RunSpec, launch: Launch) -> Artefact:
-    """Return the artefact that an engine needs to run this. Raises ValueError with every problem."""
+    """Return the artefact that an engine needs to start this run. Raises ValueError with every problem."""
     if engine not in ENGINES:
-        raise ValueError(f"{engine!r} is not an engine known here. Use one of {', '.join(ENGINES)}")
+        raise ValueError(f"{engine!r} is not a known engine. Use one of {', '.join(ENGINES)}")
     found = problems(spec, launch)
     if found:
         raise ValueError("this run cannot be launched in this way:\n" + "\n".join(f"- {problem}" for problem in found))

@@ -1,1 +1,1 @@
-"""Protection of a run from strangers: its key, private folders, and an authenticated store for its processes."""
+"""Protection of a run from other users and hosts: its key, private folders, and an authenticated store for its processes."""

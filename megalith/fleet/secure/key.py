@@ -1,7 +1,7 @@
-"""The key of a run: a secret that its own processes know and strangers do not.
+"""The key of a run: a secret that only the run's own processes know.
 
-It comes from the environment, from a file that the launcher names, or from the run folder. It is never an argument, and never written
-to a log, a report, `spec.json` or a job file.
+It comes from the environment, from a file that the launcher names, or from the run folder. The key is never an argument, and never
+written to a log, a report, `spec.json` or a job file.
 """
 
 import contextlib
@@ -21,17 +21,18 @@ _MAX_BYTES = 4096  # of a key file that is read
 
 
 class NoKey(RuntimeError):  # noqa: N818  # it says what is missing
-    """The key is missing, or not secret."""
+    """The run's key is missing, or not secret."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A run's key. `text` is the shared secret; `repr` leaves it out."""
+    """A run's key. `text` is the shared secret, which `repr` does not show."""
 
     text: str = field(repr=False)
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `parts`, 32 bytes. Another purpose, or another division into parts, gives another MAC."""
+        """Return the HMAC-SHA256 of `parts`, 32 bytes. A different purpose, or a different division into parts, gives a different
+        MAC."""
         message = b"".join(len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
         return hmac.digest(self.text.encode(), message, "sha256")
 
@@ -41,7 +42,7 @@ class Key:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment by which a process hands the key to its children."""
+        """The environment variables that pass the key to child processes."""
         return {VARIABLE: self.text}
 
 
@@ -51,14 +52,13 @@ def new() -> Key:
 
 
 def path_in(run_dir: Path) -> Path:
-    """The file of a run folder that holds its key."""
+    """Return the path of the key file in a run folder."""
     return run_dir.resolve() / "ranks" / "key"
 
 
 def given(environment: Mapping[str, str] = os.environ) -> Key | None:
-    """The key that the launcher handed over: MEGALITH_KEY, or the file that MEGALITH_KEY_FILE names; None: it gave none.
-
-    Raises NoKey for a key that is too short, or a file that others may read.
+    """Return the key from the launcher: MEGALITH_KEY, or the file that MEGALITH_KEY_FILE names; None if neither is set. Raises NoKey
+    for a key that is too short, or a file that other users may read.
     """
     if text := environment.get(VARIABLE, "").strip():
         return _checked(text, VARIABLE)
@@ -68,11 +68,10 @@ def given(environment: Mapping[str, str] = os.environ) -> Key | None:
 
 
 def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """The key of a run whose processes are all on this machine: the given one, or the run folder's, which is made if missing.
-
-    A damaged file is replaced, and a line reports that copies of the state made under the old key are not used. A file that
-    others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey
-    if the file belongs to another user, and OSError.
+    """Return the key of a run whose processes are all on this machine: the launcher's key, or the run folder's, which is made if
+    missing. A damaged key file is replaced, with a message that copies under the old key are not used. A file that others may read is
+    used, with a warning: some file systems keep no modes, and here the key protects no port. Raises NoKey if the file belongs to
+    another user, and OSError.
     """
     if (key := given(environment)) is not None:
         return key
@@ -81,15 +80,15 @@ def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
     try:
         return _checked(_read(path, warn_only=True), str(path))
     except _Damaged as error:
-        print(f"{error}. A new one is made; copies of the state under the old one are not used", file=sys.stderr, flush=True)
+        print(f"{error}. A new key is made; copies of the state under the old key are not used", file=sys.stderr, flush=True)
         path.unlink(missing_ok=True)
         make(run_dir)
         return _checked(_read(path, warn_only=True), str(path))
 
 
 def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """Return the key of a run on several machines: the given one, or that of the run folder. Raises NoKey, with the command that
-    makes one."""
+    """Return the key of a run on several machines: the launcher's key, or that of the run folder. Raises NoKey, with the command that
+    makes a key."""
     if (key := given(environment)) is not None:
         return key
     path = path_in(run_dir)
@@ -103,7 +102,8 @@ def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
 
 
 def make(run_dir: Path) -> bool:
-    """Write a new key into a run folder, readable by this user alone; False if there is one already, which stays. Raises OSError."""
+    """Write a new key into a run folder, readable by this user alone. Return False, and change nothing, if a key exists. Raises
+    OSError."""
     path = path_in(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -124,19 +124,19 @@ def make(run_dir: Path) -> bool:
 
 
 class _Damaged(NoKey):
-    """A file that holds no key."""
+    """The key file does not contain a key."""
 
 
 def _checked(text: str, source: str) -> Key:
     if len(text) < MIN_CHARACTERS or not text.isascii() or not text.isprintable():
         raise _Damaged(
-            f"{source} holds no key: {len(text)} characters, and a key has at least {MIN_CHARACTERS}, all of them printable ASCII"
+            f"{source} holds no key: it has {len(text)} characters, but a key has at least {MIN_CHARACTERS}, all of them printable ASCII"
         )
     return Key(text)
 
 
 def _read(path: Path, *, warn_only: bool = False) -> str:
-    """The text of a key file. Raises NoKey where somebody else owns it or may read it, and OSError."""
+    """Return the text of a key file. Raises NoKey if another user owns the file or may read it, and OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError as error:
@@ -146,7 +146,7 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise NoKey(f"{path} is not a file, and holds no key. Remove it, or set {VARIABLE}")
+            raise NoKey(f"{path} is not a regular file, so it holds no key. Remove it, or set {VARIABLE}")
         if found.st_uid not in (os.geteuid(), 0):
             raise NoKey(
                 f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is not a secret. Remove it, or set {VARIABLE}"
@@ -154,6 +154,6 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
         if open_to := stat.S_IMODE(found.st_mode) & 0o077:
             why = f"other users can access {path} (mode {stat.S_IMODE(found.st_mode):04o}, where {open_to:04o} is too much)"
             if not warn_only:
-                raise NoKey(f"{why}: it is not a secret. Remove it and make another with: megalith key; or set {VARIABLE}")
+                raise NoKey(f"{why}: it is not a secret. Remove it and make another key with: megalith key; or set {VARIABLE}")
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
         return file.read(_MAX_BYTES).decode("ascii", errors="replace").strip()

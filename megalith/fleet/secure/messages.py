@@ -1,4 +1,4 @@
-"""Requests to the store and its replies, as bytes: an operation, then fields, each behind its length."""
+"""Requests to the store and its replies, as bytes: an operation, then fields, each preceded by its length."""
 
 import struct
 from enum import IntEnum
@@ -26,12 +26,12 @@ class Operation(IntEnum):
 
 STRANGERS = {
     "refused": "connections with another key",
-    "late": "connections that proved nothing in time",
+    "late": "connections that did not prove the key in time",
     "crowded": "connections that made room for newer ones",
     "left": "connections that left without a proof",
     "dropped": "messages that were altered, injected or repeated",
 }
-"""Counts of the store, and their names in words."""
+"""The store's counters, with their descriptions."""
 
 
 def pack(operation: Operation, *fields: bytes) -> bytes:
@@ -40,7 +40,7 @@ def pack(operation: Operation, *fields: bytes) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[Operation, list[bytes]]:
-    """The operation and fields of a message. Raises ValueError if the bytes are not a message."""
+    """Decode a message into its operation and fields. Raises ValueError if the bytes are not a message."""
     if not message:
         raise ValueError("an empty message")
     operation, at, fields = Operation(message[0]), 1, list[bytes]()

@@ -1,9 +1,9 @@
 """Authenticated connections between the processes that lead a run's sites: every site has one to every other present site.
 
-A site connects to those before it, again and again while they are away. Both ends of a connection prove that they know the run's key
-(`fleet.secure.session`), and each frame carries a MAC and a counter, encrypted or not (`fleet.secure.tls`). Threads send and receive, so
-that a rank computes meanwhile. Messages of one connection arrive whole and in order. The caller must resend messages that a
-broken connection loses.
+A site connects to the sites with lower numbers, and retries while they are absent. Both ends of a connection prove that they know the
+run's key (`fleet.secure.session`), and each frame carries a MAC and a counter, with or without encryption (`fleet.secure.tls`). Threads
+send and receive while the rank computes. Messages of one connection arrive complete and in order. The caller must resend messages that
+a broken connection loses.
 """
 
 import contextlib
@@ -49,13 +49,15 @@ Address = tuple[str, int]
 
 
 class PeerGone(RuntimeError):  # noqa: N818  # it says what happened
-    """Too few other sites answer. The site continues from its newest checkpoint, or from what the others have merged since."""
+    """Too few other sites answer. The site can continue from its newest checkpoint, or from the weights that the others have merged
+    since."""
 
     exit_code = ExitCode.LOST
 
 
 class News(NamedTuple):
-    """Something that came from a site. `start`: a name for that start of its ranks. `message`: None for a new connection."""
+    """A message or a new connection from a site. `start`: a name for that start of the site's ranks. `message`: None for a new
+    connection."""
 
     site: int
     start: bytes
@@ -63,20 +65,20 @@ class News(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The beginning of a message, including its length, that had arrived when its connection broke."""
+    """The beginning of a message, including its length field, that had arrived when the connection broke."""
 
     data: bytes = b""
     digest: bytes = bytes(32)
 
     @classmethod
     def of(cls, data: bytes) -> "_Part":
-        """Return `data` as a part, or an empty part if it is too short for a digest."""
+        """Return `data` as a part, or an empty part if `data` is too short for a digest."""
         return cls(data, hashlib.sha256(data).digest()) if len(data) > _LENGTH.size else cls()
 
 
 @dataclass
 class _Peer:
-    """One other site, while it is connected. `has`: how many bytes of an interrupted message it has, and their digest."""
+    """One other connected site. `has`: how many bytes of an interrupted message that site has received, and their digest."""
 
     site: int
     start: bytes
@@ -88,11 +90,11 @@ class _Peer:
     threads: list[threading.Thread] = field(default_factory=list)
     broken: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0
-    """Bytes of messages that TCP has not taken yet."""
+    """Bytes of messages that are not yet passed to TCP."""
 
 
 class Peers:
-    """The other sites of a run, as the leader of site `own` of `count` reaches them."""
+    """The connections of the leading rank of site `own` to the other sites of a run with `count` sites."""
 
     def __init__(
         self,
@@ -106,10 +108,9 @@ class Peers:
         most_waiting: int = 1 << 40,
         tls: Tls | None = None,
     ) -> None:
-        """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known.
-        `most_waiting`: bytes that may wait for one connection; beyond that the connection is cut. `tls`: encrypt connections.
-        Raises
-        OSError where nothing can listen."""
+        """Listen at `host`, on a free port if `port` is 0. `address_of` returns a site's address; None while it is not known.
+        `most_waiting`: bytes that may queue for a connection before it is cut. `tls`: encrypt connections. Raises OSError if this
+        process cannot listen there."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
         self._tls = tls
@@ -120,7 +121,7 @@ class Peers:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.sent = 0
-        """Return the bytes of messages given to TCP, over all connections."""
+        """Bytes of messages passed to TCP, over all connections."""
         self._turned_away = 0
         self._server = listen(host, port) if own < count - 1 else None
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
@@ -143,15 +144,15 @@ class Peers:
         return self._turned_away
 
     def connected(self, site: int) -> bool:
-        """True while there is a connection to a site."""
+        """True while this site is connected to another one."""
         return site in self._peers
 
     def trouble(self, site: int) -> str:
-        """Return why there is no connection to a site, in words."""
+        """Return the reason, in words, why there is no connection to a site."""
         return self._troubles.get(site, "it has not connected")
 
     def send(self, message: bytes, to: int | None = None) -> None:
-        """Send a message to one site, or to all others, where there is a connection. Returns at once."""
+        """Send a message to one site, or to all other sites, if connected. Returns at once."""
         slow = list[_Peer]()
         with self._changed:
             for site, peer in self._peers.items():
@@ -172,7 +173,8 @@ class Peers:
         return None
 
     def close(self, *, seconds: float) -> bool:
-        """End all connections once everything has been sent and read; True if that is so within `seconds`. May be called again."""
+        """Close all connections once all messages have been sent and read; True if this succeeds within `seconds`. May be called
+        again."""
         end = time.monotonic() + seconds
         self._closed.set()
         if self._server is not None:
@@ -248,7 +250,7 @@ class Peers:
                 came[: _LENGTH.size] = self._parts.pop(peer.site).data
                 continue
             if length > MAX_MESSAGE_BYTES:
-                raise TooLong(f"a message says that it has {length} bytes")
+                raise TooLong(f"a message claims a length of {length} bytes")
             end = _LENGTH.size + length
             if len(came) < end:
                 return
@@ -260,7 +262,7 @@ class Peers:
             del came[:end]
 
     def _hello(self, peer: _Peer | None, site: int) -> bytes:
-        """Return this site's first message to another site, once the earlier connection `peer` delivers nothing more."""
+        """Return this site's first message to another site, once the earlier connection `peer` delivers no more messages."""
         if peer is not None:
             self._lose(peer)
             for thread in peer.threads[1:]:  # the one that receives
@@ -280,8 +282,8 @@ class Peers:
     # --- meeting ---
 
     def _keep_connected(self, site: int) -> None:
-        """Connect to a site, and again whenever the connection breaks. The site may be absent, or strangers may occupy its
-        places."""
+        """Connect to a site, and again whenever the connection breaks. The site may be absent, or strangers may occupy its connection
+        slots."""
         last = None
         while not self._closed.is_set():
             if (peer := self._connect(site, self._hello(last, site))) is not None:
@@ -290,13 +292,13 @@ class Peers:
             self._closed.wait(AGAIN_SECONDS)
 
     def _connect(self, site: int, hello: bytes) -> _Peer | None:
-        """Connect to a site, if the listener at its address proves the key within PROOF_SECONDS; else record why not."""
+        """Connect to a site, if the listener at its address proves the key within PROOF_SECONDS; else record the reason."""
         connection: Connection | None = None
         timer: threading.Timer | None = None
         where, trouble = "", "the process that listens there has another key"
         try:
             if (address := self._address_of(site)) is None:
-                raise ValueError("its address is not known: it has not started")
+                raise ValueError("its address is not known, because the site has not started")
             where = f"{address[0]}:{address[1]}: "
             plain = connection = socket.create_connection(address, timeout=PROOF_SECONDS)
             timer = _cut_later(plain)
@@ -326,7 +328,7 @@ class Peers:
         return None
 
     def _accept(self) -> None:
-        """Accept sites for as long as the run lasts: they may come back at any time."""
+        """Accept sites as long as the run lasts, because a site may reconnect at any time."""
         assert self._server is not None
         places = threading.BoundedSemaphore(AT_ONCE)
         while not self._closed.is_set():
@@ -341,7 +343,7 @@ class Peers:
                 self._turn_away(connection)
 
     def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
-        """Accept a connection if it proves the key within PROOF_SECONDS, and belongs to a site after this one."""
+        """Accept a connection if it proves the key within PROOF_SECONDS, and is from a site with a higher number."""
         timer = _cut_later(plain)
         try:
             _prepare(plain)
@@ -374,7 +376,7 @@ class Peers:
 
 
 def _rest(peer: _Peer, data: bytes) -> bytes:
-    """Return the bytes of a message to send: all, or those after the part that the other end already has."""
+    """Return the bytes of a message to send: all of them, or those after the part that the other end already has."""
     size, digest = peer.has
     if not _LENGTH.size < size < len(data) or hashlib.sha256(data[:size]).digest() != digest:
         return data
@@ -383,7 +385,7 @@ def _rest(peer: _Peer, data: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Set the options that detect a silent link: without them a site that was cut off would seem connected for hours."""
+    """Set the options that detect a silent link: without these options, a site that was cut off would seem connected for hours."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"KEEPIDLE": CUT_SECONDS // 2, "KEEPINTVL": CUT_SECONDS // 4, "KEEPCNT": 2, "USER_TIMEOUT": 1000 * CUT_SECONDS}
@@ -393,8 +395,8 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _cut_later(connection: socket.socket) -> threading.Timer:
-    """Cut a connection after PROOF_SECONDS, unless that is cancelled: each byte of a proof may arrive in time, but the whole
-    proof too late."""
+    """Cut a connection after PROOF_SECONDS, unless cancelled. A time limit for each byte would not suffice, because the whole proof
+    could still arrive too late."""
     timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))
     timer.daemon = True
     timer.start()
@@ -407,7 +409,7 @@ def _cut(connection: Connection) -> None:
 
 
 def _first(connection: Connection, opener: Opener) -> bytes:
-    """The first message of a proved connection: a hello, which is a single frame with nothing after it."""
+    """Return the first message of a proved connection: a hello, which is a single frame without further data."""
     while True:
         data = connection.recv(READ_BYTES)
         if not data:

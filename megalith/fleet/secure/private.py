@@ -1,7 +1,6 @@
-"""Folders and files that only this user can reach, in places open to everybody: /dev/shm, a scratch disk.
-
-A name in such a place proves nothing: another user may have made it first, or made it a link. So a folder is opened without following
-links, its owner and mode are checked on the open folder, and files are opened relative to it.
+"""Folders and files that only this user can access, in places open to all users: /dev/shm, a scratch disk. In such a place, another
+user may have made a folder of the expected name first, or a link. So a folder is opened without following links, its owner and mode are
+checked on the open folder, and files are opened relative to it.
 """
 
 import contextlib
@@ -16,15 +15,15 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened at once
 
 
 class NotPrivate(PermissionError):  # noqa: N818  # it says what was found
-    """A folder or file that another user owns or may write to, or a link. `path` is its name."""
+    """A folder or file that another user owns or may write to, or a link. `path` names it."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(errno.EACCES, f"{why}: nothing is read from it or written to it", str(path))
+        super().__init__(errno.EACCES, f"{why}: it is neither read nor written", str(path))
         self.path = path
 
 
 def make(folder: Path) -> None:
-    """Make a private folder, and its parents with the usual mode; an existing folder stays. Raises NotPrivate, OSError."""
+    """Make a private folder, and its parents with the usual mode; an existing folder is kept. Raises NotPrivate, OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -35,10 +34,8 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a private folder, for the block. Raises NotPrivate, and FileNotFoundError if it does not exist.
-
-    If others may read this user's folder, their access is removed. If they may write to it, it is refused, because its content
-    may be theirs.
+    """Yield a descriptor of a private folder. Raises NotPrivate, and FileNotFoundError if the folder does not exist. If other users may
+    read this user's folder, their access is removed. If they may write to it, the folder is refused, because its content may be theirs.
     """
     descriptor = _open_folder(folder, None)
     try:
@@ -49,7 +46,7 @@ def opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
-    """The same for a folder in a private one, which is checked first; both are made if `create`."""
+    """Yield a descriptor of a folder in a private folder `root`, which is checked first; both are made if `create`."""
     if create:
         make(folder.parent)
     with opened(folder.parent) as root:
@@ -65,7 +62,8 @@ def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def open_file(folder: int, path: Path, flags: int) -> int:
-    """Open the file named as the last part of `path` in an opened folder; it is made for this user alone. Raises NotPrivate, OSError."""
+    """In an opened folder, open the file with the name of `path`. A new file is accessible to this user alone. Raises NotPrivate,
+    OSError."""
     try:
         descriptor = os.open(path.name, flags | _FILE, 0o600, dir_fd=folder)
     except OSError as error:
@@ -101,7 +99,7 @@ def _open_folder(folder: Path, parent: int | None) -> int:
         raise NotPrivate(folder, f"it belongs to user {_owner(folder)}, and user {os.geteuid()} may not open it") from error
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise NotPrivate(folder, "it is a link, or no folder") from error
+            raise NotPrivate(folder, "it is a link, or not a folder") from error
         raise
     try:
         found = os.fstat(descriptor)

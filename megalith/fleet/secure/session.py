@@ -5,8 +5,8 @@
     server -> client   ACCEPTED, proof of the key over both nonces         or REFUSED, and the end
     both               frames: length (4 bytes), counter (8), MAC (32), payload
 
-Each direction has a MAC key of its own, which follows from the run's key and both nonces. So a frame of another connection or of the
-other direction, or one that was received before, has no valid MAC here. It is dropped and counted. Nothing is encrypted.
+Each direction has its own MAC key, derived from the run's key and both nonces. So a frame of another connection or direction, or a
+repeated frame, has no valid MAC or counter; it is dropped and counted. Frames are not encrypted.
 """
 
 import secrets
@@ -26,7 +26,7 @@ _FRAME_BYTES = _HEAD.size + MAC_BYTES
 
 
 class TooLong(ValueError):  # noqa: N818  # it says what was found
-    """A frame's length exceeds every message, so the stream does not consist of frames."""
+    """A frame claims more than the maximum length of a message, so the stream does not consist of frames."""
 
 
 @dataclass
@@ -57,12 +57,12 @@ class Opener:
         self.dropped = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take received bytes, and yield the payloads that are complete and authentic. Raises TooLong."""
+        """Add received bytes, and yield the payloads that are complete and authentic. Raises TooLong."""
         self._buffer += data
         while len(self._buffer) >= _FRAME_BYTES:
             length, counter = _HEAD.unpack_from(self._buffer)
             if length > MAX_PAYLOAD_BYTES:
-                raise TooLong(f"a frame says that it has {length} bytes")
+                raise TooLong(f"a frame claims a length of {length} bytes")
             end = _FRAME_BYTES + length
             if len(self._buffer) < end:
                 return
@@ -84,7 +84,7 @@ class ServerHandshake:
         self.greeting = MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[bytes, tuple[Opener, Sealer] | None]:
-        """Judge the client's PROOF_BYTES. Return the reply, and both directions if the client knows the key."""
+        """Check the client's PROOF_BYTES. Return the reply, and, if the client knows the key, the objects for both directions."""
         nonces = self._nonce + proof[:NONCE_BYTES]
         if not self._key.proves(proof[NONCE_BYTES:], "client", nonces):
             return REFUSED, None
@@ -96,7 +96,7 @@ class ClientHandshake:
     """The client's end."""
 
     def __init__(self, key: Key, greeting: bytes) -> None:
-        """`greeting`: the server's GREETING_BYTES. Raises ValueError if it is no greeting."""
+        """`greeting`: the server's GREETING_BYTES. Raises ValueError for any other bytes."""
         if not greeting.startswith(MAGIC):
             raise ValueError("the process that listens there is not the store of a run")
         self._key, own = key, secrets.token_bytes(NONCE_BYTES)
@@ -104,7 +104,8 @@ class ClientHandshake:
         self.proof = own + key.mac("client", self._nonces)
 
     def finish(self, reply: bytes) -> tuple[Sealer, Opener] | None:
-        """Return both directions; None if the server's reply of REPLY_BYTES, or its refusal, does not show that it knows the key."""
+        """Return the objects for both directions; None if the server's reply (REPLY_BYTES, or a refusal) does not prove that it knows
+        the key."""
         if reply[:1] != ACCEPTED or not self._key.proves(reply[1:], "server", self._nonces):
             return None
         return Sealer(self._key, "from client", self._nonces), Opener(self._key, "from server", self._nonces)

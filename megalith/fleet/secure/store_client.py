@@ -1,4 +1,4 @@
-"""A process's connection to the store of its run. It has the methods of `rendezvous.Store`, and those that torch needs of a
+"""A process's connection to the store of its run. The client has the methods of `rendezvous.Store`, and those that torch needs from a
 store."""
 
 import socket
@@ -18,7 +18,7 @@ READ_BYTES = 1 << 18
 
 
 class StoreGone(RuntimeError):  # noqa: N818  # it says what happened
-    """The store does not answer, or a key did not come in time."""
+    """The store does not answer, or a key was not set in time."""
 
 
 class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
@@ -26,12 +26,11 @@ class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
 
 
 class StoreClient:
-    """A connection. Threads may share it: a call that waits for keys lets others through every WAIT_SECONDS."""
+    """A connection to the store. Threads may share it: a call that waits for keys lets other calls through every WAIT_SECONDS."""
 
     def __init__(self, address: str, key: Key, *, seconds: float) -> None:
-        """Connect to "SCHEME://HOST:PORT" within `seconds`, which are also the time limit of later calls.
-
-        Raises StoreGone if nobody answers there, and WrongKey if the process that answers has another key.
+        """Connect to "SCHEME://HOST:PORT" within `seconds`, which is also the time limit of later calls. Raises StoreGone if no process
+        answers there, and WrongKey if the process that answers has another key.
         """
         self.address, self.seconds = address, seconds
         host, _, port = address.partition("://")[2].rpartition(":")
@@ -44,7 +43,7 @@ class StoreClient:
         self._call(Operation.SET, key.encode(), _octets(value))
 
     def get(self, key: str) -> bytes:
-        """Wait until the key exists, and read it. Raises StoreGone when it does not come within the time limit."""
+        """Wait until the key exists, and read it. Raises StoreGone if the key is not set within the time limit."""
         self.wait([key])
         found = self._call(Operation.GET, key.encode())
         return self.get(key) if found is None else found[0]
@@ -58,12 +57,12 @@ class StoreClient:
         return int(self._some(Operation.ADD, key.encode(), str(amount).encode()))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is no value and none is expected. Return the value
+        """Write `desired` if the current value is `expected`, or if no value exists and `expected` is empty. Return the value
         afterwards."""
         return self._some(Operation.SWAP, key.encode(), _octets(expected), _octets(desired))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it existed."""
+        """Remove a key; return True if it existed."""
         return self._call(Operation.DELETE, key.encode()) is not None
 
     def delete_prefix(self, prefix: str) -> None:
@@ -75,7 +74,8 @@ class StoreClient:
         return int(self._some(Operation.COUNT))
 
     def wait(self, keys: Sequence[str], seconds: float | None = None) -> None:
-        """Wait until all keys are there, `seconds` at most (default: the time limit). Raises StoreGone when they do not come."""
+        """Wait until all keys are set, for `seconds` at most (default: the time limit). Raises StoreGone if a key is not set in
+        time."""
         limit = self.seconds if seconds is None else seconds
         end, names = time.monotonic() + limit, [key.encode() for key in keys]
         while True:
@@ -87,7 +87,7 @@ class StoreClient:
                 raise StoreGone(f"wait timeout after {round(1000 * limit)}ms for {', '.join(keys)} in the run's store")
 
     def strangers(self) -> dict[str, int]:
-        """Counts of what the store has refused so far, by `messages.STRANGERS`."""
+        """Return the counts of refused connections and messages, by kind (`messages.STRANGERS`)."""
         counts = self._call(Operation.STRANGERS) or []
         return dict(zip(STRANGERS, map(int, counts), strict=False))
 
@@ -105,7 +105,7 @@ class StoreClient:
         return found[0]
 
     def _call(self, operation: Operation, *fields: bytes) -> list[bytes] | None:
-        """One request and its reply's fields; None if the reply is no. Raises StoreGone."""
+        """Send a request and return the fields of the reply; None if the reply is NO. Raises StoreGone."""
         with self._lock:
             try:
                 self._connection.sendall(self._sealer.seal(messages.pack(operation, *fields)))
@@ -128,7 +128,7 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """Return an authenticated connection. If it breaks before that, it is tried again: strangers may crowd the store."""
+    """Return an authenticated connection. Until then, retry a broken connection, because strangers may crowd the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())
@@ -157,7 +157,7 @@ def _prove(connection: socket.socket, key: Key, address: str) -> tuple[Sealer, O
     ends = handshake.finish(first + _exactly(connection, REPLY_BYTES - 1)) if first != REFUSED else None
     if ends is None:
         raise WrongKey(
-            f"the store at {address} and this process know different keys. Give both the same one: MEGALITH_KEY, the file that "
+            f"the store at {address} and this process have different keys. Give both the same key: MEGALITH_KEY, the file that "
             "MEGALITH_KEY_FILE names, or ranks/key in the same run folder"
         )
     return ends

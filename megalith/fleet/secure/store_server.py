@@ -1,9 +1,8 @@
 """A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
 
-One process, one thread. Strangers can use little of it: a connection that has not proved itself gets no memory beyond that for its
-proof, a few seconds, and one of few places; when all are taken, the newest replaces the oldest. So 4,000 idle connections cost
-the run's own
-processes nothing.
+One process, one thread. Strangers can use little of it: a connection without a proof of the key gets only memory for the proof, a few
+seconds, and one of few places; if all are taken, the newest replaces the oldest. So 4,000 idle connections cost the run's own processes
+nothing.
 """
 
 import errno
@@ -23,7 +22,7 @@ from megalith.fleet.secure.messages import Operation
 from megalith.fleet.secure.session import PROOF_BYTES, Opener, Sealer, ServerHandshake, TooLong
 
 LISTEN = "MEGALITH_LISTEN"
-"""Variable: the address to listen at, if the one that others reach is not this machine's own; "0.0.0.0" means all addresses."""
+"""Variable with the address to listen at, if the address that others use is not this machine's own; "0.0.0.0" means all addresses."""
 
 READ_BYTES = 1 << 18
 ACCEPTS = 64  # connections taken in one turn: those that are proved are served in between
@@ -31,8 +30,8 @@ ACCEPTS = 64  # connections taken in one turn: those that are proved are served 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the store. `unproved`: simultaneous connections without a proof of the key, for `seconds` at most; `clients`:
-    connections with one; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
+    """Limits of the store. `unproved`: simultaneous connections without a proof of the key, each for `seconds` at most; `clients`:
+    connections with a proof; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
 
     unproved: int = 128
     seconds: float = 5.0
@@ -60,7 +59,8 @@ class _Client:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address, or at that of MEGALITH_LISTEN; a free port if `port` is 0. Raises OSError, which names the address."""
+    """Listen at `address`, or at that of MEGALITH_LISTEN if set; if `port` is 0, at a free port. Raises OSError, which names the
+    address."""
     address = os.environ.get(LISTEN) or host.strip("[]")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -77,11 +77,11 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         raise OSError(
             error.errno,
-            f"cannot listen at {address}, port {port} ({error.strerror}). Free the port or use another; {LISTEN} names another address",
+            f"cannot listen at {address}, port {port} ({error.strerror}). Free the port, use another, or set {LISTEN} to another address",
         ) from error
     if ip_address(where[0]).is_loopback and not is_loopback(address):
         print(
-            f"{address} is {where[0]} on this machine, which no other machine reaches. "
+            f"{address} is {where[0]} on this machine, which no other machine can reach. "
             f"If the run has other machines, set {LISTEN} to the address at which they reach this one",
             file=sys.stderr,
             flush=True,
@@ -90,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name means the local machine on every machine."""
+    """True if a host name refers to the local machine, whichever machine resolves it."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -118,7 +118,7 @@ class StoreServer:
             self.turn(1.0)
 
     def turn(self, seconds: float) -> None:
-        """Wait at most `seconds` for something to do, and do it."""
+        """Wait at most `seconds` for events on the connections, and handle them."""
         now = time.monotonic()
         ends = [client.until for client in self._waiting] + [one.until for one in list(self._unproved.values())[:1]]
         for key, events in self._selector.select(max(0.0, min([seconds, *(end - now for end in ends)]))):
@@ -299,7 +299,8 @@ class StoreServer:
         return None
 
     def _swap(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Compare and swap, with the semantics of torch's stores: a key that is not set is written only if nothing is expected."""
+        """Compare and swap, with the semantics of torch's stores: a key that is not set is written only if the expected value is
+        empty."""
         value = self._values.get(key)
         if value == expected or (value is None and not expected):
             return self._set(key, desired) or messages.pack(Operation.DONE, desired)

@@ -1,7 +1,7 @@
 """Encrypted connections: TLS 1.3, in which each end verifies the other's certificate.
 
-The socket is read by one thread and written by another at the same time, which OpenSSL does not allow on one connection. So records are
-made and opened in memory, under a lock that is never held while waiting for the network.
+One thread reads the socket while another one writes to it, which OpenSSL does not allow on one connection. So records are encrypted and
+decrypted in memory, under a lock that is never held while waiting for the network.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ class Connection(Protocol):
     """The part of a socket that a connection between sites uses."""
 
     def recv(self, count: int, /) -> bytes:
-        """Return what came, `count` bytes at most; nothing at the end."""
+        """Return received bytes, `count` at most; empty at the end of the stream."""
         ...
 
     def sendall(self, data: bytes, /) -> None:
@@ -30,7 +30,7 @@ class Connection(Protocol):
         ...
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction, or both."""
+        """Close one direction of the connection, or both."""
         ...
 
     def close(self) -> None:
@@ -39,15 +39,15 @@ class Connection(Protocol):
 
 
 class Tls(NamedTuple):
-    """How this end connects and listens."""
+    """The settings with which this end connects and listens."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
 
     @classmethod
     def of(cls, certificate: Path, key: Path, authority: Path) -> "Tls":
-        """Read this end's certificate, its private key, and the certificate of the authority that signed both ends' (PEM). Raises OSError
-        where a file cannot be read or does not fit."""
+        """Read this end's certificate, its private key, and the certificate of the authority that signed both ends' certificates (PEM).
+        Raises OSError if a file cannot be read or does not fit."""
         found = [ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
         for context in found:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -58,7 +58,7 @@ class Tls(NamedTuple):
         return cls(*found)
 
     def connect(self, connection: socket.socket, host: str) -> "EncryptedConnection":
-        """Encrypt a connection that this end has made to `host`, which the other's certificate must name. Raises OSError."""
+        """Encrypt a connection that this end has made to `host`, which the other end's certificate must name. Raises OSError."""
         return EncryptedConnection(connection, self.client, host=host)
 
     def accept(self, connection: socket.socket) -> "EncryptedConnection":
@@ -67,11 +67,11 @@ class Tls(NamedTuple):
 
 
 class EncryptedConnection:
-    """A connected socket with TLS above it. One thread may receive while another sends."""
+    """A connected socket with TLS. One thread may receive while another sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
-        """Do the handshake. `host`: where this end has connected to; None: it was connected to. Raises OSError where the other end proves
-        nothing, and leaves the socket open."""
+        """Do the handshake. `host`: to which this end connected; None: the other end connected. Raises OSError, and leaves the socket
+        open, if the other end has no valid certificate."""
         self._socket = connection
         self._came, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._leaving, server_side=host is None, server_hostname=host)
@@ -89,7 +89,7 @@ class EncryptedConnection:
                 self._flush()  # the end of the handshake, or what was wrong with it
 
     def recv(self, count: int, /) -> bytes:
-        """Return what came, `count` bytes at most; nothing at the end. Raises OSError."""
+        """Return received bytes, `count` at most; empty at the end of the stream. Raises OSError."""
         while True:
             with self._lock:
                 try:
@@ -117,7 +117,7 @@ class EncryptedConnection:
         self._socket.settimeout(seconds)
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction, or both."""
+        """Close one direction of the connection, or both."""
         self._socket.shutdown(how)
 
     def close(self) -> None:

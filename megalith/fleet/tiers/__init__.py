@@ -1,4 +1,4 @@
-"""Locations of copies of the state, the copies that are left, and the newest step that they can restore in full."""
+"""Tiers for copies of the state, the copies that remain after faults, and the newest step that these can fully restore."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Tier(StrEnum):
-    """Places for a copy, fastest first. A node's end takes MEMORY and DISK of its slot, and the BUDDY copies that it kept."""
+    """Storage tiers for a copy, fastest first. A lost node loses the MEMORY and DISK copies of its slot, and the BUDDY copies that it
+    kept."""
 
     MEMORY = "memory"
     BUDDY = "buddy"
@@ -26,7 +27,7 @@ _DEPTH = {tier: depth for depth, tier in enumerate(Tier)}
 
 @dataclass(frozen=True)
 class Copy:
-    """The state after `step` steps in one tier. `missing`: slots whose piece is gone or failed its digest."""
+    """The state after `step` steps in one tier. `missing`: slots whose piece is lost or has a wrong digest."""
 
     tier: Tier
     step: int
@@ -35,9 +36,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Source:
-    """The state to restore: after `step` steps. `tier` None: nothing is left, and the run starts over at step 0.
-
-    `elsewhere` are the slots that must read from another tier than the others, since theirs is missing in `tier`.
+    """The state to restore: that after `step` steps. `tier` None: no copy is left, so the run starts over at step 0. `elsewhere`: the
+    slots whose piece is missing in `tier`, with the other tier that each must read.
     """
 
     step: int
@@ -71,7 +71,7 @@ BEGINNING = Source(step=0, tier=None)
 def newest(
     copies: Iterable[Copy], *, at_most: int | None = None, before: int | None = None, below: Tier | None = None
 ) -> Source | None:
-    """The newest complete step, from the fastest tiers that have its pieces; None if there is none.
+    """Return the newest complete step, from the fastest tiers that have its pieces; None if no step is complete.
 
     `at_most`: no later step. `before`: strictly earlier steps only. `below`: only tiers slower than this one.
     """
@@ -91,7 +91,7 @@ def newest(
 
 
 def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
-    """One step from its copies, fastest first; None when some slot's piece is in none of them."""
+    """Return the source for one step from its copies, fastest first; None if a slot's piece is in no copy."""
     main, *others = copies
     elsewhere = []
     for slot in sorted(main.missing):
@@ -103,12 +103,10 @@ def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
 
 
 def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
-    """The next source to try after a run restored from `used` failed in the same way: an earlier step, from an independently
-    written tier.
-
-    The same step of another tier holds the same bits (its digest says so), and a buddy's copy is made from the same bytes as the
-    one in memory: any damage from before the digest was taken is in both. Without such a source, any slower tier; None if no
-    slower tier is left.
+    """Return the next source after a run restored from `used` failed in the same way again: an earlier step, from an independently
+    written tier. Another tier's copy of the same step has the same bits, as its digest shows. A buddy's copy is made from the same
+    bytes as the copy in memory, so both contain any damage from before the digest was taken. Without such a source, return one from any
+    slower tier; None if none is left.
     """
     if used.tier is None:
         return None
@@ -121,7 +119,8 @@ def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
 
 
 def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int, distance: int) -> tuple[Copy, ...]:
-    """Return what the copies still hold when the nodes in these slots are gone. `distance`: distance of a slot's buddy (0: none)."""
+    """Return the copies that remain if the nodes in these slots are lost. `distance`: distance from a slot to its buddy (0: no
+    buddies)."""
     own = frozenset(slots)
     kept_for = frozenset((slot - distance) % nodes for slot in slots)
     lost = {Tier.MEMORY: own, Tier.DISK: own, Tier.BUDDY: kept_for, Tier.STORE: frozenset[int]()}
@@ -129,8 +128,7 @@ def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int,
 
 
 def without_piece(copies: Iterable[Copy], tier: Tier, step: int, slot: int | None) -> tuple[Copy, ...]:
-    """Return the sources that are left after the piece of `slot` failed its digest; `slot` None: the whole copy is not to
-    be trusted."""
+    """Return the copies that remain after the piece of `slot` had a wrong digest; `slot` None: the whole copy is unusable."""
     left = []
     for copy in copies:
         if copy.tier is tier and copy.step == step:

@@ -1,11 +1,9 @@
-"""Copies of the ranks' state as files in a node's memory or on its disk: their format, the content of a folder, and the complete
-steps.
-
-A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer clears the header,
-fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The digest
-is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that
-would also detect swapped words, which memory errors do not cause. It finds accidents. Other users are kept out by the private
-folder (`secure.private`) and by a MAC over the whole header with the run's key.
+"""Copies of the ranks' state as files in a node's memory or on its disk: the format of a file, the content of a folder, and the
+complete steps. A file is one buffer of one rank: a header, a layout (the place of each tensor, as JSON), and a payload. A writer clears
+the header, fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The
+digest is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it. A checksum that also detects swapped words,
+which memory errors do not cause, would cost far more. The digest detects accidents. Other users are kept out by the private folder
+(`secure.private`) and by a MAC over the whole header with the run's key.
 """
 
 import json
@@ -40,8 +38,8 @@ Whose = Literal["own", "buddy"]
 
 @dataclass(frozen=True)
 class Label:
-    """Contents of a header: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes.
-    `updates` counts the steps whose update was made (default: all of them)."""
+    """Content of a header: identifies the state of `rank` after `step` steps and `samples` samples. `layout`, `payload`: sizes in
+    bytes. `updates`: the number of steps whose update was made (default: all)."""
 
     step: int
     samples: int
@@ -58,14 +56,14 @@ class Label:
             object.__setattr__(self, "updates", self.step)
 
     def pack(self, key: Key) -> bytes:
-        """LABEL_BYTES bytes: the fields, and a MAC over them by the run's key."""
+        """Encode the label as LABEL_BYTES bytes: the fields, and a MAC over them with the run's key."""
         *numbers, generation, updates = astuple(self)
         fields = _FIELDS.pack(_MAGIC, *numbers, generation.encode()[:32], updates)
         return fields + key.mac("copy", fields)
 
     @classmethod
     def unpack(cls, data: bytes, key: Key) -> "Label | None":
-        """The label; None if it is missing, incomplete, or made with another key."""
+        """Decode a label; None if it is missing, incomplete, or made with another key."""
         fields, mac = data[: _FIELDS.size], data[_FIELDS.size : LABEL_BYTES]
         if not fields.startswith(_MAGIC) or not key.proves(mac, "copy", fields):
             return None
@@ -117,7 +115,7 @@ class Layout:
 
 
 def file_name(whose: Whose, rank: int, buffer: int) -> str:
-    """`rank` is the one whose state is copied; on a disk, the step stands in for the buffer's number."""
+    """Return a file's name. `rank`: whose state is copied. On a disk, `buffer` is the step."""
     return f"{whose}-{rank}.{buffer}"
 
 
@@ -137,8 +135,8 @@ class Buffer:
 
     @classmethod
     def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
-        """The buffer at `path`, as it is if it has the right size already. Raises OSError if there is no room for it (all its memory is
-        allocated now), and NotPrivate if other users can reach its folders."""
+        """Create the buffer at `path`; one of the right size is kept unchanged. All its memory is allocated now. Raises OSError if
+        there is no room, and NotPrivate if other users can access its folders."""
         size = PAGE + bytes_after_header
         with private.opened_below(path.parent, create=True) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)
@@ -150,19 +148,19 @@ class Buffer:
 
     @classmethod
     def open(cls, path: Path, *, key: Key) -> "Buffer":
-        """The buffer at `path`. Raises OSError (NotPrivate among them) or ValueError (an empty file) if there is none."""
+        """Open the buffer at `path`. Raises OSError (including NotPrivate), or ValueError for an empty file."""
         with private.opened_below(path.parent) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR)
         with os.fdopen(descriptor, "r+b") as file:
             return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
 
     def is_removed(self) -> bool:
-        """True if the file is no longer the one in its folder. It stays mapped, but no other process can find it."""
+        """True if this file was removed from its folder or replaced. Such a file stays mapped, but no other process can find it."""
         return not disk.leads_to(self.path, self._inode)
 
     @property
     def label(self) -> Label | None:
-        """Label of the copy in the file; None: it holds none, or only a remainder of one."""
+        """Label of the copy in the file; None if the file holds no complete copy."""
         header = self.memory[:LABEL_BYTES]
         if header != self._read[0]:
             self._read = header, Label.unpack(header, self.key)
@@ -172,7 +170,7 @@ class Buffer:
 
     @property
     def marks(self) -> int:
-        """The marks that keep the copy until others are pinned: VERIFIED, GOOD, both or 0."""
+        """The marks that protect the copy until another copy is pinned: VERIFIED, GOOD, both or 0."""
         return self.memory[_PINNED]
 
     @property
@@ -189,11 +187,11 @@ class Buffer:
         self.memory[:LABEL_BYTES] = label.pack(self.key)
 
     def pin(self, pinned: bool, *, mark: int = VERIFIED) -> None:
-        """Set or take away one mark."""
+        """Set or clear one mark."""
         self.memory[_PINNED] = self.marks | mark if pinned else self.marks & ~mark
 
     def layout(self, label: Label) -> Layout:
-        """Return the layout of the tensors. Raises ValueError if the bytes are no layout."""
+        """Return the layout of the tensors. Raises ValueError if the bytes are not a layout."""
         return Layout.load(self.memory[PAGE : PAGE + label.layout])
 
     def digest(self, label: Label) -> int:
@@ -210,8 +208,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: in memory, its digest is right; on a disk, only its length is known to be right,
-    and the rank that loads it checks the digest."""
+    """One rank's part of a copy. `intact`: in memory, True if the piece's digest is right; on a disk, True if its length is right,
+    because the rank that loads the piece checks the digest."""
 
     tier: Tier
     rank: int
@@ -224,11 +222,9 @@ class Piece:
 
 
 def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
-    """The copies in a node's folder that were made with the run's `key`. `own`: the tier of the copies of its own ranks; the
-    other copies were kept for other nodes.
-
-    Digests are verified in memory alone. Reading a whole disk would cost more than a restart after a damaged piece, and the
-    answer has a time limit (`fleet.remote`).
+    """Return the copies in a node's folder that were made with the run's `key`. `own`: the tier of the node's own ranks' copies; other
+    copies were kept for other nodes. Digests are verified only in memory. To read a whole disk would cost more than a restart after a
+    damaged piece, and the answer has a time limit (`fleet.remote`).
     """
     found = []
     for path, buffer, label in _labelled(folder, key):
@@ -240,7 +236,7 @@ def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
 
 
 def steps(folder: Path, *, key: Key) -> set[int]:
-    """The steps of which a node's folder holds a copy of any rank; digests are not verified."""
+    """Return the steps for which a node's folder holds a copy of any rank; digests are not verified."""
     found = set()
     for _, buffer, label in _labelled(folder, key):
         found.add(label.step)
@@ -249,13 +245,13 @@ def steps(folder: Path, *, key: Key) -> set[int]:
 
 
 def held(node: str, *, memory: Path | None, disk: Path | None, key: Key) -> list[Piece]:
-    """The copies that a node holds below these roots."""
+    """Return the copies that a node holds below these roots."""
     in_memory = pieces(node_folder(memory, node), key=key) if memory is not None else []
     return in_memory + (pieces(node_folder(disk, node), key=key, own=Tier.DISK) if disk is not None else [])
 
 
 def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
-    """The buffers of a folder that hold a copy; the caller closes them."""
+    """Yield the buffers of a folder that hold a copy; the caller closes them."""
     paths = list[Path]()
     with disk.if_available():  # a disk that fails holds nothing
         paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
@@ -274,7 +270,7 @@ def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
 def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, ...]:
     """Combine the pieces of all nodes: for each tier and step, the slots in which some rank's piece is missing or damaged.
 
-    Pieces from a world of another size belong to another plan, and are left out.
+    Pieces from a run with another number of ranks belong to another plan, and are left out.
     """
     usable = sorted((p for p in found if p.world == world), key=lambda piece: (piece.tier.depth, -piece.step))
     copies = []
@@ -289,8 +285,8 @@ def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, .
 def survey(
     root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
-    """Find the copies of the nodes whose folders are under `root`. A piece counts only where a rank would look for it: on its slot's own
-    node, or on the node `distance` slots further, which keeps a copy for it (None: on any node)."""
+    """Find the copies of the nodes whose folders are under `root`. A piece counts only where a rank would look for it: on its slot's
+    own node, or on the buddy node `distance` slots further (None: on any node)."""
     found = []
     for slot, node in enumerate(placement):
         here = pieces(node_folder(root, node), key=key, own=own)
@@ -299,15 +295,16 @@ def survey(
 
 
 def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, distance: int | None = None) -> list[Piece]:
-    """Return the pieces of a node that are looked for while it fills `slot`; it may have filled another slot before."""
+    """Return a node's pieces that ranks look for there while it fills `slot`; pieces may remain from another slot that it filled
+    before."""
     own = ranks_of(slot, world=world, slots=slots)
     kept = range(world) if distance is None else ranks_of((slot - distance) % slots, world=world, slots=slots)
     return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]
 
 
 def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
-    """Invalidate a node's copies of steps after `above`, or those of `step`; if neither is given, all of them. Return how many
-    there were."""
+    """Invalidate a node's copies of steps after `above`, or of step `step`; if neither is given, all copies. Return the number of
+    invalidated copies."""
     count = 0
     for path, buffer, label in _labelled(folder, key):
         meant = (above is None or label.step > above) and (step is None or label.step == step)
@@ -319,8 +316,8 @@ def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None
 
 
 def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int, key: Key) -> int:
-    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. Return how
-    many there were."""
+    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. Return the number
+    of renamed pieces."""
     slots, count = len(placement), 0
     for node in placement:
         for piece in pieces(node_folder(root, node), key=key, own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):
@@ -332,7 +329,7 @@ def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], wo
 
 
 def corrupt_piece(folder: Path, *, key: Key, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
-    """Flip one bit in the payload of a rank's copy (`step` None: its newest), to test that the damage is noticed; return False if
+    """Flip one bit in the payload of a rank's copy (`step` None: its newest), to test that the damage is detected; return False if
     there is no copy."""
     held = [(label, path) for path, _, label in _labelled(folder, key) if path.name.startswith(f"{whose}-{rank}.")]
     meant = [(label, path) for label, path in held if step is None or label.step == step]

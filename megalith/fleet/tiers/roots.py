@@ -21,14 +21,14 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Return the folder for a run's copies; every call with the same run and `identity` returns the same folder. A run folder
-    that was removed and made again is another run. If another user has taken the name, the run uses another one and reports
-    it."""
+    """Return the folder for a run's copies; every call with the same run and `identity` returns the same folder. A run folder that was
+    removed and made again counts as another run. If another user owns a folder of this name, the run uses another name and reports
+    that."""
     return _root(copies_place(), run_dir, identity)
 
 
 def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
-    """Return the folder for a run's copies on the disks of its nodes; None: no copies go there."""
+    """Return the folder for a run's copies on the disks of its nodes; None if the run keeps no copies on disk."""
     return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
 
 
@@ -52,7 +52,7 @@ def _root(place: Path, run_dir: Path, identity: str) -> Path:
 
 
 def elsewhere(root: Path, why: NotPrivate) -> Path:
-    """Make a folder under an unpredictable name, next to one that belongs to another run, and report it. Raises OSError."""
+    """Make a folder with an unpredictable name, next to one that belongs to another run, and report that. Raises OSError."""
     own = root.with_name(f"{root.name}-{secrets.token_hex(4)}")
     private.make(own)
     print(f"{why.filename}: {why.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def elsewhere(root: Path, why: NotPrivate) -> Path:
 
 
 def taken(root: Path) -> NotPrivate | None:
-    """Return why a folder does not belong to this run alone; None if it does, or does not exist."""
+    """Return why a folder does not belong to this run alone; None if it does, or if there is no such folder."""
     try:
         with private.opened(root):
             return None
@@ -80,7 +80,7 @@ def copies_place() -> Path:
 
 
 def _name(run_dir: Path) -> str:
-    """Return a name that is stored in the run folder, and is lost with it."""
+    """Return the run's unique name, which is stored in the run folder and lost with it."""
     path = run_dir.resolve() / "ranks" / "name"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"name-{secrets.token_hex(4)}")
@@ -106,8 +106,8 @@ def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
 
 
 def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
-    """Remove copies on this machine's disk that earlier runs in this folder left; not those of other runs, whose folder may not
-    be mounted yet."""
+    """Remove copies on this machine's disk that earlier runs in this folder left. Keep those of other run folders, which may not be
+    mounted yet."""
     _clear(_disk(fleet), run_dir, keep=keep)
 
 
@@ -118,16 +118,15 @@ def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
 
 
 def clear_abandoned(place: Path) -> None:
-    """Remove copies, in a folder of memory, that no run can be resumed from."""
+    """Remove copies in a memory folder from which no run can be resumed."""
     for old in place.glob("megalith-*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
 
 
 def claim(memory: Path, owner: str) -> IO[str]:
-    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until then the copies are in use,
-    even if others cannot see the
-    run folder."""
+    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until then the copies are in use, even if
+    others cannot see the run folder."""
     private.make(memory)  # others have no business with a run's weights
     with private.opened(memory) as folder:
         file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
@@ -139,12 +138,12 @@ def claim(memory: Path, owner: str) -> IO[str]:
 
 
 def owner_text(run_dir: Path) -> str:
-    """Return the text of the file `owner` of this run's folders."""
+    """Return the text for the file `owner` in this run's folders."""
     return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
 
 
 def _is_abandoned(memory: Path) -> bool:
-    """True if no process uses these copies, and no run folder leads to them."""
+    """True if no process uses these copies, and no run folder refers to them."""
     try:
         with private.opened(memory) as folder:
             descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)

@@ -1,1 +1,1 @@
-"""Measurements of a run while it trains: its yardstick of speed, its profile, and its gradient noise."""
+"""Measurements of a run while it trains: peak FLOP/s, profiles, rounding errors, and gradient noise."""

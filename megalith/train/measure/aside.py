@@ -11,7 +11,8 @@ from megalith.train.assemble import Trainer
 
 
 def smallest(trainer: Trainer) -> Executor:
-    """Return an executor of the plan's schedule with the fewest microbatches that it allows. Collective, as it has lanes of its own."""
+    """Return an executor of the plan's schedule with the fewest microbatches allowed. Collective, because it creates its own message
+    lanes."""
     spec, executor = trainer.spec, trainer.executor
     plan = spec.plan
     sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}
@@ -33,7 +34,7 @@ def buckets_of(trainer: Trainer) -> list[Bucket]:
 
 @contextmanager
 def uncounted(trainer: Trainer) -> Iterator[None]:
-    """Restore the counts of a step at the end of the block: the tokens of each expert, and the largest numbers of tensors."""
+    """Restore the step's counters at the end of the block: the tokens of each expert, and the largest magnitudes for delayed scales."""
     counts = trainer.counted()
     before = [count.clone() for count in counts]
     try:

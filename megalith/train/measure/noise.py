@@ -1,4 +1,4 @@
-"""Squared norms of gradients before their sum over data ranks, for the gradient noise scale. They cost one pass over the
+"""Squared norms of gradients before their sum over data ranks, for the gradient noise scale. The norms cost one pass over the
 gradients."""
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from megalith.spec.run import RunSpec
 
 
 class NoiseMeter:
-    """Measures the weights for which each data rank has a whole gradient. It leaves out experts, which have tokens of all ranks,
-    and weights whose gradients tensor ranks or the ends of a pipeline add up later."""
+    """Measures gradients of the weights for which each data rank has a whole gradient. Left out are experts, which get tokens of all
+    ranks, and weights whose gradients tensor ranks or a pipeline's ends add up later."""
 
     def __init__(
         self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: SharedParameters, groups: Groups, spec: RunSpec
@@ -49,15 +49,15 @@ class NoiseMeter:
 
 
 def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
-    """Return the estimates of a step from the sum of squared norms before the reduction and the squared norm after it; None if the plan
-    allows none. Each part's gradient is that of its share of the step's loss, so it must be multiplied by the number of parts to be the
-    mean over its own sequences."""
+    """Return a step's noise estimates from the sum of squared gradient norms before the reduction (`small`) and the squared norm after
+    it (`large`); None if the plan allows no estimate. Each part's gradient is of its share of the step's loss. Times the number of
+    parts, it is the mean over the part's own sequences."""
     count, batch = parts(spec.plan, spec.microbatches), spec.train.global_batch
     return None if count == 1 else estimate(small=count * small, large=large, part=batch / count, batch=batch)
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """Return True on the first of the tensor ranks that hold the same gradient."""
+    """True on the first of the tensor ranks that hold the same gradient: only that rank counts it."""
     (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 

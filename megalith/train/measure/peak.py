@@ -1,4 +1,4 @@
-"""The yardstick of MFU: FLOP a token, and the peak FLOP/s of the devices that compute."""
+"""The yardstick of MFU: FLOP per token, and the peak FLOP/s of the devices: the inputs of MFU."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ from megalith.train.assemble import Trainer
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Inputs of MFU: FLOP a token, FLOP/s of all ranks together or None, and the source of that figure."""
+    """Inputs of MFU: FLOP per token, peak FLOP/s of all ranks together or None, and the source of this peak."""
 
     flops_per_token: float
     peak: float | None
@@ -29,7 +29,7 @@ class Yardstick:
 
 
 def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
-    """Return the inputs of MFU. The peak is from the catalogue, or measured on a CPU; never guessed."""
+    """Return the inputs of MFU. The peak is from the catalogue, or measured for a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
     work = counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, trainer.groups.world.size()
@@ -43,7 +43,8 @@ def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one device (None if the catalogue has none), their source, and the device that was asked for (`instead`)."""
+    """Peak FLOP/s of one device (None if the catalogue has no figure), its source, and a note if `cluster` names another device
+    (`instead`)."""
 
     rate: float | None
     source: str
@@ -57,7 +58,7 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()
     found = known if named is None or other else named
-    instead = f"; `cluster` says {asked.partition(':')[0]}, but this device is another one" if other else ""
+    instead = f"; `cluster` names {asked.partition(':')[0]}, but this device is another model" if other else ""
     if found is None:
         return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
     rate = PRECISIONS[precision].rate
@@ -68,8 +69,8 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
 
 
 def counted_flops(trainer: Trainer, kept: Path) -> float:
-    """Return FLOP a token in the current phase, counted once in a run and saved: counting takes longer than the rest of a start
-    after a fault."""
+    """Return FLOP per token in the current phase. It is counted once in a run and saved: counting takes longer than the rest of a
+    restart."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"
@@ -83,8 +84,8 @@ def counted_flops(trainer: Trainer, kept: Path) -> float:
 
 
 def _measured_peak(trainer: Trainer, kept: Path) -> float:
-    """Return the FLOP/s of all ranks together, measured at the run's first start and saved, so that a start after a fault need
-    not wait for it."""
+    """Return the FLOP/s of all ranks together. It is measured at the run's first start and saved, so that a restart need not wait for
+    it."""
     world, leads = trainer.groups.world, trainer.groups.rank == 0
     known = float(kept.read_text()) if leads and kept.exists() else 0.0
     rate = torch.tensor(known, dtype=torch.float64)
@@ -102,10 +103,9 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
-    """Return the FLOP/s of square matrix products on this rank now, the best of several: the measured peak of a CPU.
-
-    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`: a processor
-    without bf16 instructions takes seconds for one of 1,024.
+    """Return the FLOP/s of square matrix products on this rank now, the best of several: the measured peak of a CPU. `size` None: 8,192
+    rows on a GPU; on a CPU, the largest size up to 1,024 at which two products fit into `seconds`. A processor without bf16
+    instructions takes seconds for a product of size 1,024.
     """
     if size is None and device.type == "cpu":
         size = 128
@@ -116,7 +116,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
-    """Return the shortest time of a product, after a first one, among as many as fit into `seconds`."""
+    """Return the shortest time of a product, among as many products as fit into `seconds` after a first, untimed one."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out, least, end = a @ b, math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end or least == math.inf:

@@ -1,4 +1,5 @@
-"""Precision watch: comparison of gradients in a narrow format with those of wide products; it can make the worst block wide."""
+"""Precision watch: compares gradients of low-precision and high-precision products, and can switch the worst block to high
+precision."""
 
 import math
 import time
@@ -25,7 +26,7 @@ from megalith.train.step import seed_step, to_batches
 Read = Callable[[int], Sequence[Samples]]
 Beat = Callable[[str, int], object]
 Gradients = Mapping[str, Tensor]
-"""This rank's shares of gradients, by parameter."""
+"""This rank's shares of gradients, by name of the parameter."""
 
 
 class GradientComparison(NamedTuple):
@@ -34,16 +35,17 @@ class GradientComparison(NamedTuple):
     wide: Gradients
     narrow: Gradients
     lost: Mapping[str, Tensor]
-    """Counts of `kernels.narrow.losses`, by part."""
+    """Counts of saturated and zeroed numbers, by part."""
 
 
 class PartError(NamedTuple):
-    """A part's figures, the same on all ranks."""
+    """The errors of a part of the model, the same on all ranks."""
 
     error: float | None
-    """The relative error of its gradient, infinite if the narrow one alone is not finite; None: the wide one is 0 or not finite."""
+    """The relative error of its gradient: infinite if only the low-precision gradient is not finite; None if the high-precision one is
+    0 or not finite."""
     narrow: bool
-    """True if it has narrow products now."""
+    """True if the part has low-precision products now."""
     saturated: float
     zeroed: float
 
@@ -51,32 +53,31 @@ class PartError(NamedTuple):
 class PrecisionWatch:
     """Per-rank watch of rounding errors, between steps. Construction and every method are collective.
 
-    A comparison computes a microbatch twice, in as few microbatches as the schedule allows: with all products wide, and with the
-    products of the next step. The relative error of a part's gradient is the norm of the difference over the norm of the wide
-    gradient.
+    A comparison computes the fewest microbatches that the schedule allows twice: with all products in high precision, and as the next
+    step will. The relative error of a part's gradient is the norm of the difference over the norm of the high-precision one.
     """
 
     def __init__(
         self, trainer: Trainer, read: Read, *, log: EventLog | None = None, beat: Beat = lambda phase, step: None
     ) -> None:
-        """`read`: this rank's microbatches of a step. `beat` gives signs of life: a phase, and the step."""
+        """`read`: this rank's microbatches of a step. `beat` sends a heartbeat: a phase, and the step."""
         self.trainer, self.read, self.log, self.beat = trainer, read, log, beat
         self.executor = smallest(trainer)
 
     @classmethod
     def of(cls, trainer: Trainer, read: Read, **how: Any) -> "PrecisionWatch | None":
-        """Return the watch of a run, built with `how`; None if the run requests none, or has no narrow products."""
+        """Return the watch of a run, built with `how`; None if the run requests no watch, or has no low-precision products."""
         spec = trainer.spec
         asked = spec.precision.watch_every > 0 and is_narrow(spec.train.precision)
         return cls(trainer, read, **how) if asked else None
 
     def due(self, step: int) -> bool:
-        """True if gradients are to be compared when `step` steps are done."""
+        """True if gradients must be compared after `step` steps."""
         return step > 0 and step % self.trainer.spec.precision.watch_every == 0 and not self.trainer.wide
 
     def measure(self, step: int) -> None:
-        """Compare gradients if that is due when `step` steps are done, and make the worst block wide if `precision.auto` says so. Every
-        step must be verified, and the gradients of the last one dropped."""
+        """Compare gradients if that is due after `step` steps, and switch the worst block to high precision if `precision.auto`
+        requires it. All steps must be verified, and the last gradients dropped."""
         if not self.due(step):
             return
         self.beat("precision", step)
@@ -88,7 +89,7 @@ class PrecisionWatch:
             self.log.write(found)
 
     def compare(self, step: int) -> PrecisionWatched:
-        """Return the errors after `step` steps, and the block that is to be wide."""
+        """Return the errors after `step` steps, and the block to switch to high precision."""
         began, limit = time.perf_counter(), self.trainer.spec.precision.auto
         found = self._found(self.gradients(step))
         errors = {part: one.error for part, one in found.items() if one.error is not None}
@@ -104,7 +105,7 @@ class PrecisionWatch:
         )
 
     def gradients(self, step: int) -> GradientComparison:
-        """Compute the gradients of the weights that this rank counts, with wide products and with those of the step."""
+        """Compute the gradients of the weights that this rank counts, with high-precision products and with the step's own products."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
             self.executor.adopt(self.executor.program, trainer.executor.hidden)
@@ -125,7 +126,7 @@ class PrecisionWatch:
         return found
 
     def _found(self, mine: GradientComparison) -> dict[str, PartError]:
-        """Return the figures of each part, over all ranks."""
+        """Return the rounding errors of each part, over all ranks."""
         trainer, parts = self.trainer, self.trainer.model.part_names
         here = {recipe.part for recipe in trainer.narrow()} - trainer.raised
         table = torch.zeros(len(parts), 6, dtype=torch.float64, device=trainer.device)
@@ -150,7 +151,7 @@ def _figures(difference: float, wide: float, ranks: float, numbers: float, satur
 
 
 def worst(errors: Mapping[str, float], candidates: frozenset[str], limit: float) -> str:
-    """Return the candidate with the largest error, the first in the order of backward if several have it; empty if none is above `limit`,
-    or `limit` is 0."""
+    """Return the candidate with the largest error (of equal ones, the first in the order of backward); empty if no error is above
+    `limit`, or `limit` is 0."""
     above = [part for part in reversed([*errors]) if part in candidates and errors[part] > limit > 0]
     return max(above, key=lambda part: errors[part], default="")

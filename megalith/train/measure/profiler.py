@@ -8,17 +8,17 @@ import torch
 
 
 def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
-    """The reason why no step of "A:B" will be traced after `done` steps; None if some will be."""
+    """Return why no step of "A:B" will be traced after `done` steps; None if some will be."""
     first, last = map(int, asked.split(":"))
     if done < min(last - 1, steps) and first <= steps:
         return None
     to_come = f"steps {done + 1} to {steps} are" if done < steps else "no step is"
-    return f"--profile {asked} traces nothing: {to_come} to come. Name steps among those, or raise train.steps."
+    return f"--profile {asked} traces nothing: {to_come} to come. Name some of these steps, or raise train.steps."
 
 
 class Profile:
-    """Run torch.profiler over some of a run's `steps`; yield a function to call after each step. Spans in the trace name the
-    steps. `warn` is called if a trace cannot be written."""
+    """Run torch.profiler over some of a run's `steps`; yield a function to call after each step. Each traced step is a named span of
+    the trace. `warn` is called if the trace cannot be written."""
 
     def __init__(
         self, folder: Path, asked: str | None, rank: int, *, steps: int, warn: Callable[[str], None] = lambda message: None

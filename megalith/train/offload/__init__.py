@@ -1,1 +1,1 @@
-"""The optimizer's state and the master weights away from the device: in the host's memory, or in a file on its disk."""
+"""Offloading of the optimizer's state and the master weights: to the host's memory, or to a file on its disk."""

@@ -1,4 +1,4 @@
-"""Master weights in the host's memory or a file while a model is built, so that a device never holds more of them than one part's."""
+"""Master weights in the host's memory or a file while a model is built, so that a device holds those of only one part at a time."""
 
 import errno
 import os
@@ -22,7 +22,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def aside_of(state: StateSpec, folder: Path | None) -> Put | None:
-    """Return where master weights wait from which others are made at each gather; None: on the device. `folder`: see `folder_of`."""
+    """Return the function that moves master weights off the device while the model is built; None: they stay. `folder`: see
+    `folder_of`."""
     if state.weights == "device":
         return None
     put: Put = _in_memory if state.weights == "host" else Aside(folder_of(state, folder))
@@ -35,13 +36,14 @@ def _in_memory(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _unreal(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep nothing: a dry run counts what is on the device, and has no files."""
+    """Keep no content: a dry run only counts bytes on the device, and has no files."""
     shape, dtype = tensor.shape, tensor.dtype
     return lambda: torch.empty(shape, dtype=dtype)
 
 
 class Aside:
-    """One file without a name for all tensors of a rank: it disappears with the last of them. A `Put`. Raises StateFileError."""
+    """One unnamed file for all tensors of a rank; the file disappears when the last tensor is dropped. A `Put`. Raises
+    StateFileError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +51,7 @@ class Aside:
         self._end = 0
 
     def __call__(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Write a tensor after the others. The function returned reads it into the host's memory."""
+        """Append a tensor to the file, and return a function that reads it into the host's memory."""
         like = torch.empty_like(tensor, device="meta")
         octets = tensor.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be freed by resizing
         start, self._end = self._end, self._end + tensor.nbytes
@@ -65,10 +67,10 @@ class Aside:
         return partial(self._read, start, like)
 
     def _read(self, start: int, like: Tensor) -> Tensor:
-        """Read the tensor that begins at byte `start`, in the shape and format of `like`."""
+        """Read the tensor that begins at byte `start`, with the shape and dtype of `like`."""
         octets = torch.empty(like.nbytes, dtype=torch.uint8)
         failed = f"plan.state: {like.nbytes:,} bytes of weights in {self.folder} cannot be read back while the model is built"
-        way_out = "Start again. If it comes again, name a folder on another disk by plan.state.folder"
+        way_out = "Start again. If this error recurs, name a folder on another disk by plan.state.folder"
         try:
             moved = move_all(os.preadv, self._opened(), octets.numpy(), start)
         except OSError as error:
@@ -78,7 +80,7 @@ class Aside:
         return octets.view(like.dtype).view(like.shape)
 
     def _opened(self) -> int:
-        """Return the descriptor of the file, which is made for the first tensor."""
+        """Return the descriptor of the file; the first call creates the file."""
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # one for all: a process may often open 1,024

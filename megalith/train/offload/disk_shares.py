@@ -1,4 +1,4 @@
-"""One tensor's share in files of chunks, which checkpoints read and fill with no more than a few pieces in memory."""
+"""One tensor's share, stored in files of chunks. Checkpoints read and fill it with no more than a few pieces in memory."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -13,10 +13,10 @@ from megalith.train.offload.stream import Stream
 
 
 class Segment:
-    """The share of one slot of one parameter. It is the same segment of each of its chunks."""
+    """The share of one slot of one parameter. It is the same segment in each of its chunks."""
 
     def __init__(self, segment: int, pieces: Sequence[tuple[int, int, int]], shape: Sequence[int], dtype: torch.dtype) -> None:
-        """`pieces`: chunk, first number, how many."""
+        """`pieces`: each piece's chunk, first element, and number of elements."""
         self.number, self.shape, self.dtype = segment, tuple(shape), dtype
         self.cut = tuple(pieces)
         if len(self.cut) == 1:  # of a slot of another shape than the parameter's, too
@@ -25,7 +25,7 @@ class Segment:
 
     @property
     def in_memory(self) -> bool:
-        """False: it is on disk."""
+        """False: the share is on disk."""
         return False
 
     def numel(self) -> int:
@@ -37,7 +37,7 @@ class Segment:
         return self.dtype.itemsize
 
     def values(self, body: Tensor, start: int, count: int) -> Tensor:
-        """Return the numbers that begin at a byte of memory."""
+        """Return `count` elements of `memory` that begin at byte `start`."""
         return body[start : start + count * self.element_size()].view(self.dtype)
 
 
@@ -62,18 +62,19 @@ class LiveShare(Segment):
         """None: updates change it."""
 
     def snapshot(self) -> "ShareSnapshot | None":
-        """Return the share as it is now; None if its file cannot be held."""
+        """Return a snapshot of the share; None if its file cannot be protected from updates."""
         file = self._stream.slots.hold()
         return None if file is None else ShareSnapshot(file, self)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and valid until the next."""
+        """Yield the share in flat pieces, in order: the index of a piece's first element, and the piece, which is valid until the next
+        one."""
         bodies = self._stream.over([chunk for chunk, _, _ in self.cut], counts=None)
         for (_, first, count), start, (_, body) in zip(self.cut, self._starts, bodies, strict=True):
             yield first, self.values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write the box of the share that begins at `offset`. It is valid at once."""
+        """Write the box of the share that begins at `offset`. The written values are valid at once."""
         if tuple(values.shape) != self.shape:
             box = whole = torch.cat([piece.clone() for _, piece in self.pieces()]).view(self.shape)
             for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):
@@ -87,7 +88,7 @@ class LiveShare(Segment):
 
 
 class ShareSnapshot(Segment):
-    """A share as it was when a checkpoint took hold of its file. Any thread may read it."""
+    """A snapshot of a share, whose file a checkpoint protects from updates. Any thread may read it."""
 
     def __init__(self, file: SlotFile, share: Segment) -> None:
         super().__init__(share.number, share.cut, share.shape, share.dtype)
@@ -95,7 +96,7 @@ class ShareSnapshot(Segment):
 
     @property
     def extents(self) -> Extents:
-        """The pieces of the share in its file."""
+        """The location of the share's pieces in its file."""
         pieces = (Piece(tensor_name(chunk, self.number), count * self.element_size()) for chunk, _, count in self.cut)
         return Extents(self._file, tuple(pieces))
 
@@ -104,14 +105,14 @@ class ShareSnapshot(Segment):
         return self
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat."""
+        """Yield the share in flat pieces, in order: the index of a piece's first element, and the piece."""
         for chunk, first, count in self.cut:
             body = memory_of(padded(count * self.element_size()))
             self._file.read(chunk, body, self.number)
             yield first, self.values(body, 0, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Refuse to write: a checkpoint holds these values."""
+        """Refuse to write, because a checkpoint uses these values."""
         raise ValueError(
-            f"{self._file.path} is held by a checkpoint, so it cannot be filled at {tuple(offset)}. Fill the live share"
+            f"{self._file.path} belongs to a checkpoint, so no values can be written to it at {tuple(offset)}. Fill the live share"
         )

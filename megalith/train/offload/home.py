@@ -1,4 +1,4 @@
-"""Homes of state that is not on a rank's device: the host's memory, and a file that updates reach through buffers."""
+"""Homes of offloaded state: the host's memory, and a file whose chunks updates read and write through buffers."""
 
 import os
 import tempfile
@@ -29,31 +29,31 @@ from megalith.train.optimizers.rule import Part
 
 MIB = 1 << 20
 MASTER_BYTES = 4
-"""Bytes of a number of the widest slots."""
+"""Bytes per element of the widest slots."""
 ROUND = 1024
-"""Parameters are cut at multiples of this number, so that a kernel's vectors are the same in the pieces as in the whole."""
+"""Parameters are cut at multiples of this many elements, so that kernels vectorise the pieces as they would the whole."""
 
 
 class Lot(NamedTuple):
-    """One parameter whose state is not on the device."""
+    """One parameter whose state is kept off the device."""
 
     weight: Weight
     slots: tuple[Slot, ...]
-    """The slots that are not on the device."""
+    """The slots that are kept off the device."""
     whole: bool
-    """True if its update looks at the whole share at once."""
+    """True if the parameter's update needs the whole share at once."""
 
     @property
     def share(self) -> Tensor:
-        """The parameter's share; it has no memory where the master weights are elsewhere."""
+        """The parameter's share; it has no memory if the master weights are off the device."""
         return local(self.weight.master)
 
 
 def lots_of(
     state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
 ) -> dict[str, Lot]:
-    """Return the parameters whose state is kept off the device, with their slots. Master weights go too if products compute in another
-    number format; of master weights in two halves, only the lower half goes."""
+    """Return the parameters whose state is kept off the device, with their slots. Master weights are offloaded too if products compute
+    in another number format; of master weights in two halves, only the lower half is."""
     sizes = {name: local(weight.master).numel() for name, weight in weights.items()}
 
     def masters(name: str) -> list[Slot]:
@@ -63,8 +63,8 @@ def lots_of(
 
 
 def _first(slot: Slot, lot: Lot, source: Source | None) -> Tensor | None:
-    """Take a slot's first values from the weights: its master weights, or their lower half; None: they are zeros. `source`: how the share
-    that computes is made from the master weights at each gather."""
+    """Return a slot's initial values, taken from the weights: master weights, or their lower half; None for other slots, which begin as
+    zeros. `source`: makes the compute share from the master weights at each gather."""
     if slot == MASTER:
         return lot.weight.move_out(source)
     return lot.weight.split(NUMBERS[slot.number].bits) if slot in LOWER.values() else None
@@ -90,7 +90,7 @@ class Host:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state, and copy the changes to the weights to compute with."""
+        """Yield the parts with their state, and copy the updated master weights to the compute weights."""
         for part in parts:
             lot = self.lots[part.name]
             near = {slot.name: self.held[slot, part.name] for slot in lot.slots}
@@ -109,7 +109,7 @@ class Host:
                 self.lots[name].weight.take_over(0, held)
 
     def settle(self) -> None:
-        """No-op: memory is changed at once."""
+        """No-op: changes in memory are valid at once."""
 
     undo = settle
 
@@ -125,15 +125,15 @@ class Host:
 
 
 class Disk:
-    """State in files of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same range of all of a parameter's
-    tensors that are here."""
+    """State in this rank's own files, updated in the host's memory chunk by chunk. A chunk holds the same range of all of a parameter's
+    offloaded tensors."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
-        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once. `weights`: the compute weights
-        are made from these master weights at each gather."""
+        """`most`: the maximum bytes of one tensor in a chunk; an update that needs the whole share at once ignores it. `weights`: the
+        compute weights are made from these master weights at each gather."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
-        """The pieces of each parameter: the number of a chunk, its first number of the share, and how many."""
+        """The pieces of each parameter: the chunk's number, the piece's first element in the share, and its number of elements."""
         chunks = list[tuple[str, list[int]]]()
         for name, lot in lots.items():
             for first, last in _cut(lot, most):
@@ -201,23 +201,22 @@ class Disk:
         self.slots.settle()
 
     def drop(self) -> None:
-        """Discard an update that is not valid yet: the weights to compute with are made again from the master weights
-        before it."""
+        """Discard an update that is not valid yet, and make the compute weights again from the master weights before it."""
         self.slots.drop()
         self.publish()
 
     def undo(self) -> None:
-        """Go back to the state before the last update."""
+        """Restore the state before the last update."""
         self.slots.undo()
 
     @property
     def sum(self) -> int:
-        """The sum of all words on the disk, as digests of states add them up."""
+        """The sum of all words on the disk, in the form that digests of states use."""
         return self.slots.sum
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory that chunks pass through."""
+        """The buffers in memory that chunks are streamed through."""
         return [*self._stream.buffers, *self._passing]
 
     @property
@@ -227,9 +226,9 @@ class Disk:
 
 
 def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, rank: int) -> Host | Disk | None:
-    """The home of the state that is not on the device; None if all of it is. `folder`: see `folder_of`.
+    """Return the home of the offloaded state; None if all state is on the device. `folder`: see `folder_of`.
 
-    Raises StateFileError where a disk has no room.
+    Raises StateFileError if a disk has no room.
     """
     if not lots:
         return None
@@ -242,7 +241,7 @@ def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, r
 
 
 def folder_of(state: StateSpec, folder: Path | None) -> Path:
-    """The folder of files of state. `folder`: where they go if the plan names no place; None: with temporary files."""
+    """Return the folder for state files. `folder`: used if the plan names none; None: the folder of temporary files."""
     return Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
 
 
@@ -255,15 +254,15 @@ def _at_once(held: Mapping[tuple[Slot, str], Tensor], name: str) -> Iterator[tup
 
 
 def _one_by_one(slots: Slots, memory: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the master weights of a parameter, the first of its slots, in these pieces. Only one thread may read: all pass through the
-    same memory."""
+    """Yield the master weights of a parameter, the first of its slots, in these pieces. Only one thread may read them, because all
+    pieces use the same buffers."""
     for chunk, first, count in pieces:
         slots.read(chunk, memory, 0)
         yield first, memory[: count * MASTER_BYTES].view(torch.float32)
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
-    """The first and past-the-last numbers of a share's pieces. Rows with scales among them are not cut."""
+    """Return the first and past-the-last elements of a share's pieces. Rows that share a scale are not cut."""
     numbers = lot.share.numel()
     grain = lcm(ROUND, lot.share.shape[-1]) if any(slot.number != "fp32" for slot in lot.slots) else ROUND
     step = numbers if lot.whole else max(grain, most // MASTER_BYTES // grain * grain)
@@ -271,7 +270,7 @@ def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
 
 
 def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
-    """Return the shape of a slot's piece for this many numbers of the share."""
+    """Return the shape of a slot's piece that belongs to `count` elements of the share."""
     if lot.whole:
         return slot.shape_of(lot.share.shape)
     columns = lot.share.shape[-1] if slot.block else 1
@@ -283,13 +282,13 @@ def _bytes(slot: Slot, shape: Sequence[int]) -> int:
 
 
 def _starts(lot: Lot, count: int) -> list[int]:
-    """Return the byte of its chunk at which the piece of each slot begins."""
+    """Return the byte offset of each slot's piece in its chunk."""
     sizes = (padded(_bytes(slot, _shape(slot, lot, count))) for slot in lot.slots)
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 def _tensors(lot: Lot, body: Tensor, count: int) -> dict[str, Tensor]:
-    """The pieces of a lot's slots in a chunk's memory, by the names of the slots."""
+    """Return the pieces of a parameter's slots in a chunk's memory, by name of the slot."""
     found = {}
     for slot, start in zip(lot.slots, _starts(lot, count), strict=True):
         shape = _shape(slot, lot, count)

@@ -1,9 +1,9 @@
-"""Updates inside the backward: a part is updated once its gradients are reduced, and they are freed, so that no step holds them all.
+"""Updates inside the backward: a part is updated once its gradients are reduced, and these are freed, so no step holds all gradients.
 
 The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip. So a pass
-updates as if its step did not, into the slots on disk that are not in use. If the step does clip, these slots are dropped, and a second
-pass computes the same gradients and updates with the factor, which is known by then: no bit differs from an update after the backward.
-Where most steps clip, a first pass only measures the norm, and nothing is written in vain.
+over the step updates without clipping, and writes to the unused slots on disk. If the step must clip, these slots are dropped. A second
+pass computes the same gradients and updates with the clip factor, known by then. The result is bitwise that of an update after the
+backward. Where most steps clip, a first pass only measures the norm, so no useless update is written.
 """
 
 from collections import Counter, deque
@@ -23,30 +23,30 @@ from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 WINDOW = 10
-"""Updates that decide how the next step begins."""
+"""Number of recent updates that decide how the next step begins."""
 MAXIMUM = 5
-"""Clipped updates among these up to which a step begins with an update. A second pass costs the same either way; above half, the updates
-that are written in vain cost more than the passes that a guess saves."""
+"""With at most this many clipped updates in the window, a step begins with a pass that updates. If more than half are clipped, updates
+written in vain cost more than the saved passes."""
 
 
 class Pace:
-    """How a step begins, as a pure function of the last updates, which all ranks know."""
+    """Decides how a step begins, from the last updates alone, which all ranks know."""
 
     def __init__(self) -> None:
         self._clipped = deque[bool](maxlen=WINDOW)
 
     @property
     def clipped(self) -> int:
-        """Updates among the last `WINDOW` whose gradients were clipped."""
+        """Number of updates among the last `WINDOW` whose gradients were clipped."""
         return sum(self._clipped)
 
     @property
     def pauses(self) -> bool:
-        """True if a step begins with a pass that only measures."""
+        """True if a step begins with a pass that only measures the norm."""
         return self.clipped > MAXIMUM
 
     def note(self, clipped: bool, *, step: int) -> Iterator[ReleasePaused]:
-        """Add the update of step `step`. Yield an event if `pauses` changed."""
+        """Record the update of step `step`. Yield an event if `pauses` changed."""
         before = self.pauses
         self._clipped.append(clipped)
         if self.pauses != before:
@@ -55,7 +55,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """A pass: the factor of all gradients (None: it only measures them), and the update that it makes."""
+    """A request for a pass over the step: the factor for all gradients (None: only measure them), and the update to make."""
 
     factor: float | None
     number: int
@@ -63,8 +63,7 @@ class UpdateRequest:
 
 
 class Release:
-    """Per-rank updates inside the backward. All of the optimizer's state must be on disk, and rules must look at one number at
-    a time."""
+    """Per-rank updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be elementwise."""
 
     def __init__(
         self,
@@ -90,15 +89,16 @@ class Release:
         self.norms: dict[str, Norms] = {}
         """Norms of the last pass's gradients, before any clipping, by parameter."""
         self.odd: dict[str, Tensor] = {}
-        """The number of their elements that were not finite."""
+        """The number of these gradients' non-finite elements."""
         self.marks: list[tuple[str, object, object]] = []
-        """Marks of the clock while the last pass updated."""
+        """Start and end times of the last pass's updates."""
         self.asked: UpdateRequest | None = None
-        """The last pass; None: it was taken back, or its update counts."""
+        """The last pass; None if it was undone, or its update is already counted."""
 
     @contextmanager
     def during(self, asked: UpdateRequest, *, loss_scale: float) -> Iterator[None]:
-        """Free each gradient that is reduced meanwhile, and make the update. `loss_scale`: factor of the gradients until then."""
+        """In the block, make the update of each reduced gradient, and free it. `loss_scale`: the factor to remove from the
+        gradients."""
         self.norms, self.odd, self.marks = {}, {}, []
 
         def reduced(bucket: Bucket) -> None:
@@ -132,7 +132,7 @@ class Release:
         self.marks.append(("UPDATE", start, self.clock.mark()))
 
     def take_back(self) -> None:
-        """Forget the last pass: drop its update, if it made one."""
+        """Undo the last pass: drop its update, if the pass made one."""
         if self.asked is not None and self.asked.factor is not None:
             self.state.drop_update()
         self.asked, self.norms = None, {}

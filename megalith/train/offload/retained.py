@@ -1,4 +1,4 @@
-"""Tiers for what blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
+"""Tiers for the activations that blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
 
 import errno
 import os
@@ -20,16 +20,16 @@ from megalith.spec.plan import RetainSpec
 from megalith.train.offload.slot_file import StateFileError, move_all
 
 BEHIND = 2
-"""Blocks whose memory may be on its way to the tier. The next one waits for the oldest, so memory that is leaving stays little."""
+"""Blocks whose activations may be in transfer to the tier. A further one waits for the oldest transfer, which limits device memory."""
 
 
 class TierUsage:
-    """Bytes in a tier, now and at most."""
+    """Bytes in a tier: the current number and the peak."""
 
     def __init__(self) -> None:
         self.held = self.most = 0
         self.observe: Callable[[Tensor], None] = lambda tensor: None
-        """Called with each tensor in the host's memory."""
+        """Called with each offloaded tensor in the host's memory, if given."""
 
     def hold(self, owner: object, size: int) -> None:
         """Count bytes as long as `owner` lives."""
@@ -42,7 +42,7 @@ class TierUsage:
 
 
 class CompletedFetch:
-    """Memory that is on the device."""
+    """Retained memory that is still on the device."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -52,7 +52,7 @@ class CompletedFetch:
 
 
 class HostCopy:
-    """A copy in the memory of a host that computes itself."""
+    """A retained copy in the host's memory, in a run on the CPU."""
 
     def __init__(self, memory: Tensor, counted: TierUsage) -> None:
         self._content = memory.clone()
@@ -64,7 +64,7 @@ class HostCopy:
 
 
 class HostMemory:
-    """The host's memory as a tier of a run on the CPU: memory of its own, so that order, bytes and bits are those of a GPU."""
+    """The host's memory as a tier of a run on the CPU. It copies to separate memory, so order, bytes and bits are those of a GPU."""
 
     def __init__(self) -> None:
         self.counted = TierUsage()
@@ -74,7 +74,7 @@ class HostMemory:
 
 
 class PinnedFetch:
-    """Memory that a stream of its own copies back to the GPU."""
+    """Retained memory that a separate CUDA stream copies back to the GPU."""
 
     def __init__(self, memory: Tensor, event: Any) -> None:
         self._memory, self._event = memory, event
@@ -87,7 +87,7 @@ class PinnedFetch:
 
 
 class PinnedCopy:
-    """A copy in pinned memory of the host, which torch's allocator reuses."""
+    """A retained copy in pinned host memory, which torch's allocator reuses."""
 
     def __init__(self, memory: Tensor, tier: "PinnedMemory") -> None:
         self._tier, self._device = tier, memory.device
@@ -108,7 +108,8 @@ class PinnedCopy:
 
 
 class PinnedMemory:
-    """The host's memory as a tier of a run on a GPU. One stream moves memory there, and another one back, beside the computation."""
+    """The host's memory as a tier of a run on a GPU. One stream copies to the host and another one back, both overlapped with the
+    computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.counted = TierUsage()
@@ -126,7 +127,7 @@ class PinnedMemory:
 
 
 class DiskFetch:
-    """Memory that a thread reads from the disk."""
+    """Retained memory that a thread reads back from the disk."""
 
     def __init__(self, read: "Future[Tensor]", device: torch.device) -> None:
         self._read, self._device = read, device
@@ -136,7 +137,7 @@ class DiskFetch:
 
 
 class DiskCopy:
-    """A copy in the file of a tier."""
+    """A retained copy in a tier's file."""
 
     def __init__(self, memory: Tensor, tier: "DiskFile") -> None:
         self._tier, self._device, self._like = tier, memory.device, torch.empty_like(memory, device="meta")
@@ -156,7 +157,8 @@ class DiskCopy:
 
 
 class DiskFile:
-    """A file without a name as a tier. A thread writes to it and another one reads, beside the computation. Raises StateFileError."""
+    """An unnamed file as a tier. One thread writes the file and another one reads it, both overlapped with the computation. Raises
+    StateFileError."""
 
     def __init__(self, folder: Path) -> None:
         self.counted = TierUsage()
@@ -182,8 +184,8 @@ class DiskFile:
         return copies
 
     def reserve(self, owner: object, size: int) -> int:
-        """Return the first byte of a place in the file, which is `owner`'s as long as it lives. One thread writes, in order, so the next
-        owner's content is written last."""
+        """Return the first byte of a place in the file, reserved for `owner` as long as that object lives. One thread writes in order,
+        so a later owner's content is also written later."""
         if free := self._free[size]:
             start = free.pop()
         else:
@@ -192,7 +194,7 @@ class DiskFile:
         return start
 
     def write(self, start: int, content: Tensor) -> int:
-        """Write a tensor, and return the sum of its words."""
+        """Write a tensor, and return its checksum, the sum of its words."""
         octets = content.view(torch.uint8).numpy()
         try:
             if move_all(os.pwritev, self._file.fileno(), octets, start) < len(octets):
@@ -204,24 +206,22 @@ class DiskFile:
         return words_of(octets)
 
     def read(self, start: int, content: Tensor, known: int) -> None:
-        """Read the content of a tensor from byte `start` on; `known` is the sum of its words."""
+        """Read a tensor's content, which begins at byte `start`; `known` is its checksum when it was written."""
         octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes in {self.folder}"
-        way_out = (
-            "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.retain.folder"
-        )
+        way_out = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.retain.folder"
         try:
             moved = move_all(os.preadv, self._file.fileno(), octets, start)
         except OSError as error:
             raise StateFileError(error.errno, f"{failed} cannot be read back ({error.strerror}). {way_out}") from error
         if moved < len(octets) or words_of(octets) != known:
-            raise StateFileError(errno.EIO, f"{failed} are not those that were written: the disk altered them. {way_out}")
+            raise StateFileError(errno.EIO, f"{failed} differ from what was written: the disk altered them. {way_out}")
 
 
 AnyTier = HostMemory | PinnedMemory | DiskFile
 
 
 def tier_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier | None:
-    """Return the tier of a run; None if all tensors stay on the device. `folder`: for the file if the run names none; None: that for
+    """Return the tier of a run; None if all activations stay on the device. `folder`: used if the run names none; None: that of
     temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
     if retain.place == "device":
         return None

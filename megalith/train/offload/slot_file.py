@@ -1,4 +1,5 @@
-"""A file with one slot of each chunk: a safetensors file past the page cache, without a name until a checkpoint links it."""
+"""A safetensors file with one slot of each chunk. Its I/O bypasses the page cache, and the file has no name until a checkpoint links
+it."""
 
 import errno
 import json
@@ -17,11 +18,11 @@ from megalith.checkpoint.digests import FileDigest, text, words_of
 from megalith.fleet.exit_codes import ExitCode
 
 PAGE = 4096
-"""Bytes to whose multiples direct I/O is aligned: a disk's sector, and more than most need."""
+"""Alignment of direct I/O in bytes: at least the sector size of common disks."""
 FREE = "Make room there, or name a folder on another disk by plan.state.folder"
-BACK = "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.state.folder"
+BACK = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.state.folder"
 NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
-"""Errors of file systems and kernels without O_TMPFILE."""
+"""Error numbers from file systems and kernels that lack O_TMPFILE."""
 
 
 class StateFileError(OSError):
@@ -48,7 +49,7 @@ def tensor_name(chunk: int, segment: int) -> str:
 
 
 class Layout:
-    """Places of chunks in a file. Each segment fills whole pages, and is a tensor of bytes in the file's header."""
+    """The layout of chunks in a file. Each segment fills whole pages, and the file's header describes it as a tensor of bytes."""
 
     def __init__(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> None:
         """`chunks`: the name of each chunk and the bytes of its segments."""
@@ -63,12 +64,12 @@ class Layout:
         """Bytes of a file."""
 
     def spans(self, chunk: int) -> list[slice]:
-        """Return the bytes of its chunk that each segment takes."""
+        """Return the first and past-the-last byte of each segment in its chunk."""
         ends = [*accumulate(map(padded, self.segments[chunk]), initial=0)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def _header(self) -> bytes:
-        """Return the header of a safetensors file, padded with spaces so that the first chunk is aligned to a page."""
+        """Return the header of the safetensors file, padded with spaces so that the first chunk begins at a page boundary."""
         fields, end = dict[str, Any](), 0
         for chunk, sizes in enumerate(self.segments):
             for segment, size in enumerate(sizes):
@@ -80,10 +81,10 @@ class Layout:
 
 
 class SlotFile:
-    """One slot of all chunks. Raises OSError if there is no room for them."""
+    """A file with one slot of all chunks. Raises OSError if they have no room."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        """`path`: names the file in messages; there is no file of this name."""
+        """`path`: names the file in messages only; no file has this name."""
         self.path, self.layout = path, layout
         self._sums: dict[int, tuple[int, ...]] = {}  # of the segments of each chunk that was written
         self.descriptor = _new(path, layout.header)
@@ -91,7 +92,7 @@ class SlotFile:
         os.posix_fallocate(self.descriptor, 0, layout.bytes)
 
     def read(self, chunk: int, into: Tensor, segment: int | None = None) -> None:
-        """Read a chunk, or one of its segments, into memory of its padded size. What was never written is zeros.
+        """Read a chunk, or one of its segments, into memory of its padded size. Bytes that were never written are zeros.
 
         Raises StateFileError if the content differs from what was written.
         """
@@ -106,7 +107,7 @@ class SlotFile:
             span = spans[number]
             found, known = words_of(octets[span.start - start : span.stop - start]), self._sums[chunk][number]
             if found != known:
-                words = f"{self._said(chunk)} has the sum {text(found)}, and {text(known)} was written: the disk altered it"
+                words = f"{self._said(chunk)} has the checksum {text(found)}, but {text(known)} was written: the disk altered it"
                 raise StateFileError(errno.EIO, f"{words}. {BACK}")
 
     def write(self, chunk: int, body: Tensor) -> "SlotFile":
@@ -120,7 +121,7 @@ class SlotFile:
         return self
 
     def sum_of(self, chunk: int) -> int:
-        """The sum of a chunk's 64-bit words; the caller takes it modulo 2^64."""
+        """The checksum of a chunk: the sum of its 64-bit words, not yet modulo 2^64."""
         return sum(self._sums.get(chunk, ()))
 
     def sync(self) -> None:
@@ -140,7 +141,7 @@ class SlotFile:
         return self.layout.payload
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file `path` as a name. Raises OSError on another file system, and where files without names cannot get one."""
+        """Name the file `path`. Raises OSError if `path` is on another file system, or if this one cannot name an unnamed file."""
         os.fsync(self.descriptor)
         folder = os.open(path.parent, os.O_RDONLY)
         try:  # with a folder to start from, or Python would link the link in /proc rather than what it leads to
@@ -156,7 +157,7 @@ class SlotFile:
         return f"plan.state: chunk {chunk} of {self.path} ({self.layout.names[chunk]})"
 
     def _move(self, call: Callable[..., int], octets: "np.ndarray[Any, Any]", chunk: int, start: int) -> None:
-        """Read or write all of `octets` at `start` of a chunk."""
+        """Read or write all of `octets` at byte `start` of a chunk."""
         try:
             moved = move_all(call, self.descriptor, octets, self.layout.starts[chunk] + start)
         except OSError as error:
@@ -172,7 +173,8 @@ class SlotFile:
 
 
 def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]", start: int) -> int:
-    """Read or write all of `octets` at byte `start` of a file: one call may take less. Returns their number, less where the file ends."""
+    """Read or write all of `octets` at byte `start` of a file, as one call may transfer fewer. Return the bytes transferred: fewer
+    where the file ends."""
     memory, done = octets.data, 0
     while done < len(memory) and (moved := call(file, [memory[done:]], start + done)):
         done += moved
@@ -180,7 +182,7 @@ def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]"
 
 
 def _new(path: Path, header: bytes) -> int:
-    """Open a new file and write its header, past the page cache if the file system can."""
+    """Open a new file and write its header. I/O bypasses the page cache if possible."""
     page = memory_of(len(header)).numpy()
     page[:] = np.frombuffer(header, dtype=np.uint8)
     try:
@@ -203,8 +205,8 @@ def _opened(path: Path, flags: int, page: "np.ndarray[Any, Any]") -> int:
 
 
 def _nameless(path: Path, flags: int) -> int:
-    """Open a file without a name that can get one later. Where that is not supported, open a file and remove its name;
-    checkpoints then copy it."""
+    """Open an unnamed file that can be named later. If the file system does not support that, open a file and remove its name;
+    checkpoints then copy the file."""
     try:
         return os.open(path.parent, flags | os.O_TMPFILE, 0o666)
     except OSError as error:

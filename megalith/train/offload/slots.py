@@ -1,8 +1,8 @@
 """Chunks of bytes on disk, each in two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
 So if an update stops halfway or turns out to be wrong, the state from before it is complete in the other slots. A slot of all chunks is
-one file. It belongs to one process, and has no name: it disappears when the process ends for any reason, unless a checkpoint has given
-it one. A file that a checkpoint holds is never written again: a new file takes its place.
+one file. The file belongs to one process and has no name, so it disappears however the process ends, unless a checkpoint has named it.
+A file that a checkpoint holds is never written again: a new file takes its place.
 """
 
 import os
@@ -17,13 +17,12 @@ from megalith.train.offload.slot_file import FREE, Layout, SlotFile, StateFileEr
 
 
 class Slots:
-    """One rank's chunks. A chunk is a row of segments, each read by itself or all at once.
-
-    Raises StateFileError if there is no room for two slots: they are reserved now, so that no step finds the disk full.
+    """One rank's chunks. A chunk is a row of segments, which are read one at a time or all at once. Raises StateFileError if the disk
+    has no room for two slots: both are reserved now, so that no step finds the disk full.
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
-        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: nothing is written or read."""
+        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: in a dry run, no file is written or read."""
         self.path, self.dry, self.layout = path, dry, Layout(chunks)
         self._pair: list[SlotFile] = [] if dry else [self._make(), self._make()]  # the files that may be written
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
@@ -33,8 +32,8 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Return the most bytes that files of this process take, older checkpoints excluded: two slots, and a third that replaces a slot
-        held by the newest checkpoint."""
+        """Return the maximum bytes of this process's files, without older checkpoints: two slots, and a third that replaces a slot
+        which the newest checkpoint uses."""
         return DISK_SLOTS * self.layout.bytes
 
     def _make(self) -> SlotFile:
@@ -58,8 +57,7 @@ class Slots:
             self._fresh.get(chunk, self._used[chunk]).read(chunk, into, segment)
 
     def write(self, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        """Write a chunk into the slot that is not in use. `counts`: it is valid at once, which is right where nothing can be
-        undone."""
+        """Write a chunk into the unused slot. `counts`: the slot is valid at once, for a write that is never undone."""
         if self.dry:
             return
         used = self._used[chunk]
@@ -71,7 +69,7 @@ class Slots:
         self._before.pop(chunk, None)  # it may have been in the file that is written now
 
     def settle(self) -> None:
-        """Sync to disk, then make the written slots valid."""
+        """Sync the files to disk, then make the written slots valid."""
         for file in {*self._fresh.values()}:
             file.sync()
         self._before = {chunk: self._used[chunk] for chunk in self._fresh}
@@ -83,7 +81,7 @@ class Slots:
         self._fresh = {}
 
     def undo(self) -> None:
-        """Go back to the chunks that were valid before the last `settle`."""
+        """Make those chunks valid again that were valid before the last `settle`."""
         self._used |= self._before
         self._before, self._fresh = {}, {}
 
@@ -95,10 +93,10 @@ class Slots:
     # --- what a checkpoint does ---
 
     def hold(self) -> SlotFile | None:
-        """Return the file that holds all valid chunks. From now on it is never written, and `undo` cannot go back beyond it. The room for a
-        new one is reserved now, so that no step finds the disk full.
+        """Return the file that holds all valid chunks. From now on this file is never written, and `undo` cannot restore an older
+        state. Its room is reserved now, so that no step finds the disk full.
 
-        None if there is no room, or in the midst of an update.
+        None if a replacement has no room, or during an update.
         """
         files = {*self._used.values()}
         if self._fresh or len(files) != 1 or self._full:
@@ -114,7 +112,7 @@ class Slots:
         return held
 
     def close(self) -> None:
-        """Close the files. A file without a name disappears once nothing reads it."""
+        """Close the files. An unnamed file disappears once no process has it open."""
         self._pair, self._used, self._fresh, self._before, self.dry = [], {}, {}, {}, True
 
 

@@ -1,4 +1,5 @@
-"""Chunks on disk through few buffers: the next ones are read, and those that were changed are written, while one is worked on."""
+"""Streaming of chunks on disk through a few buffers: while one chunk is updated, the next ones are read and changed ones are
+written."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ from megalith.train.offload.slot_file import memory_of
 from megalith.train.offload.slots import Slots
 
 BUFFERS = 3
-"""One being read, one being worked on, one being written."""
+"""Number of buffers: one is read into, one updated, one written."""
 
 
 class _Moving(NamedTuple):
-    """A chunk on its way between its buffer and its file."""
+    """A chunk in transfer between its buffer and its file."""
 
     chunk: int
     buffer: Tensor
@@ -33,8 +34,8 @@ class Stream:
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=f"state-{what}") for what in ("read", "write"))
 
     def over(self, chunks: Sequence[int], *, counts: bool | None = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield each chunk with its bytes, which are written back once the next one is asked for. `counts`: see `Slots.write`; None:
-        nothing is written. Raises StateFileError."""
+        """Yield each chunk with its bytes, and write them back when the caller asks for the next chunk. `counts`: see `Slots.write`;
+        None: write no chunk back. Raises StateFileError."""
         if self.slots.dry:
             yield from ((chunk, self.buffers[0]) for chunk in chunks)
             return
@@ -64,13 +65,13 @@ class Stream:
         return buffer[: self.slots.layout.rooms[chunk]]
 
     def close(self) -> None:
-        """End the threads and let go of the files."""
+        """End the threads and close the files."""
         self._reader.shutdown()
         self._writer.shutdown()
         self.slots.close()
 
 
 def _finished(moving: _Moving) -> Tensor:
-    """Return the buffer once nothing reads or writes it. Raises the error of a transfer that failed."""
+    """Return the buffer once no thread reads or writes it. Raises the error of a transfer that failed."""
     moving.done.result()
     return moving.buffer

@@ -1,1 +1,1 @@
-"""Rules of update, a module each, and the learning rate over the steps."""
+"""The optimizers' update rules, one per module, and the learning-rate schedule."""

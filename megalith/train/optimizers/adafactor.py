@@ -1,5 +1,5 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): the second moments of a matrix are the product of those of its rows and of
-its columns."""
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a matrix's second moments are approximated by the product of row and column
+moments."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,24 +12,24 @@ from megalith.train.optimizers.global_tensors import GlobalSum, GlobalTensors, s
 from megalith.train.optimizers.rule import Part, opened
 
 DECAY = 0.8
-"""Second moments of update t (1 is the first) forget with 1 - t^-DECAY (section 7.2)."""
+"""At update t (from 1), second moments decay by the factor 1 - t^-DECAY (section 7.2)."""
 MIN_SQUARE = 1e-30
 """Added to squares of gradients: epsilon 1 of Algorithms 4 and 5."""
 MIN_SIZE = 1e-3
-"""The least size of a matrix that relative steps count: epsilon 2."""
+"""Lower bound of a matrix's root mean square in relative steps: epsilon 2."""
 MAXIMUM = 1.0
 """The root mean square of a matrix's update is clipped to this: d of Algorithm 4."""
 
 
 class _Seen(NamedTuple):
-    """Sums over a share's whole matrices."""
+    """Statistics over the whole matrices of a share."""
 
     rows: Tensor
     """Means of the squared gradient over each of the share's rows."""
     columns: Tensor
-    """Means over each of its columns."""
+    """Means over each of the share's columns."""
     mean: Tensor
-    """Means of the updated row moments over each matrix."""
+    """Mean of the updated row moments of each matrix."""
     size: Tensor | None
     """Root mean squares of the weights, for relative steps."""
 
@@ -37,8 +37,8 @@ class _Seen(NamedTuple):
 class Adafactor:
     """Algorithms 4 and 5 without a first moment: factored second moments, and updates clipped by their root mean square.
 
-    Each expert is a matrix of its own. The learning rate is the run's schedule. `relative_step` bounds it by 1 / sqrt(update) and
-    multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
+    Each expert is a matrix of its own. The run's schedule gives the learning rate. `relative_step` bounds the rate by 1 / sqrt(update)
+    and multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
@@ -47,7 +47,7 @@ class Adafactor:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and the moments of rows and columns.
 
-        Directions are computed once for their sizes and again for the update, so that only one is in memory at a time.
+        Directions are computed once for their norms and again for the update, so that only one direction is in memory at a time.
         """
         fresh = float(number + 1) ** -DECAY
         seen = self._seen(parts, fresh)
@@ -67,7 +67,7 @@ class Adafactor:
             part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
 
     def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
-        """Compute the sums for an update's denominator, over the whole matrices of all parts, in one message."""
+        """Compute the statistics for an update's denominator, over the whole matrices of all parts, in one message."""
         sums = [each for part in opened(parts) for each in self._partial(part)]
         totals = iter(self.whole.add_up(sums))
         found = {}
@@ -84,7 +84,7 @@ class Adafactor:
         return found
 
     def _partial(self, part: Part) -> list[GlobalSum]:
-        """This rank's part of the sums over a parameter, in the order in which `_seen` reads them."""
+        """This rank's terms of the sums over a parameter, in the order in which `_seen` reads them."""
         cut = self.whole.cuts[part.name]
         found = [squares(part.name, part.weight, cut)] if self.spec.relative_step else []
         if part.weight.dim() < 2:
@@ -102,7 +102,7 @@ class Adafactor:
         ]
 
     def _numel(self, part: Part) -> int:
-        """The number of elements of one of the parameter's matrices, or of a vector."""
+        """Return the number of elements of one matrix of the parameter, or of a vector."""
         return torch.Size(self.whole.cuts[part.name].shape[-2:]).numel()
 
 
@@ -117,7 +117,7 @@ def _remember(part: Part, seen: _Seen, fresh: float) -> None:
 
 
 def _direction(part: Part, seen: _Seen) -> Tensor:
-    """Return the gradient over the root of its second moments."""
+    """Return the gradient divided by the square root of its second moments."""
     row, column = part.slots["moments.row"], part.slots["moments.column"]
     if part.weight.dim() < 2:
         return part.gradient * row.rsqrt()

@@ -1,4 +1,4 @@
-"""A rule's view of tensors whose shares other ranks hold: sums over whole tensors, in one message, under every plan."""
+"""An update rule's access to whole tensors that are sharded over ranks: sums over whole tensors, in one message, under every plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +27,12 @@ class Cut(NamedTuple):
 
     @property
     def first_column(self) -> bool:
-        """True if the share begins with the whole parameter's first column, so that it is the first of those with the same rows."""
+        """True if the share begins at the whole parameter's first column: then it is the first of the shares with the same rows."""
         return not self.offset or self.offset[-1] == 0
 
 
 class GlobalSum(NamedTuple):
-    """This rank's part of a sum: `value` lies at `offset` of a tensor of `shape`, to which other ranks add theirs."""
+    """This rank's term of a sum: `value` lies at `offset` of a tensor of `shape`, to which other ranks add their terms."""
 
     name: str
     """The name of the parameter."""
@@ -40,7 +40,7 @@ class GlobalSum(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     counts: bool = True
-    """False: this rank contributes nothing, because another one contributes the same."""
+    """False: this rank adds nothing, because another rank adds the same value."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class GlobalTensors:
 
     cuts: Mapping[str, Cut]
     held: Mapping[str, Tensor]
-    """The parameters themselves, including their layout."""
+    """The parameters as sharded tensors, including their layout."""
     described: Mapping[str, Parameter] = field(default_factory=dict)
-    """The model's description of its parameters; for rules that split them into matrices."""
+    """The model's description of its parameters, for rules that split a parameter into matrices."""
     groups: Groups | None = None
-    """None: this process holds all of every parameter."""
+    """None: this process holds every parameter whole."""
     tied: frozenset[str] = frozenset()
-    """Parameters that both ends of the pipeline hold. Each end makes its own update, and both must be equal."""
+    """Parameters that both ends of the pipeline hold. Each end computes its own update, and the two updates must be equal."""
 
     @classmethod
     def of(
@@ -69,13 +69,13 @@ class GlobalTensors:
 
     @classmethod
     def alone(cls, parameters: Mapping[str, Tensor], described: Mapping[str, Parameter] | None = None) -> "GlobalTensors":
-        """One process that holds whole parameters."""
+        """Return the view for one process that holds whole parameters."""
         cuts = {name: Cut(tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for name, p in parameters.items()}
         return cls(cuts, parameters, described or {})
 
     def add_up(self, parts: Sequence[GlobalSum]) -> list[Tensor]:
-        """Return for each part its box of the sum over all ranks, in fp64. One all-reduce takes them all; ranks of a pipeline place call
-        it together, with the same names and shapes in the same order."""
+        """For each part, return its box of the sum over all ranks, in fp64. One all-reduce computes all sums; ranks of a pipeline place
+        call it together, with the same names and shapes in the same order."""
         if self.groups is None or self.groups.place.size() == 1 or not parts:
             return [part.value.double() for part in parts]
         sizes = [max(1, torch.Size(part.shape).numel()) for part in parts]
@@ -89,7 +89,7 @@ class GlobalTensors:
         return boxes
 
     def _agree(self, boxes: list[Tensor]) -> None:
-        """Give both ends of the pipeline the same bits of their own sums."""
+        """Give both ends of the pipeline bitwise equal sums for shared parameters."""
         if boxes and self.groups is not None and self.groups.ends.size() > 1:
             packed = torch.cat([box.flatten() for box in boxes])
             dist.all_reduce(packed, group=self.groups.ends)
@@ -98,7 +98,7 @@ class GlobalTensors:
 
 
 def squares(name: str, tensor: Tensor, cut: Cut) -> GlobalSum:
-    """Return a share's part of the sum of squares of each matrix in fp64, or of that of a vector. Each expert is a matrix of its own."""
+    """Return this share's terms of the sum of squares of each matrix, or of a vector, in fp64. Each expert is a matrix of its own."""
     dims = tuple(range(max(0, tensor.dim() - 2), tensor.dim()))
     total = torch.linalg.vector_norm(tensor, dim=dims or None, dtype=torch.float64).square_()
     return GlobalSum(name, total, cut.shape[:-2], cut.offset[:-2], cut.counted)
@@ -114,7 +114,7 @@ def _cut(name: str, parameter: nn.Parameter, first: bool) -> Cut:
 
 
 def _box(flat: Tensor, part: GlobalSum) -> Tensor:
-    """The part's box in a flat tensor of its whole shape."""
+    """Return the part's box in a flat tensor that has the whole shape."""
     found = flat.view(part.shape)
     for dim, (start, size) in enumerate(zip(part.offset, part.value.shape, strict=True)):
         found = found.narrow(dim, start, size)

@@ -1,4 +1,4 @@
-"""Homes of matrices: for an update, one rank gathers each whole matrix. Shares go there and back in one message each way."""
+"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares and results take one message each way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Box: TypeAlias = tuple[slice, slice]
 
 
 class Item(NamedTuple):
-    """One matrix: a parameter's, or that of one of its experts."""
+    """One matrix: a whole parameter, or one expert of a parameter."""
 
     name: str
     expert: int | None
@@ -28,22 +28,22 @@ class Item(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Cost of orthogonalising it, up to a factor."""
+        """Cost of orthogonalising the matrix, up to a constant factor."""
         return max(self.shape) * min(self.shape) ** 2
 
 
 @dataclass(frozen=True)
 class MatrixHome:
-    """A matrix and its ranks, by their numbers in the pipeline place."""
+    """A matrix and the ranks that handle it, as indices in the pipeline place."""
 
     item: Item
     home: int
     held: dict[int, Box]
-    """The ranks of one copy of the state that hold a part of the matrix, and their parts."""
+    """The ranks in one copy of the state that hold a part of the matrix, and these parts."""
 
     @cached_property
     def senders(self) -> dict[int, Box]:
-        """One holder of each part: the home if it holds the part, else the first holder."""
+        """One sender for each part: the home if it holds the part, else the first holder."""
         found: dict[tuple[int, ...], int] = {}
         for rank, box in self.held.items():
             key = tuple(edge for side in box for edge in (side.start, side.stop))
@@ -53,10 +53,8 @@ class MatrixHome:
 
 
 def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
-    """Return the home of each matrix among its candidates: the longest first, each to the candidate with the least work so far.
-    `loads`: the work that each rank already has; it is updated. Ties go to the first candidate. (Graham 1969: at most a third
-    above the
-    best.)
+    """Return the home of each matrix: in order of decreasing cost, each goes to its candidate with the least work so far. `loads`: the
+    work that each rank already has, updated in place. Ties go to the first candidate. (Graham 1969: at most a third above the optimum.)
     """
     homes: dict[Item, int] = {}
     for item, candidates in sorted(items, key=lambda each: -each[0].work):  # a stable sort: the same on every rank
@@ -66,9 +64,8 @@ def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, floa
 
 
 def homes_of(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
-    """Place the matrices of some of this rank's parameters among the ranks of its own copy of the state.
-
-    Every copy assigns them in the same way. No message is sent: each rank computes the shares of all ranks.
+    """Assign homes to the matrices of some of this rank's parameters, among the ranks of its own copy of the state. Every copy assigns
+    the same homes. No message is needed, because each rank can compute the shares of all ranks.
     """
     if whole.groups is None:
         return [MatrixHome(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
@@ -87,7 +84,7 @@ def homes_of(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
 
 
 def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[int]] | None) -> list[tuple[Item, Box]]:
-    """Return the matrices of a parameter that overlap a box (offset and sizes; None: all of it), and the overlap."""
+    """Return the matrices of a parameter that overlap a box (offset and sizes; None: the whole parameter), and the overlaps."""
     offset, sizes = part or ((0,) * len(shape), shape)
     if not prod(sizes):
         return []
@@ -107,14 +104,14 @@ class _View:
         place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
         world = ranks_in(groups.world, groups.place)
         self.everyone = {number: tuple(place(rank).values())[1:] for number, rank in enumerate(world)}
-        """Place of each rank of the pipeline place on the mesh: its copy comes first."""
+        """Mesh coordinates of each rank of the pipeline place: first its copy of the state."""
         copy = self.everyone[world.index(groups.rank)][0]
         self.ranks = {rank: stand for rank, stand in self.everyone.items() if stand[0] == copy}
-        """The ranks of this rank's own copy of the state."""
+        """The ranks that hold the same copy of the state as this rank."""
         self._at = {stand[1:]: rank for rank, stand in self.ranks.items()}
 
     def twin(self, rank: int) -> int:
-        """Return the rank of this copy at the place of `rank`, which may be in another copy."""
+        """Return this copy's counterpart of `rank`, which may be in another copy."""
         return self._at[self.everyone[rank][1:]]
 
     def holders(self, name: str, whole: GlobalTensors) -> dict[Item, dict[int, Box]]:
@@ -128,7 +125,7 @@ class _View:
 
 
 class MatrixExchange:
-    """The messages of this rank: parts of matrices to their homes, and the results back to all ranks that hold parts."""
+    """This rank's messages: parts of matrices to their homes, and results back to all ranks that hold parts."""
 
     def __init__(self, whole: GlobalTensors, placed: Sequence[MatrixHome]) -> None:
         self.whole, self.placed = whole, placed
@@ -136,16 +133,16 @@ class MatrixExchange:
         self.rank = self.group.rank() if self.group else 0
         self.ranks = self.group.size() if self.group else 1
         self.exchanges = self.group is not None and any(len(each.held) > 1 for each in placed)
-        """True if any rank sends a message: the same on all ranks of a pipeline place."""
+        """True if any rank sends a message; all ranks of a pipeline place have the same value."""
 
     @property
     def mine(self) -> list[MatrixHome]:
-        """The matrices whose home is here."""
+        """The matrices whose home is this rank."""
         return [each for each in self.placed if each.home == self.rank]
 
     def gather(self, shares: Mapping[str, Tensor]) -> Callable[[], dict[Item, Tensor]]:
-        """Send this rank's shares of all parameters to the homes. The returned function waits, and returns the whole matrices
-        whose home is here."""
+        """Send this rank's shares of all parameters to the homes. Return a function that waits, and returns the whole matrices whose
+        home is this rank."""
         sent = [
             [(each, box) for each in self.placed if each.home == rank and (box := each.senders.get(self.rank))]
             for rank in range(self.ranks)
@@ -166,7 +163,8 @@ class MatrixExchange:
         return wait
 
     def scatter(self, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
-        """Send the matrices at home here to all ranks that hold parts of them, and fill this rank's `shares` from all homes."""
+        """Send the matrices whose home is this rank to all ranks that hold parts of them, and fill this rank's `shares` from all
+        homes."""
         sent = [[(each, box) for each in self.mine if (box := each.held.get(rank))] for rank in range(self.ranks)]
         received = [
             [(each, each.held[self.rank]) for each in self.placed if each.home == rank and self.rank in each.held]
@@ -181,11 +179,11 @@ class MatrixExchange:
                 target.copy_(piece.view(target.shape))
 
     def _part(self, share: Tensor, item: Item) -> Tensor:
-        """This rank's part of a matrix in its share of the parameter."""
+        """Return the part of a matrix that lies in this rank's share of the parameter."""
         return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
 
     def _all_to_all(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Send pieces to each rank; return a function that waits and returns the pieces from each rank."""
+        """Send each rank its pieces; return a function that waits and returns the pieces received from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]
         if not self.exchanges:

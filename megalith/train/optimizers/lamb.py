@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2): Adam's direction, scaled to the size of the matrix that it changes."""
+"""LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2): Adam's direction, scaled by the norm of the matrix that it updates."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,10 @@ from megalith.train.optimizers.rule import Part, opened
 
 
 class Lamb:
-    """w <- w - lr |w| / |u| u, where u = m / (sqrt(v) + eps) + decay w, with both moments corrected for their bias.
+    """w <- w - lr |w| / |u| u, where u = m / (sqrt(v) + eps) + decay w, with both moments bias-corrected.
 
-    Norms are those of whole matrices; each expert is a matrix of its own. phi is the identity. The ratio is 1 for vectors, and where one
-    of the norms is 0.
+    Norms are taken over whole matrices; each expert is a matrix of its own. phi is the identity. The ratio is 1 for vectors, and for a
+    matrix with a norm of 0.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
@@ -49,8 +49,8 @@ class Lamb:
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
     def _ratios(self, weights: Mapping[str, GlobalSum], updates: Mapping[str, GlobalSum]) -> dict[str, Tensor]:
-        """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64. Squares are this rank's
-        parts. Directions are computed once for their norms and again for the update, so that only one is in memory at a time.
+        """Return |w| / |u| of each matrix of this rank's shares, by name of the parameter, in fp64. Squares are this rank's parts.
+        Directions are computed once for their norms and again for the update, so that only one direction is in memory at a time.
         """
         norms = [total.sqrt() for total in self.whole.add_up([*weights.values(), *updates.values()])]
         pairs = zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True)

@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675): every weight moves by the learning rate, up or down."""
+"""Lion (Chen et al. 2023, arXiv:2302.06675): every weight moves up or down by the learning rate."""
 
 from collections.abc import Sequence
 

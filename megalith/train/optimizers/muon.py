@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982): each matrix moves by the orthogonal factor of its moment."""
+"""Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982): each matrix is updated by the orthogonal polar factor of its momentum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from megalith.train.optimizers.orthogonal import orthogonal, steps_of
 from megalith.train.optimizers.rule import Part, opened
 
 ROOT_MEAN_SQUARE = 0.2
-"""The update of a matrix [m, n] has a root mean square of about 0.2, like AdamW's: its orthogonal factor times 0.2 sqrt(max(m,
-n))
-(Liu et al. 2025, section 2.2). So the learning rate and the weight decay of AdamW serve for Muon."""
+"""The update of a matrix [m, n] is its orthogonal factor times 0.2 sqrt(max(m, n)), which has a root mean square of about 0.2, like
+AdamW's (Liu et al. 2025, section 2.2). So AdamW's learning rate and weight decay can be reused for Muon."""
 
 
 class Muon:
-    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T of m, or of Nesterov's look ahead.
+    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T, the orthogonal factor of m, or of
+    Nesterov's look-ahead.
 
     Each matrix is orthogonalised whole, on its home rank, so the result has the same bits under every plan.
     """
@@ -32,7 +32,7 @@ class Muon:
         self._exchange: MatrixExchange | None = None
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
-        """Update the moments and send them to the homes of their matrices; the returned function updates the weights."""
+        """Update the moments and send them to the homes of their matrices. Return a function that updates the weights."""
         exchange = self._exchange = self._exchange or MatrixExchange(
             self.whole, homes_of(self.whole, [part.name for part in parts])
         )
@@ -50,7 +50,7 @@ class Muon:
         return finish
 
     def _direction(self, part: Part) -> Tensor:
-        """Update the moment; return the matrix to orthogonalise, in the iteration's number format."""
+        """Update the moment; return the matrix to orthogonalise, in the dtype of the iteration."""
         moment, momentum = part.slots["moments.first"], self.spec.momentum
         moment.lerp_(part.gradient, 1 - momentum)
         direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
@@ -60,8 +60,8 @@ class Muon:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
 
     def _orthogonal(self, matrix: Tensor, matrices: tuple[Runs, ...]) -> Tensor:
-        """Orthogonalise each of the matrices that are stored as one. Each gets memory of its own, because alignment may change
-        bits."""
+        """Orthogonalise each matrix of a tensor that holds several. Each gets its own memory, because alignment may change the bits of
+        the result."""
         if len(matrices) == 1:
             return orthogonal(matrix, self.steps)
         for runs in matrices:
@@ -71,7 +71,7 @@ class Muon:
         return matrix
 
     def _step(self, part: Part, direction: Tensor, lr: float) -> None:
-        """Update a share of the weights by its share of the orthogonal factor."""
+        """Update a share of the weights by the same share of the orthogonal factor."""
         part.weight.mul_(1 - lr * part.weight_decay)
         cut, matrices = self.whole.cuts[part.name], self._matrices(part.name)
         columns = cut.shape[-1]

@@ -1,4 +1,4 @@
-"""The orthogonal factor of a matrix by an iteration of products alone: what Muon does with a moment."""
+"""The orthogonal factor of a matrix, computed by an iteration that only multiplies matrices. Muon applies it to moments."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 Step: TypeAlias = tuple[float, float, float]
-"""a, b, c of one step: X <- a X + (b A + c A A) X, where A = X X^T."""
+"""Coefficients a, b, c of one step: X <- a X + (b A + c A A) X, where A = X X^T."""
 
 NEWTON_SCHULZ: Step = (3.4445, -4.7750, 2.0315)
-"""One step of Jordan's quintic iteration (kellerjordan.github.io/posts/muon, 2024), the same each time. It leaves singular values between
-0.7 and 1.2."""
+"""One step of Jordan's quintic iteration (kellerjordan.github.io/posts/muon, 2024), the same each time. The result has singular values
+between 0.7 and 1.2."""
 
 POLAR_EXPRESS: tuple[Step, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -27,11 +27,11 @@ POLAR_EXPRESS: tuple[Step, ...] = (
 repeats."""
 
 SAFETY = 1.01
-"""Singular values are assumed to be larger by this factor, so that rounding above 1 does not grow (section 4 of the same
-paper)."""
+"""The steps are computed as if singular values were larger by this factor, so that values rounded above 1 do not grow (section 4 of the
+same paper)."""
 
 MINIMUM = 1e-7
-"""A matrix with a smaller norm is left small: torch.optim.Muon's eps."""
+"""Lower bound of the norm that a matrix is divided by: torch.optim.Muon's eps."""
 
 
 def steps_of(coefficients: str, iterations: int) -> tuple[Step, ...]:
@@ -46,10 +46,10 @@ def steps_of(coefficients: str, iterations: int) -> tuple[Step, ...]:
 
 
 def orthogonal(matrix: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Return about U V^T for a matrix [m, n] = U S V^T, in the number format of `matrix`, which is overwritten.
+    """Return an approximation of U V^T for a matrix [m, n] = U S V^T, in the dtype of `matrix`, which is overwritten.
 
-    One matrix at a time, even with many experts: batched products use other kernels with another order of sums, so the bits would
-    depend on the plan. The operations are those of torch.optim.Muon, in their order.
+    Matrices are processed one at a time, even with many experts: batched products sum in another order, so the bits would depend on the
+    plan. The operations are those of torch.optim.Muon, in their order.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

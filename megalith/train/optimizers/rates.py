@@ -1,4 +1,4 @@
-"""The learning rate over the updates of a run."""
+"""The learning rate of each update of a run."""
 
 import math
 
@@ -7,10 +7,11 @@ from megalith.spec.run import BranchSpec, OptimizerSpec
 
 
 def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> float:
-    """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
-    one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0.
+    """Return the rate of update `update` (from 0) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
+    update. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers, that update's
+    rate is 0.
 
-    A `branch` follows the schedule of its original run; with a decay of its own, it decays from its first update on instead."""
+    A `branch` follows its original run's schedule. If the branch has its own decay, it decays from its first update on instead."""
     if branch is not None:
         return _branched(update, branch, spec)
     warmup = spec.warmup_updates(steps)
@@ -32,8 +33,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
 
 
 def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
-    """Return the rate of an update of a branch: from the rate that its first update would have, down to the lowest at the last
-    update of the decay, linearly, or by 1 - sqrt if that is the schedule."""
+    """Return the rate of an update of a branch with its own decay: from the original schedule's rate at the branch's first update, to
+    the minimum at the decay's last. The decay is linear, or 1 - sqrt if the schedule is."""
     begins = branch.updates if branch.decay else update
     start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
     if update < branch.updates or not branch.decay:
@@ -44,8 +45,8 @@ def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
 
 
 def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> bool:
-    """Return True if an update lies in the decay at the end of `wsd` or `1-sqrt`, or in that of a branch: its rate is lower than the one
-    before the decay. `update`: its number, from 0. `steps`: all updates of the run."""
+    """Return True if an update lies in the final decay of `wsd` or `1-sqrt`, or in a branch's own decay, where the rate is lower than
+    before. `update`: its number, from 0. `steps`: all updates of the run."""
     if branch is not None and branch.decay:
         return update >= branch.updates
     total = steps if branch is None else branch.steps
@@ -53,5 +54,5 @@ def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec |
 
 
 def _left(update: int, *, spec: OptimizerSpec, steps: int) -> float:
-    """The share of the decay at the end of a run that is still to come."""
+    """Return the share of a run's final decay that is still to come."""
     return min(1.0, (steps - 1 - update) / max(1.0, decay_updates(spec, steps)))

@@ -1,4 +1,5 @@
-"""Rule of an optimizer: a function over the slots of each parameter's share. The update of a rank's parameters: each by its rule."""
+"""An update rule: a function over the slots of each parameter's share. The update of a rank's parameters, each by its optimizer's
+rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -24,35 +25,35 @@ class Part(NamedTuple):
     slots: Mapping[str, Tensor]
     """The optimizer's tensors, by the names of its slots."""
     lr: float = 1.0
-    """Factor of the learning rate."""
+    """Factor applied to the learning rate."""
     weight_decay: float = 0.0
     eps: float = 1.0
-    """Factor of the epsilon, for rules that have one."""
+    """Factor applied to epsilon, in rules that have one."""
     home: "Home | None" = None
-    """The home of its slots, if they are not on the device: `opened` yields the part with them."""
+    """The home of its slots, if they are not on the device; `opened` yields the part with them."""
     first: int = 0
-    """The first number of the share, if this is a flat piece of it."""
+    """If this part is a flat piece of a share: its first element's index."""
     small: PackedState | None = None
-    """Access to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
+    """Access to moments and master weights kept in few bits; `opened` yields the part with both in fp32."""
 
 
 class Home(Protocol):
-    """A place of state that is not on the device (`train.offload.home`)."""
+    """A place for state that is not on the device (`train.offload.home`)."""
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are also there."""
+        """True if this home also holds the master weights."""
         ...
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state on the device, each whole or in flat pieces. Changes are stored at the next
-        iteration."""
+        """Yield the parts with their state on the device, each whole or in flat pieces. Changes to a part are stored when the next one
+        is requested."""
         ...
 
 
 def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
-    """Yield the parts one by one, with all that an update changes on the device. A part whose rule works on single elements may
-    be passed in pieces. `weights_alone`: the slots are not needed."""
+    """Yield the parts one by one, with all tensors that an update changes on the device. A part with an elementwise rule may come in
+    pieces. `weights_alone`: the caller does not need the slots."""
 
     def home(part: Part) -> "Home | None":
         return None if part.home is None or (weights_alone and not part.home.masters) else part.home
@@ -77,25 +78,25 @@ def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Rule(Protocol):
-    """Updates weights. It keeps nothing between two updates: all its state is in slots."""
+    """Updates weights. A rule keeps no state of its own between updates: all state is in slots."""
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
-        """`whole`: a rule's view of the tensors whose shares other ranks hold."""
+        """`whole`: gives the rule sums over whole tensors that are sharded over ranks."""
         ...
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
-        """Update all parts from their gradients. `number` counts the updates before this one.
+        """Update all parts from their gradients. `number`: updates made before this one.
 
-        A rule that waits for other ranks may return the rest of its work as a function, which is called after the other rules.
-        All ranks of a pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is
-        one element gets no share that is empty on this rank; any other rule gets all. Weights and slots may be read and changed
+        A rule that must wait for other ranks may return a function with the rest of its work; this function is called after the other
+        rules. All ranks of a pipeline place call it together, with shares of the same parameters in the same order. An elementwise rule
+        gets only shares that are not empty on this rank; any other rule gets all shares. A rule may read and change weights and slots
         only within `opened`.
         """
         ...
 
 
 def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts that share a factor of the learning rate, a weight decay and a factor of epsilon."""
+    """Yield groups of parts that have the same learning-rate factor, weight decay and epsilon factor."""
 
     def settings(part: Part) -> tuple[float, float, float]:
         return part.lr, part.weight_decay, part.eps
@@ -105,14 +106,14 @@ def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Optimizer:
-    """The rule of each parameter, which its row in `spec.optimizers` names. Ranks of one pipeline place hold shares of the same
-    parameters, so they use the same rules."""
+    """The update rules of a rank: a parameter's row in `spec.optimizers` names its rule. Ranks of one pipeline place hold shares of the
+    same parameters, so they use the same rules."""
 
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None
     ) -> None:
-        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage.
-        `target`: the kind of device that a dry run is for; None: the tensors' own."""
+        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of a rank with another stage.
+        `target`: the kind of device that a dry run is for; None: that of the tensors."""
         self.treated, self.whole, self.target = treated, whole, target
         kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
         first = sorted(
@@ -136,7 +137,7 @@ class Optimizer:
             rest()
 
     def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
-        """Return the parts in the form for their rules, for a change of weights after an update: `opened` yields their master
+        """Return the parts in the form for their rules, so that weights can be changed after an update: `opened` yields their master
         weights in fp32. `number`: the seed of stochastic rounding."""
         return [self._treated(part, self.treated[part.name], number) for part in parts]
 

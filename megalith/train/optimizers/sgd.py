@@ -11,10 +11,10 @@ from megalith.train.optimizers.rule import Part, alike, together
 
 
 class SGD:
-    """v <- momentum v + g, with g + decay w for g; w <- w - lr v, or w - lr (g + momentum v) with Nesterov's look ahead.
+    """g <- g + decay w; v <- momentum v + g; w <- w - lr v, or w - lr (g + momentum v) with Nesterov's look-ahead.
 
-    Weight decay is part of the gradient and passes through the moment, as in torch.optim.SGD. All other optimizers here decouple
-    it.
+    Weight decay is added to the gradient and passes through the moment, as in torch.optim.SGD. All other optimizers here decouple
+    weight decay.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:

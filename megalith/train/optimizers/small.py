@@ -1,5 +1,4 @@
-"""Moments and master weights in few bits: a rule gets them in fp32, and one piece at a time if it updates each element
-separately."""
+"""Moments and master weights in few bits: an update rule gets them in fp32. An elementwise rule gets them one piece at a time."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
@@ -19,27 +18,27 @@ if TYPE_CHECKING:
     from megalith.train.optimizers.rule import Part
 
 WORD = 16
-"""Bits that bf16 leaves of an fp32 number."""
+"""Bits of an fp32 number that bf16 does not hold."""
 LANES = 64
-"""A piece is padded to whole vectors: kernels round the elements after the last whole vector differently, so a cut would change
-bits."""
+"""A piece is padded to whole SIMD vectors: kernels round elements after the last whole vector differently, so unpadded pieces would
+change bits."""
 
 
 class PackedState(NamedTuple):
-    """Opens the tensors of one parameter in few bits: moments, master weights in two halves, and its gradient."""
+    """Converts one parameter's tensors in few bits to fp32 and back: moments, master weights in two halves, and the gradient."""
 
     name: str
     slots: tuple[Slot, ...]
-    """The moments of the parameter's shape; some may be wide."""
+    """The moments with the parameter's shape; some may be in fp32."""
     lower: Slot | None
     """The lower half of its master weights; None: they are in fp32."""
     number: int
-    """The update, which draws of stochastic rounding depend on."""
+    """The number of the update, which seeds stochastic rounding."""
     cut: Cut
     alone: bool
-    """True if each element is updated separately, so that a part may come in pieces."""
+    """True if the rule is elementwise, so that a part may come in pieces."""
     target: str | None
-    """The kind of device that determines the size of pieces; None: that of the tensors."""
+    """The kind of device that determines the size of pieces; None: the kind that the tensors are on."""
 
     @classmethod
     def of(
@@ -53,7 +52,7 @@ class PackedState(NamedTuple):
         narrow: bool = False,
         target: str | None = None,
     ) -> "PackedState | None":
-        """None if all slots are wide, and the master weights too. `narrow`: the gradient is not in fp32."""
+        """Return None if all slots and the master weights are in fp32. `narrow`: the gradient is not in fp32."""
         moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
         lower = next((slot for slot in slots if slot in LOWER.values()), None)
         found = cls(name, moments, lower, number, cut, alone, target)
@@ -70,12 +69,12 @@ class PackedState(NamedTuple):
         return self.lower is not None
 
     def _piece(self, device: torch.device) -> int:
-        """Return the number of elements in fp32 at a time, if each element is updated separately."""
+        """Return how many elements an elementwise rule gets in fp32 at a time."""
         return PIECES[self.target or device.type]
 
     def opened(self, part: "Part", *, weights_alone: bool = False) -> "Iterator[Part]":
-        """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are stored at the next
-        iteration. `weights_alone`: the moments are not needed."""
+        """Yield a part, or flat pieces of one, with moments and master weights in fp32. Changes are stored when the next one is
+        requested. `weights_alone`: the caller does not need the moments."""
         if not self.few:
             yield from self._with_wide_gradient(part)
             return
@@ -144,7 +143,7 @@ class PackedState(NamedTuple):
         lower.copy_(low)
 
     def _filled(self, part: "Part", weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> "Iterator[Part]":
-        """Yield a flat piece. It is padded to whole vectors if it has moments of few bits; else it has the length that it would
+        """Yield a flat piece. A piece is padded to whole vectors if its moments are in few bits; else it has the length that it would
         have in fp32."""
         few = any(slot.number != "fp32" for slot in near)
         numbers, missing = weight.numel(), -weight.numel() % LANES if few else 0
@@ -160,13 +159,13 @@ class PackedState(NamedTuple):
 
 
 def rows_of(cut: Cut, device: torch.device) -> Tensor:
-    """Return the numbers (int64) of a share's rows in its whole parameter."""
+    """Return the indices (int64) of a share's rows in the whole parameter."""
     return moments.rows_of(cut.shape, cut.offset, cut.sizes, device)
 
 
 def keep(moment: Tensor, into: Tensor, slot: Slot, *, name: str, number: int, rows: Tensor, first: int) -> None:
-    """Keep rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: their numbers in the whole parameter. `first`:
-    their first column. `number`: the update."""
+    """Keep rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: indices of these rows in the whole parameter.
+    `first`: their first column. `number`: the update."""
     if slot.number == "fp32":
         into.copy_(moment)
         return

@@ -1,1 +1,1 @@
-"""A user's own parts in a rank: they are imported, inserted, and tested before the first step."""
+"""A user's own classes and functions in a rank: their import, insertion, and test before the first step."""

@@ -1,5 +1,4 @@
-"""A run's own parts on this rank: they are imported, and compared between ranks and with those at the run's
-beginning."""
+"""The user's own parts on this rank: their import, and the comparison of their sources between ranks and with the run's last start."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from megalith.train.own.trial import try_rule
 
 
 def admit(spec: RunSpec) -> dict[str, str]:
-    """Import every own part of a run that a command was given, and return the digest of its source by its key.
+    """Import every own part that a run names, and return the digest of each part's source, by the part's key.
 
     Raises own.OwnPartError for a part that cannot be imported, and for an optimizer or a part of the model that differs from its
     declaration."""
@@ -38,7 +37,7 @@ def admit(spec: RunSpec) -> dict[str, str]:
 
 
 def _opens_state(spec: RunSpec) -> bool:
-    """Return True if `opened` gives a rule copies of the stored tensors: the state is not on the device, or state or gradients
+    """Return True if `opened` gives a rule copies instead of the stored tensors, because state is off the device, or state or gradients
     are in few bits."""
     optimizer = spec.optimizer
     few = {optimizer.moments, optimizer.master, spec.train.gradients} != {"fp32"}
@@ -46,20 +45,21 @@ def _opens_state(spec: RunSpec) -> bool:
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each source that changed since the run's last start, with its parts."""
+    """Return a sentence, with the parts, for each source file that changed since the run's last start."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
-        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have given other steps from here on. Put it "
+        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have computed different steps. Put it "
         "back unless the change is meant"
         for old, new in dict.fromkeys(changed.values())
     ]
 
 
 def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, group: dist.ProcessGroup) -> None:
-    """Compare the own parts of all ranks: their sources, and sample `index` of an own source of samples, which each rank draws twice.
+    """Compare the user's own parts on all ranks: their source code, and, for an own data source, sample `index`, which each rank draws
+    twice.
 
-    Raises own.OwnPartError, on every rank, naming what differs. All ranks of `group` call it together."""
+    Raises own.OwnPartError on every rank, with the differing part. All ranks of `group` call it together."""
     if not digests:
         return
     mine = {f"the source of {key}": digest for key, digest in digests.items()}
@@ -71,11 +71,11 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (mine, repeats), group=group)
     if odd := [rank for rank, (_, same) in enumerate(everyone) if not same]:
-        raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. It must follow from the number alone")
+        raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. A sample must depend on its number alone")
     for what, value in mine.items():
         if odd := [rank for rank, (other, _) in enumerate(everyone) if other.get(what) != everyone[0][0][what]]:
             raise own.OwnPartError(
-                f"{what} differs between rank 0 and ranks {odd}. All ranks need the same ({value[:12]}... here)"
+                f"{what} differs between rank 0 and ranks {odd}. All ranks need the same source ({value[:12]}... here)"
             )
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megalith import own
 
 CALLBACKS = "callbacks"
-"""Key of the states, in a checkpoint and in the text of a copy in memory."""
+"""Key of the callbacks' states, in a checkpoint and in the text of a copy in memory."""
 ROOM = 4096
 """Bytes that the state of one callback may take as JSON."""
 
 
 class Done(NamedTuple):
-    """A finished step, in numbers that all ranks of a site know; a run without sites counts as one site."""
+    """The facts of a finished step that all ranks of a site know; a run without sites counts as one site."""
 
     step: int
     """The step's number; the first is 1."""
@@ -24,25 +24,26 @@ class Done(NamedTuple):
     grad_norm: float
     lr: float
     tokens_seen: int
-    """Tokens that the run has read by then."""
+    """Tokens that the run has read by the end of this step."""
     skipped: str
-    """Why the update was skipped; empty if it was made."""
+    """Why the step's update was skipped; empty if the update was made."""
     rank: int
-    """This rank of its site, the only value here that differs between ranks. A callback that writes or sends does so on rank 0."""
+    """This rank's number in its site, the only value here that differs between ranks. A callback that writes or sends data should do so
+    on rank 0."""
     site: int = 0
-    """This rank's site. Sites differ in the loss, and without data parallelism between them in the norm."""
+    """This rank's site. The loss differs between sites, and so does the norm without data parallelism between sites."""
 
 
 class Callback(Protocol):
     """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
 
-    All ranks of a site pass the same numbers, so its state is the same on each; they compare it at each checkpoint. A callback that
-    keeps anything from step to step also has `state` and `load`. Without them it is refused if its attributes change. It trains
-    nothing: it has no weights or gradients, and parity does not call it. An exception in it ends the run.
+    All ranks of a site pass the same numbers, so the state is the same on each; ranks compare it at each checkpoint. A callback that
+    keeps state from step to step must also have `state` and `load`. Without them, the run ends if its attributes change. A callback has
+    no access to weights or gradients, and `megalith parity` does not call it. An exception in it ends the run.
     """
 
     def after_step(self, done: Done) -> bool | None:
-        """Handle a finished step. Return True to make the run save and stop after the next one; with sites, this site is asked to
+        """Handle a finished step. Return True to make the run save and stop after the next step; with sites, only this site is asked to
         stop, as by a signal."""
         ...
 
@@ -59,7 +60,7 @@ class Callbacks:
     """The callbacks of one rank."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """`names`: `module:object` each. Raises own.OwnPartError for an object that is not a callback."""
+        """`names`: each is `module:object`. Raises own.OwnPartError for an object that is not a callback."""
         self._all = {name: _made(name) for name in names}
         self._stateful = {name for name, one in self._all.items() if hasattr(one, "state") and hasattr(one, "load")}
         self._tried = False
@@ -69,11 +70,12 @@ class Callbacks:
 
     @property
     def room(self) -> int:
-        """Bytes that their states take at most."""
+        """The maximum bytes of all callbacks' states."""
         return (ROOM + 256) * len(self._all)
 
     def after_step(self, done: Done) -> bool:
-        """Call each; return True if one asks the run to stop. Raises own.OwnPartError for a callback with an undeclared state."""
+        """Call each callback; return True if one asks the run to stop. Raises own.OwnPartError for a callback with an undeclared
+        state."""
         asked = False
         for name, one in self._all.items():
             watched = not self._tried and name not in self._stateful
@@ -101,19 +103,19 @@ class Callbacks:
         return found
 
     def add_to(self, told: str) -> str:
-        """Return `told`, the text of a JSON object in a copy in memory, with the states added."""
+        """Return `told`, the JSON text of a copy in memory, with the callbacks' states added."""
         states = self.dump()
         return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Restore the saved states; a callback without a saved state begins from its first one."""
+        """Restore the saved states; a callback without a saved state keeps its initial one."""
         for name in self._stateful & states.keys():
             self._all[name].load(states[name])
 
 
 def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the states, after all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any
-    differ."""
+    """Return the states, after all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any state
+    differs."""
     if not callbacks:
         return {}
     mine, everyone = callbacks.dump(), list[Any]([None] * group.size())
@@ -122,7 +124,7 @@ def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, 
         odd = [rank for rank, other in enumerate(everyone) if other[name] != everyone[0][name]]
         if odd:
             raise own.OwnPartError(
-                f"the state of {name} differs between rank 0 and ranks {odd}. Let it follow from the numbers that all ranks get"
+                f"the state of {name} differs between rank 0 and ranks {odd}. Compute it only from values that are equal on all ranks"
             )
     return mine
 
@@ -133,5 +135,5 @@ def _made(name: str) -> Any:
     if not callable(getattr(made, "after_step", None)):
         raise own.OwnPartError(f"{name} has no method after_step")
     if hasattr(made, "state") != hasattr(made, "load"):
-        raise own.OwnPartError(f"{name} has one of state() and load(), and needs both or neither")
+        raise own.OwnPartError(f"{name} has one of state() and load(), but needs both or neither")
     return made

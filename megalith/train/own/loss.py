@@ -1,4 +1,4 @@
-"""A user's own loss of a token, in the place of cross-entropy."""
+"""A user's own loss per token, used in place of cross-entropy."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from megalith.parallel.tensor import VocabularyCrossEntropy
 
 
 def use_loss(stages: Iterable[Stage], name: str) -> None:
-    """Make the output of each stage use a user's own loss of a token in place of cross-entropy."""
+    """Make each stage's output layer use a user's own loss per token in place of cross-entropy."""
     of_token: Any = own.load(name)
     for stage in stages:
         for module in stage.modules():

@@ -1,4 +1,4 @@
-"""A trial of a user's own parts of a model on a small one: their results must agree with the declarations in their rows."""
+"""A trial of a user's own model parts in a small model: their results must agree with what their rows declare."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,10 +24,10 @@ Call = Callable[[nn.Module, Tensor, Batch], Tensor]
 
 
 def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
-    """Run each own part of a small model of this family forward and backward on the CPU, whole and as two tensor ranks would.
+    """Run each own part forward and backward on the CPU in a small model of this family, whole and as two tensor-parallel ranks would.
 
-    Raises own.OwnPartError for a part that draws random numbers, changes the shape, sees tokens that it must not see, or whose declared
-    cuts do not add up to the whole. `masked`: documents of a sequence must not see each other."""
+    Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or has declared cuts
+    that do not add up to the whole. `masked`: documents of a sequence must not see each other."""
     small: Any = sizes  # every family has `small` and `build`
     spec = small.small(layers=1, unit=RANKS, heads_unit=RANKS).build()
     try:
@@ -62,9 +62,13 @@ def _try(module: nn.Module, declared: OwnModule, x: Tensor, stage: Stage, *, mas
     with torch.no_grad():
         out = call(module, x, batch)
         if out.shape != x.shape:
-            raise own.OwnPartError(f"{name} makes {list(out.shape)} of x {list(x.shape)}: return the same shape")
+            raise own.OwnPartError(
+                f"{name} returns shape {list(out.shape)} for x of shape {list(x.shape)}: return the same shape"
+            )
         if not torch.equal(out, call(module, x, batch)):
-            raise own.OwnPartError(f"{name} gives another result for the same x: keep no state and draw no random numbers")
+            raise own.OwnPartError(
+                f"{name} gives another result when called again with the same x: keep no state and draw no random numbers"
+            )
         if kind == "attention":
             _try_sight(module, declared, x, out, batch, stage, masked=masked)
         elif not _same(out, _in_halves(module, x, positions, stage, call)):
@@ -103,7 +107,7 @@ def _try_sight(
 
 
 def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, call: Call) -> None:
-    """Compare the part with the sum of two tensor ranks' results, and its gradients with theirs."""
+    """Compare the whole part's result and gradients with the combined ones of two tensor-parallel ranks."""
     weight = torch.linspace(-1, 1, x.numel()).view_as(x)
     whole_x, cut_x = (x.clone().requires_grad_() for _ in range(2))
     out = call(module, whole_x, batch)
@@ -143,7 +147,7 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
 
 
 class _Trial(Split):
-    """One of two tensor ranks that send nothing: the caller adds up their results."""
+    """One of two simulated tensor-parallel ranks, whose results the caller adds up."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -153,7 +157,7 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """A core in which each token sees only itself. Its queries and keys also count, because they contain the positions."""
+    """An attention core in which each token sees only itself. Queries and keys also matter, because they contain the positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))

@@ -19,12 +19,12 @@ OPENED = "Read and change weights and slots within megalith.train.optimizers.rul
 
 @torch.no_grad()
 def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
-    """Update a small matrix twice: at once, with a new rule for each update, and in two halves of its rows.
+    """Update a small matrix twice, in three ways: whole, with a new rule for each update, and in two halves of its rows.
 
-    Raises own.OwnPartError if a new rule changes the result: then the rule keeps state outside its slots, which no checkpoint
-    holds. Also raises it if the row declares an elementwise update, and halves give another result than the whole. `away`: also
-    update with weights and slots that exist only within `opened`, like state in host memory or on disk (`train.offload.home`) and
-    numbers of few bits (`train.optimizers.small`): in flat pieces if the update is elementwise."""
+    Raises own.OwnPartError if a new rule changes the result, because the rule then keeps state outside its slots, which no checkpoint
+    saves; also if the row declares an elementwise update, but halves give another result. `away`: also update with weights and slots
+    that exist only within `opened`, as is the case for state in host memory or on disk (`train.offload.home`) and numbers of few bits
+    (`train.optimizers.small`): in flat pieces if the update is elementwise."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
@@ -33,7 +33,7 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
     if not torch.equal(at_once, anew):
         raise own.OwnPartError(
-            f"{kind} gives another second update after its rule is created again: keep lasting state only in slots"
+            f"{kind} gives a different second update if its rule is created again before it: keep lasting state only in slots"
         )
     if row.unit == "element":
         halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
@@ -53,7 +53,7 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
 
 
 class _Pieces:
-    """A home of a share and its state, which it yields in two flat pieces, or whole."""
+    """A home of a share and its state, which yields both in two flat pieces, or whole."""
 
     masters = True
 
@@ -73,7 +73,7 @@ class _Pieces:
 
 
 def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False, away: bool = False) -> Tensor:
-    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: the state exists
+    """Return the matrix after two updates of each of its cuts. `anew`: a new rule makes the second update; `away`: the state exists
     only within `opened`."""
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))

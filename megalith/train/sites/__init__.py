@@ -1,1 +1,1 @@
-"""Training across sites: what a merge computes, and how sites exchange what it needs."""
+"""Training across sites: the arithmetic of a merge, and the messages that sites exchange for it."""

@@ -1,4 +1,4 @@
-"""Checkpoints that sites offer each other when they meet, and the one that they begin from."""
+"""Checkpoints that sites offer each other when they meet, and the choice of the one that all begin from."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,13 +7,13 @@ from megalith.train.sites.messages import CheckpointOffer
 
 
 def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) -> tuple[CheckpointOffer | None, int]:
-    """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
+    """Return the checkpoint to begin from (None: the initial weights), and the site that decides merges from there on.
 
-    `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The newest
-    checkpoint that all of these hold (of those present that have any) loses no site's state, so it comes first. If there is none,
-    the newest that a quorum holds is taken, and the other sites get its weights. Otherwise it is the newest of all. The site that
-    the run file names decides; else the first that holds the checkpoint. Raises ValueError where a named site has no checkpoint,
-    but others do.
+    `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The first choice is
+    the newest checkpoint that all of these sites hold (apart from those absent or without checkpoints), because it loses no site's
+    state. The second is the newest that a quorum holds; the other sites get its weights. The last is the newest of all. The site that
+    the run file names decides merges; else the first site that holds the checkpoint. Raises ValueError if the named site has no
+    checkpoint, but others do.
     """
     age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
     every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides

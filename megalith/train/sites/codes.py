@@ -1,10 +1,12 @@
-"""Differences of weights in few bits. A block of `spec.sites.BLOCK` neighbouring elements of a whole tensor shares one fp32 scale.
+"""Encoding of weight differences in few bits. A block of `spec.sites.BLOCK` neighbouring elements of a whole tensor shares one fp32
+scale.
 
 8 and 4 bits: the scale is the block's largest magnitude over 127 or 7, and codes are rounded to the nearest. 2 bits: the scale is the
-block's root mean square, and an element is one of -1.5, -0.5, 0.5 and 1.5 scales. That step is within a percent of the best one of four
-equal steps for normally distributed elements (Max 1960, table 2), where the largest magnitude as scale would lose most elements.
+block's root mean square, and an element is rounded to -1.5, -0.5, 0.5 or 1.5 times the scale. For normally distributed elements, this
+spacing is within a percent of the optimal uniform one (Max 1960, table 2); with the largest magnitude as the scale, most elements would
+be lost.
 
-Every operation is one that IEEE 754 defines for single elements, and sums go in a fixed order. So all machines compute the same bits.
+Only elementwise operations that IEEE 754 defines are used, and sums have a fixed order. So all machines compute the same bits.
 """
 
 import torch
@@ -17,8 +19,8 @@ LARGEST = {8: 127, 4: 7}
 
 
 def encode(values: Tensor, bits: int) -> Tensor:
-    """Encode fp32 `values` [n] on the CPU as uint8 [encoded_bytes(n, bits)]: fp32 scales, then codes, the first of a byte in its lowest
-    bits. Values must be finite."""
+    """Encode fp32 `values` [n] on the CPU as uint8 [encoded_bytes(n, bits)]: fp32 scales, then codes. The first code of a byte is in
+    its lowest bits. Values must be finite."""
     if bits == FULL:
         return values.contiguous().view(torch.uint8).clone()
     blocks = _blocks(values)
@@ -33,10 +35,10 @@ def encode(values: Tensor, bits: int) -> Tensor:
 
 
 def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the fp32 values [numel] that `encoded` (uint8, on the CPU) stands for. Raises ValueError for another number of bytes."""
+    """Decode `encoded` (uint8, on the CPU) to fp32 values [numel]. Raises ValueError for a wrong number of bytes."""
     if encoded.numel() != encoded_bytes(numel, bits):
         raise ValueError(
-            f"{encoded.numel()} bytes are not {numel} values of {bits} bits: these have {encoded_bytes(numel, bits)}"
+            f"{encoded.numel()} bytes cannot be {numel} values of {bits} bits, which take {encoded_bytes(numel, bits)}"
         )
     if bits == FULL:
         return encoded.clone().view(torch.float32)
@@ -49,7 +51,7 @@ def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """values [n] as [blocks, BLOCK], filled up with zeros."""
+    """Reshape values [n] to [blocks, BLOCK], padded with zeros."""
     blocks = torch.zeros(-(-values.numel() // BLOCK), BLOCK)
     blocks.view(-1)[: values.numel()] = values
     return blocks

@@ -1,13 +1,14 @@
-"""The agreement of the ranks that lead sites: which merges are made, by whom and with whom.
+"""The agreement of sites, by their leading ranks, on the merges: which are made, who decides, and who takes part.
 
-One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict
-to all. Where merges are asynchronous, it waits for a quorum, and for the sites whose differences have missed as many merges as they may.
-A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. The sites that count are the
-decider, those whose differences came, and those that only follow its merges. A follower must have sent a message since the merge was due,
-because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in a single line, and tells its
-decider so. So of two halves that cannot see each other, at most one makes merges: no site takes part in both, and two quorums always
-share a site. If a line has no quorum or loses its decider, the sites whose differences are due wait at the merge and meet the others
-there (`meeting`). Other sites end; started again, they join with the others' weights, or begin from a checkpoint (`Council.begin`).
+One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace period, and sends
+its verdict to all. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the allowed number of
+merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run file. Counted
+are the decider, sites whose differences arrived, and sites that only follow its merges. A follower must have sent a message since the
+merge was due, because a cut connection looks intact for a while. The merges under one decider form a line. Each start of a site's ranks
+takes part in only one line, and tells its decider so. If a network failure splits the sites, at most one half makes merges: no site
+takes part in both, and two quorums always share a site. If a line has no quorum or loses its decider, the sites whose differences are
+due wait at the merge for the others (`meeting`). All other sites exit; restarted, they join with the others' weights, or begin from a
+checkpoint (`Council.begin`).
 """
 
 import math
@@ -42,7 +43,7 @@ JOINING = -1  # in place of a merge's number: a site waits for the weights of th
 
 
 class Council(SiteMessenger):
-    """The view that the leader of site `site` has of the others."""
+    """The agreement with other sites, on the leading rank of site `site`."""
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others."""
@@ -51,9 +52,9 @@ class Council(SiteMessenger):
     # --- beginning ---
 
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
-        """Meet the others, and agree with them where to begin; None if `seconds` were not enough and the caller must call again. `cuts`:
-        this site's checkpoints. A site that holds the run's end waits there as at a merge. Raises PeerGone where too few come for the
-        limit."""
+        """Meet the other sites, and agree with them where to begin; None if `seconds` were not enough and the caller must call again.
+        `cuts`: this site's checkpoints. A site with a checkpoint of the run's end waits as at a merge. Raises PeerGone if too few sites
+        connect in time."""
         self._cuts, newest = cuts, max(cuts, default=None)
         end = newest if newest is not None and newest.ended and not self.spec.exchanges_gradients else None
         if self._wire is None:
@@ -115,9 +116,9 @@ class Council(SiteMessenger):
         staleness: int = 0,
         seconds: float = math.inf,
     ) -> Verdict | None:
-        """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
-        site's own if it is the decider, else the verdict that it receives. None if `seconds` were not enough and the caller must call
-        again. Other arguments are those of `Pending`. Raises PeerGone, and OutOfStepError."""
+        """Return the verdict about the merge of a fragment after `step` steps, with differences that were taken after `sent` steps. The
+        decider makes the verdict, and other sites receive it. None if `seconds` were not enough and the caller must call again. Other
+        arguments are those of `Pending`. Raises PeerGone, and OutOfStepError."""
         merge = Pending(number, fragment, sent, step, members, mark, waiting=waiting, staleness=staleness)
         verdict = self._agreed(merge, self._verdict, seconds)
         if verdict is not None:
@@ -127,7 +128,7 @@ class Council(SiteMessenger):
         return verdict
 
     def _agreed(self, merge: Pending, ask: Callable[[Pending], T | None], seconds: float) -> T | None:
-        """Return what the sites agree on about a merge, once `ask` knows it; None if `seconds` were not enough."""
+        """Call `ask` about a merge until it returns an answer, and return this answer; None if `seconds` were not enough."""
         began = time.monotonic()
         if self._due != merge.number:
             self._due, self._due_at, self._due_since = merge.number, began, began
@@ -139,7 +140,7 @@ class Council(SiteMessenger):
         return found
 
     def _in_line(self, merge: Pending, ask: Callable[[Pending], T | None]) -> T | None:
-        """Return the answer of `ask`. If this line can no longer agree, meet the other sites to form a new line."""
+        """Return the answer of `ask`. If the sites of this line can no longer agree, meet the other sites to form a new line."""
         if self._gone is not None:
             self._meet_again(*self._gone)
             return None
@@ -152,11 +153,11 @@ class Council(SiteMessenger):
             return None
 
     def _verdict(self, merge: Pending) -> Verdict | None:
-        """Return the verdict about a merge; None if there is none yet."""
+        """Return the verdict about a merge; None if no verdict exists yet."""
         return self._decided(merge) if self.decides else self._awaited(merge)
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if a merge lacks only this site's difference: a site that does not train loses nothing by joining anew."""
+        """True if this site's difference is due at the merge. Another site may exit instead: it loses nothing by joining again."""
         return self.site in merge.due
 
     def _leave(self, stand: MergePoint, gone: PeerGone) -> None:
@@ -168,8 +169,8 @@ class Council(SiteMessenger):
         self._post(Hello(stand=stand))
 
     def _meet_again(self, left: str, gone: PeerGone) -> None:
-        """Take part in a line that begins at this site's merge: another site's line, or its own once a quorum has met. Raises
-        `gone` if the others continue elsewhere, or too few come for the limit."""
+        """Take part in a line that begins at the merge where this site waits: another site's, or its own once a quorum has met. Raises
+        `gone` if the others continue elsewhere, or too few connect in time."""
         assert self._wire is not None and self._stand is not None and self._since is not None
         waited = time.monotonic() - self._since
         patient = waited < self.pace.grace
@@ -179,7 +180,7 @@ class Council(SiteMessenger):
             raise gone
 
     def _go_on(self, line: str, decider: int) -> None:
-        """Take part in a line from this site's merge on, and send it the differences that were not merged yet."""
+        """Take part in a line from the merge where this site waits, and send its sites the differences that were not merged yet."""
         self._follow(line, decider, self._stand)
         self._roll.begin()
         self._joining.clear()
@@ -188,7 +189,7 @@ class Council(SiteMessenger):
             self.post(difference)
 
     def _decided(self, merge: Pending) -> Verdict | None:
-        """Decide from the messages of the others, and tell them the verdict; None if it is not time for that."""
+        """Decide from the other sites' messages, and send them the verdict; None if it is too early to decide."""
         got = merge.due & self._there(merge.fragment, merge.sent).keys()
         arrived = {site: self._come(merge, site) for site in merge.due}
         verdict = self._judged(merge._replace(got=got, arrived=arrived, waited=time.monotonic() - self._due_since))
@@ -202,13 +203,13 @@ class Council(SiteMessenger):
         return verdict
 
     def _come(self, merge: Pending, site: int) -> int:
-        """Return how many of a site's unmerged differences have come, without later ones than one that has not."""
+        """Return how many of a site's unmerged differences have arrived, counted up to the first missing one."""
         steps = merge.waiting.get(site, (merge.sent,))
         there = (site in self._there(merge.fragment, sent) for sent in steps)
         return sum(1 for _ in takewhile(bool, there))
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict, if it is time for one."""
+        """Return the verdict; None if it is too early to decide."""
         (number, fragment, sent, step, members, _, got, waited), due = merge[:8], merge.due
         awaited = merge.stale if self.quorum(got) else due - got
         may_come = {site for site in awaited if self._roll.takes_part(site)}
@@ -234,20 +235,20 @@ class Council(SiteMessenger):
         return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop, steps=steps)
 
     def _is_near(self, site: int, waited: float) -> bool:
-        """True if a site is connected, or may be again within the grace."""
+        """True if a site is connected, or may still reconnect within the grace period."""
         assert self._wire is not None
         return waited < self.pace.grace or self._wire.connected(site)
 
     def _awaited(self, merge: Pending) -> Verdict | None:
-        """Return the verdict of the site that decides; None if it has not come."""
+        """Return the decider's verdict; None if it has not arrived."""
         verdict = self._verdicts.take(merge, self.line, site=self.site, decider=self.decider)
         if verdict is None:
             self._need_decider(self._due_since, merge.step, missed=self._verdicts.missed(self.line, merge.number))
         return verdict
 
     def _need_decider(self, began: float, step: int, *, missed: bool = False) -> None:
-        """Raise PeerGone if the site that decides was started again, has been cut off for a grace, or silent for the patience. It may
-        compute or wait for longer than that: it speaks after each step. `missed`: later verdicts came, and the due one did not."""
+        """Raise PeerGone if the decider was restarted, or has been cut off for the grace period, or silent for the longer patience. A
+        busy decider is not silent: it sends a message after each step. `missed`: later verdicts arrived, but the due one did not."""
         assert self._wire is not None
         now = time.monotonic()
         connected = self._wire.connected(self.decider) and not missed
@@ -259,8 +260,8 @@ class Council(SiteMessenger):
             raise PeerGone(f"{self.spec.named(self.decider)}, which decides, {what}: waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
-        """Wait for the differences that a verdict merges; True once they are there, False if `seconds` were not enough and the caller
-        must call again. Raises PeerGone if one does not come within the grace."""
+        """Wait for the differences that a verdict merges; True once they have arrived, False if `seconds` were not enough and the
+        caller must call again. Raises PeerGone if one does not arrive within the grace period."""
         began = time.monotonic()
         while missing := {site for site, sent in verdict.takes(self._waiting) if site not in self._there(verdict.fragment, sent)}:
             if time.monotonic() - self._decided_at >= self.pace.grace:
@@ -284,8 +285,8 @@ class Council(SiteMessenger):
     # --- taking part anew ---
 
     def join_reply(self, seconds: float) -> JoinReply | None:
-        """Return the data for a joining site, once they have arrived with the weights of all fragments; None if `seconds` were not
-        enough and the caller must call again. Raises PeerGone if the decider is lost."""
+        """Return the decider's reply to this joining site, once the weights of all fragments have arrived too; None if `seconds` were
+        not enough and the caller must call again. Raises PeerGone if the decider is lost."""
         began = time.monotonic()
         self._due, self._due_since = JOINING, self._due_since if self._due == JOINING else began
         self._roll.expect(self.decider)
@@ -301,12 +302,13 @@ class Council(SiteMessenger):
     # --- the end ---
 
     def end(self, number: int, step: int, mark: str, members: Mapping[int, int], *, seconds: float) -> bool | None:
-        """Announce that this site has saved all `number` merges of the run. True once it may end; False if a site asks for the weights,
-        and None if `seconds` were not enough: then the caller must call again. Other arguments are those of `decide`. Raises PeerGone."""
+        """Announce that this site has saved all `number` merges of the run. True once this site may exit; False if another site asks
+        for the weights; None if `seconds` were not enough and the caller must call again. Other arguments are those of `decide`. Raises
+        PeerGone."""
         return self._wire is None or self._agreed(Pending(number, 0, step, step, members, mark), self._ended, seconds)
 
     def _ended(self, merge: Pending) -> bool | None:
-        """True if this site may end, False if a site asks for the weights, else None."""
+        """True if this site may exit, False if another site asks for the weights, else None."""
         if self._leaving.own is None:
             self._leaving.own = End(self.line, merge.mark)
             self._post(self._leaving.own)
@@ -328,7 +330,8 @@ class Council(SiteMessenger):
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
-        """Return the sites that may still save the last merge: they train or are connected, and have spoken within the grace."""
+        """Return the sites that may still save the last merge: they train or are connected, and have sent a message within the grace
+        period."""
         assert self._wire is not None
         since = time.monotonic() - self.pace.grace
         spoke = {site for site in set(range(self.spec.count)) - saved if max(self._due_since, self._roll.last_word(site)) > since}

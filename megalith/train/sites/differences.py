@@ -1,4 +1,4 @@
-"""The differences of fragments that the leader of a site has at hand: its own, and those of the other sites."""
+"""The differences of fragments that a site's leading rank holds: its own, and those received from other sites."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,15 +12,15 @@ SAME = "All sites must run the same version and run file"
 
 
 class OutOfStepError(RuntimeError):
-    """Another site sent a message that is not due: the sites do not run the same program."""
+    """Another site sent a message that is not due, because the sites run different programs or run files."""
 
 
 class Differences:
-    """Differences that have come or were sent, and may still be merged. Each line has its own."""
+    """Differences that were received or sent, and may still be merged. Each line of merges has its own."""
 
     def __init__(self, site: int, *, kept: int = 1, late: int = 0, named: Callable[[int], str] = usual_name) -> None:
-        """`kept`: how many of this site's differences of each fragment may have to be sent again. `late`: how many of a site's
-        differences of a fragment a merge may lack that is later than they are. `named`: the name of a site."""
+        """`kept`: how many of this site's differences of each fragment are kept in case they must be sent again. `late`: how many of a
+        site's differences of a fragment may miss a merge that is due after them. `named`: returns the name of a site."""
         self._named = named
         self._site, self._late = site, late
         self._there: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
@@ -32,11 +32,11 @@ class Differences:
         self.there(difference.line, difference.fragment, difference.step)[site] = difference
 
     def there(self, line: str, fragment: int, step: int) -> dict[int, Difference]:
-        """Return the differences of a fragment that have come, by site."""
+        """Return the differences of a fragment that have arrived, by site."""
         return self._there.setdefault((line, fragment, step), {})
 
     def send(self, difference: Difference, line: str) -> Difference:
-        """Return this site's difference as it is sent in a line, and keep it."""
+        """Return this site's difference in the form to send in a line, and keep it."""
         sent = replace(difference, line=line)
         self._own[sent.fragment].append(sent)
         self.note(self._site, sent)
@@ -44,7 +44,7 @@ class Differences:
 
     @property
     def own(self) -> Iterable[Difference]:
-        """This site's newest differences of each fragment, the oldest first: a broken connection may have lost them."""
+        """This site's newest differences of each fragment, oldest first, to send again if a broken connection has lost them."""
         return [one for each in self._own.values() for one in each]
 
     def enter(self, line: str) -> None:
@@ -52,7 +52,7 @@ class Differences:
         self._there = {key: there for key, there in self._there.items() if key[0] == line}
 
     def under_way(self) -> list[Difference]:
-        """Return this site's differences that are not merged yet, and forget the others."""
+        """Return this site's differences that are not merged yet, and forget all other differences."""
         found = [one for one in self.own if one.step > self._merged.get(one.fragment, -1)]
         self._own.clear()
         return found
@@ -60,8 +60,8 @@ class Differences:
     def take(
         self, verdict: Verdict, line: str, *, bytes_each: int, waiting: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> list[Difference]:
-        """Return what a verdict merges, in the order of the sites, and forget it. `waiting`: as in `Verdict.takes`. Raises OutOfStepError
-        for messages of other bytes than `bytes_each`."""
+        """Return the differences that a verdict merges, in the order of the sites, and forget them. `waiting`: as in `Verdict.takes`.
+        Raises OutOfStepError for a message of other than `bytes_each` bytes."""
         takes = verdict.takes(waiting)
         found = [self.there(line, verdict.fragment, sent)[site] for site, sent in takes]
         for (site, _), one in zip(takes, found, strict=True):

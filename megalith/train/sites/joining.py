@@ -1,4 +1,5 @@
-"""Sites that join a line with the weights of the others: as the decider knows them, and what one of them has got so far."""
+"""Sites that join a line of merges with the others' weights: the decider's record of them, and the weights that a joining site has
+received."""
 
 from collections.abc import Collection
 
@@ -6,13 +7,13 @@ from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, Read
 
 
 class Joining:
-    """The sites that join, as one site knows them."""
+    """One site's record of the sites that join."""
 
     def __init__(self, fragments: int) -> None:
         """`fragments`: of the model."""
         self._fragments = fragments
         self.asks: Hello | Ready | None = None
-        """This site's request to the decider."""
+        """This site's request to the decider for the weights."""
         self.asking: set[int] = set()
         """Sites that ask this one for the weights."""
         self.ready: set[int] = set()
@@ -31,13 +32,13 @@ class Joining:
         self.ready.clear()
 
     def take(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask, each once. One of `members` must have left first."""
+        """Return the sites that ask for the weights, each once; of `members`, only those that have left."""
         found = sorted(self.asking - set(members))
         self.asking -= set(found)
         return found
 
     def note(self, message: JoinReply | FragmentValues) -> None:
-        """Keep what the decider has sent."""
+        """Keep a message with weights from the decider."""
         if isinstance(message, JoinReply):
             self._told = message
             self._held.clear()
@@ -46,10 +47,10 @@ class Joining:
 
     @property
     def join_reply(self) -> JoinReply | None:
-        """The decider's answer to this site, once the weights of all fragments are there."""
+        """The decider's reply to this site, once the weights of all fragments have arrived; None before."""
         return self._told if len(self._held) == self._fragments else None
 
     def fragment_values(self, fragment: int) -> FragmentValues:
-        """Return the weights of a fragment, once."""
+        """Return the received weights of a fragment, and forget them."""
         self._told = None
         return self._held.pop(fragment)

@@ -27,19 +27,18 @@ LOOPBACK = "127.0.0.1"
 SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
 SPARE_BYTES = 1 << 20  # for verdicts and other short messages
 ADDRESS_FILE = "site.address"
-"""The address at which the leader of a site listens, in the site's folder: for the other sites of this machine."""
+"""File in a site's folder with the address at which its leading rank listens, for other sites on the same machine."""
 
 
 class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
-    """The files of `sites.tls` cannot be read, or do not belong together."""
+    """The files of `sites.tls` cannot be read, or do not match."""
 
 
 def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: Callable[[], bool] = lambda: False) -> Sites:
     """Build this rank's part in the merges. All ranks of a site call it together.
 
-    `folder`: the site's own. `beat` is called several times a second while others are waited for. `asked`: true once this rank is asked
-    to stop. Raises NoKey without a key, and OSError
-    where nothing can listen at the site's address.
+    `folder`: the site's own. `beat` is called several times a second while the rank waits for other sites. `asked`: true once this rank
+    is asked to stop. Raises NoKey without a key, and OSError if the rank cannot listen at the site's address.
     """
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None
@@ -62,8 +61,8 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
 
 
 def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:
-    """Return the bytes that may wait to be sent to a site: weights and velocities, and the differences of SLOW_ROUNDS rounds and of those
-    that it may be late."""
+    """Return the maximum bytes that may queue for a site: weights and velocities, and the differences of SLOW_ROUNDS rounds plus the
+    rounds by which the site may be late."""
     whole = sum(8 * piece.numel for fragment in cut for piece in fragment.pieces)
     return whole + (SLOW_ROUNDS + staleness) * sum(HEAD_BYTES + fragment.bytes for fragment in cut) + SPARE_BYTES
 
@@ -71,7 +70,9 @@ def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:
 def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> Peers:
     if (secret := key.given()) is None:
         names = f"{key.VARIABLE} or {key.FILE_VARIABLE}"
-        raise NoKey(f"sites know each other by the run's key, and this rank was given none. Set {names}: megalith key makes one")
+        raise NoKey(
+            f"sites authenticate each other by the run's key, but this rank was given none. Set {names}: `megalith key` makes one"
+        )
     run_dir = folder if site == 0 else folder.parent
 
     def address_of(other: int) -> Address | None:
@@ -101,7 +102,7 @@ def _tls(spec: SitesSpec) -> Tls | None:
 
 
 def parsed(address: str) -> Address:
-    """Return host and port of "HOST:PORT". Raises ValueError for anything else."""
+    """Return the host and the port of "HOST:PORT". Raises ValueError for any other text."""
     host, _, port = address.strip().rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not an address of a site. Write HOST:PORT")
@@ -109,7 +110,8 @@ def parsed(address: str) -> Address:
 
 
 def cuts_in(folder: Path, *, at_most: int | None, total: int) -> list[CheckpointOffer]:
-    """Return the checkpoints in a folder from which a run of `total` samples across sites can be resumed, of at most so many steps."""
+    """Return the checkpoints in a folder, of step `most` or earlier, from which a run of `total` samples across sites can be
+    resumed."""
     found = []
     for path in committed(folder):
         try:

@@ -1,5 +1,5 @@
-"""Merges: when a fragment is due, its difference is sent to the other sites, and new weights are made from the
-differences of all."""
+"""Merges: when a fragment is due, each site sends its difference to the others, and computes new weights from all sites'
+differences."""
 
 import math
 import time
@@ -35,8 +35,8 @@ REMEMBERED = 1024  # steps whose samples are known
 
 
 class Sites:
-    """One rank's part in the merges of its site with the others. All ranks of a site call its methods together, and all sites at the same
-    steps. A site that does not train goes through the steps and merges all the same."""
+    """One rank's part in the merges of its site with the others. All ranks of a site call its methods together, and all sites at the
+    same steps. A site that does not train takes part in the steps and merges too."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Sites:
         beat: Callable[[], object] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`council`: on the rank that leads its site; None on others. `beat` is called now and then while other sites are waited for.
+        """`council`: given on the site's leading rank; None on others. `beat` is called now and then while this site waits for others.
         `asked`: true once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
@@ -70,7 +70,7 @@ class Sites:
         self._shares: dict[int, Share] = {}
         self._refused = 0
         self.step_hooks: tuple[StepHook, ...] = ()
-        """Watchers of the trainer's steps that these merges need."""
+        """Hooks of the trainer's steps that these merges need."""
 
     @property
     def leads(self) -> bool:
@@ -79,12 +79,12 @@ class Sites:
 
     @property
     def left(self) -> int:
-        """Samples that are still to be dealt out."""
+        """Number of samples that are not yet assigned to a step."""
         return self.progress.deal.left(self.total)
 
     @property
     def ended(self) -> bool:
-        """True if the merged weights have seen all samples."""
+        """True if the merged weights contain the training on all samples."""
         return self.progress.ended(self.total)
 
     def note(self, loss: float) -> None:
@@ -92,19 +92,19 @@ class Sites:
         self._losses.append(loss)
 
     def agree(self, flag: bool) -> bool:
-        """True if the flag is set on any rank of this site."""
+        """Return on all ranks of this site whether any of them sets the flag."""
         return self._ranks.any(flag)
 
     # --- beginning ---
 
     def begin(self, cuts: Sequence[CheckpointOffer]) -> Beginning:
-        """Agree with the other sites where to begin. `cuts`: the site's checkpoints, on the rank that leads it."""
+        """Agree with the other sites where to begin. `cuts`: the site's checkpoints, given on its leading rank."""
         beginning = self._wait_for(lambda council: council.begin(cuts, WAIT_SECONDS))
         self.enters = beginning.anew
         return beginning
 
     def resume(self) -> None:
-        """Take part with the state that was loaded: send again the differences that were in flight when it was saved."""
+        """Take part with the loaded state, and send again the differences that were in flight when that state was saved."""
         deal = self.progress.deal
         self._trains = self.site in deal.members
         for step, number, message in self.state.flying:
@@ -113,7 +113,7 @@ class Sites:
         self._send_ready()
 
     def enter(self) -> int:
-        """Join the others: wait for their merged weights, and return the steps that they have done."""
+        """Join the others: wait for their merged weights, and return the number of steps that the others have done."""
         reply = self._wait_for(lambda council: council.join_reply(WAIT_SECONDS))
         handover.receive_weights(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
@@ -125,14 +125,14 @@ class Sites:
         return reply.step
 
     def _send_ready(self) -> None:
-        """Say that this site could train, if it does not."""
+        """If this site does not train yet, announce that it is ready to."""
         if not self._trains and self._council is not None:
             self._council.send_ready()
 
     def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
-        """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and each time all
-        ranks learn that the leading one still waits, so none of them times out, however long the other sites take. Raises StopAsked,
-        on all ranks together, if one of them is asked to stop meanwhile."""
+        """Return the council's answer on every rank of the site. While `ask` returns None, it is called again, and all ranks learn each
+        time that the leading rank still waits. So no rank times out, however long the other sites take. Raises StopAsked, on all ranks
+        together, if a rank is asked to stop meanwhile."""
         began = time.monotonic()
         while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
             self._beat()
@@ -141,13 +141,13 @@ class Sites:
         return found
 
     def _tell(self, value: T) -> T:
-        """The leading rank's value, on every rank of the site."""
+        """Return the leading rank's value on every rank of the site."""
         return self._ranks.broadcast(value) if self._wholes.size > 1 else value
 
     # --- steps ---
 
     def deal(self, step: int) -> StepShare:
-        """Deal out the samples of the step that follows `step` finished steps."""
+        """Assign samples to the sites for the step that follows `step` finished steps."""
         deal = self.progress.deal
         schedule = self._phases.steps_in(deal.dealt)
         shares = deal.deal(step, self._phases, self.total)
@@ -158,17 +158,18 @@ class Sites:
         return turn
 
     def share(self, step: int) -> Share:
-        """Return the samples of this site in a step that was dealt lately."""
+        """Return the samples that this site was assigned in a recent step."""
         return self._shares[step]
 
     def due(self, step: int) -> bool:
-        """True if something is sent or merged after `step` steps."""
+        """True if a fragment is sent or merged after `step` steps."""
         return not self.left or bool(self.progress.midway or self._arriving(step) or [*sent_after(step, self.spec)])
 
     def after_step(self, step: int, *, stop: bool) -> Round:
-        """Send and merge what is due after `step` steps of the run; everything, if no samples are left. `stop`: this site was asked to
-        stop, and tells the others with its next message. The others may continue without it; if they do not, all stop with the same
-        merge. If they are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining merges."""
+        """Send and merge the fragments that are due after `step` steps of the run; all fragments, if no samples are left. `stop`: this
+        site was asked to stop, and tells the others with its next message. The others may continue without this site; if not, all stop
+        at the same merge. If they are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining
+        merges."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -195,8 +196,8 @@ class Sites:
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
     def end(self, step: int) -> bool:
-        """Wait, once the run's last step is saved, until the others have saved its merges too: otherwise they might end with other
-        weights. Meanwhile send the weights to sites that come back. Return False if a stop was asked. Raises PeerGone."""
+        """Wait, once the run's last step is saved, until the others have saved its merges too: otherwise they might end with different
+        weights. Meanwhile, send the weights to sites that rejoin. Return False if a stop was requested. Raises PeerGone."""
         known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
         try:
             while not self._wait_for(lambda council: council.end(*known, seconds=WAIT_SECONDS)):
@@ -206,12 +207,12 @@ class Sites:
         return True
 
     def close(self) -> None:
-        """End the connections to the other sites, once they have what this one has sent. All ranks of a site call it together."""
+        """Close the connections to the other sites, once they have received all messages. All ranks of a site call it together."""
         with suppress(StopAsked):
             self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
 
     def _arriving(self, step: int) -> list[int]:
-        """The fragments that are merged after `step` steps, among those that were sent before."""
+        """Return the fragments in flight that are merged after `step` steps."""
         return [
             number
             for number, sent in enumerate(self.state.sent.tolist())
@@ -219,7 +220,7 @@ class Sites:
         ]
 
     def _merges(self, step: int) -> Iterator[MergeResult]:
-        """Send and merge what is due after `step` steps, without what was done there before a stop interrupted it."""
+        """Send and merge the fragments that are due after `step` steps, except those that were done before a stop interrupted this."""
         before, self.progress.midway = self.progress.midway, None
         self._taken = set(before.taken) if before is not None else set()
         ends = before is not None and before.ends
@@ -234,7 +235,7 @@ class Sites:
             raise
 
     def _some(self, step: int) -> Iterator[MergeResult]:
-        """Merge the fragments that arrive at this step, and send those whose turn it is."""
+        """Merge the fragments in flight that are due at this step, and send those whose turn it is."""
         for number in self._arriving(step):
             yield self._merge(number, step)
         for number in sent_after(step, self.spec):
@@ -256,8 +257,8 @@ class Sites:
     # --- one fragment ---
 
     def _take(self, number: int, step: int, *, wait: bool) -> Iterator[MergeResult]:
-        """Send the difference of a fragment and, if `wait`, merge it. A stop before that merge takes the sending back, unless a checkpoint
-        holds differences in flight."""
+        """Send the difference of a fragment and, if `wait`, merge it. A stop before the merge makes the difference count as not sent,
+        unless checkpoints hold differences in flight."""
         left_out = self._send(number, step)
         try:
             if wait:
@@ -271,15 +272,15 @@ class Sites:
         self._keep(number, left_out)
 
     def _keep(self, number: int, left_out: Mapping[str, Tensor]) -> None:
-        """Keep what the message of a fragment left out for the next one."""
+        """Keep the remainder that a fragment's message left out, for its next message."""
         self._taken.add(number)
         for name, rest in left_out.items():
             self.state.feedback[name].copy_(rest)
 
     @torch.no_grad()
     def _send(self, number: int, step: int) -> dict[str, Tensor]:
-        """Take the difference of a fragment and let it leave. Return what the message leaves out of it. A site that does not train only
-        takes note of what the others send."""
+        """Compute the difference of a fragment and send it. Return the remainder that the message leaves out. A site that does not
+        train only records that the others send the fragment."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
         state.sent[number], deal = step, self.progress.deal
         deal.send(number, step)
@@ -318,7 +319,8 @@ class Sites:
 
     @torch.no_grad()
     def _merge(self, number: int, step: int) -> MergeResult:
-        """Wait for the verdict about a fragment and for what it merges, and update the merged weights and the site's own."""
+        """Wait for the verdict about a fragment and the differences that it merges, then update the merged weights and the site's
+        own."""
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
         due, deal = (progress.merges, number, sent, step), progress.deal
@@ -358,8 +360,8 @@ class Sites:
         return MergeResult(verdict, event)
 
     def _serve(self, step: int, members: Collection[int]) -> None:
-        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the site that decides gather
-        them."""
+        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the deciding site gather these
+        weights."""
         asking = self._tell(self._council.asking(members) if self._council is not None else [])
         if not asking:
             return
@@ -372,7 +374,7 @@ class Sites:
         handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
-        """This rank's boxes of the values that `encoded` stands for, fp32 on the CPU."""
+        """Return this rank's boxes of the values decoded from `encoded`, fp32 on the CPU."""
         found, at = {}, 0
         for piece in fragment.pieces:
             if piece.name in self.state.anchors:
@@ -383,8 +385,8 @@ class Sites:
         return found
 
     def _eager(self, name: str, own: Tensor | None, counted: Sequence[int]) -> Tensor:
-        """Return this rank's share of an anchor after a merge of the site's own difference alone, with the weight that it will have.
-        Return the anchor itself if the site sent none."""
+        """Return this rank's share of an anchor after a merge of only the site's own difference, at the weight that the merge will give
+        it. Return the anchor itself if the site sent no difference."""
         anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
         if own is not None:
             own = own.to(anchor.device) * (counted[self.site] / sum(counted))
@@ -392,8 +394,8 @@ class Sites:
         return anchor
 
     def _mean(self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], spread: Tensor) -> Tensor:
-        """Return this rank's share of the mean over sites of one tensor. `theirs`: the values of the differences `taken`. `spread` [2]:
-        squares of the mean, and of the distance to it, are added there."""
+        """Return this rank's share of one tensor's mean difference over sites. `theirs`: the values of the differences `taken`.
+        `spread` [2]: gets the squared norm of the mean and the squared distances to the mean added."""
         weights = [one.weight for one in taken]
         gradient = outer.mean(theirs, weights)
         if name in self._wholes.owned:
@@ -405,7 +407,8 @@ class Sites:
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
     ) -> None:
-        """Merge this rank's share of one tensor. `counted`: the weights of all sites. Other arguments are those of `_mean`."""
+        """Merge this rank's share of one tensor. `counted`: the weight of each site in the mean. Other arguments are those of
+        `_mean`."""
         state = self.state
         gradient = self._mean(name, theirs, taken, spread)
         trained = state.is_trained(name)

@@ -1,4 +1,4 @@
-"""Messages between sites: their leading ranks send them over `fleet.secure.peers`. Each begins with its kind, a byte."""
+"""Messages between sites, which their leading ranks send over `fleet.secure.peers`. The first byte of a message is its kind."""
 
 import hashlib
 import json
@@ -28,28 +28,28 @@ class CheckpointOffer(NamedTuple):
 
     step: int
     mark: str
-    """The digest of all merges before it."""
+    """The digest of all merges before this checkpoint."""
     samples: int
     members: tuple[int, ...]
     merges: int = 0
     """Merges before it."""
     ended: bool = False
-    """True if it holds the run's end: no sample and no merge is left."""
+    """True if this checkpoint is the run's end: no sample and no merge is left."""
 
     @property
     def merge_point(self) -> "MergePoint":
-        """The merge that comes next."""
+        """The next merge after this checkpoint."""
         return MergePoint(self.merges, self.step, self.mark)
 
 
 class MergePoint(NamedTuple):
-    """A merge that a site waits at, with all of its state. Two sites stand at the same one if all fields are equal."""
+    """A merge at which a site waits, without having lost any state. Two sites wait at the same merge if all fields are equal."""
 
     number: int
     """Merges before it."""
     step: int
     mark: str
-    """The digest of these merges."""
+    """The digest of the merges before this one."""
 
 
 def _cut(fields: list[Any]) -> CheckpointOffer:
@@ -59,10 +59,10 @@ def _cut(fields: list[Any]) -> CheckpointOffer:
 
 @dataclass(frozen=True)
 class Hello:
-    """How a site stands, sent to each site that it meets. `line`: the name of the start that it takes part in; empty: of none yet.
-    `decides`: the site that decides there. `asks`: it wants to take part in a line that is under way. `cuts`: its checkpoints. `stand`:
-    the merge at which its line began, if that was not at a checkpoint and sites that stand there may still follow; of a site in no line,
-    the merge that it stands at."""
+    """The state of a site, sent to each site that it connects to. `line`: the name of its line of merges; empty if it is in none.
+    `decides`: that line's decider. `asks`: the site asks to join a line in progress. `cuts`: its checkpoints. `stand`: the merge at
+    which its line began, if no checkpoint was there and sites that wait at this merge may still join; for a site in no line, the merge
+    at which it waits."""
 
     kind = b"h"
     line: str = ""
@@ -83,7 +83,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Start:
-    """Message to all sites to begin: from the checkpoint `cut`, or from the first weights."""
+    """Message to all sites to begin: from the checkpoint `cut`, or from the initial weights."""
 
     kind = b"s"
     line: str
@@ -100,7 +100,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Difference:
-    """A fragment as one site sends it."""
+    """One site's difference of a fragment."""
 
     kind = b"d"
     fragment: int
@@ -124,9 +124,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A merge as it was decided and is recorded: `number` merges came before it. The sites `merged` took differences of `fragment` after
-    `sent` steps, and their mean is merged after `step` steps. The sites `left` train no longer; the sites `joined` train from here on.
-    From here on a step's batch is shared out among `count` sites."""
+    """The record of a decided merge; `number` merges were made before it. The sites `merged` took differences of `fragment` after
+    `sent` steps, and the mean of these is merged after `step` steps. From this merge on, the sites `left` do not train, the sites
+    `joined` do, and a step's batch is divided among `count` sites."""
 
     kind = b"v"
     number: int
@@ -162,12 +162,12 @@ class Verdict:
         return dict(zip(self.merged, self.steps or [self.sent] * len(self.merged), strict=True))
 
     def takes(self, waiting: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
-        """Return site and step of each difference that is merged, in their order. `waiting`: for each site, the steps after which its
-        unmerged differences were taken, where merges are asynchronous."""
+        """Return the site and the step of each merged difference, in the order of the sum. `waiting`: with asynchronous merges, for
+        each site, the steps after which its unmerged differences were taken."""
         return [(site, sent) for site, last in self.newest.items() for sent in waiting.get(site, [last]) if sent <= last]
 
     def mark(self, before: str) -> str:
-        """Return the digest of all merges up to this one. `before`: that of those before it."""
+        """Return the digest of all merges up to this one. `before`: the digest of all earlier merges."""
         told = asdict(self) | {"stop": False, "line": ""}
         if not self.steps:  # which logs of earlier versions lack
             del told["steps"]
@@ -176,8 +176,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class JoinReply:
-    """The data, besides tensors, that a joining site needs: steps done, merges recorded and their digest, `sent` (for each
-    fragment, the step at which differences were taken that are not merged yet), and the deal as it records itself."""
+    """The data, besides tensors, that a joining site needs: steps done, merges recorded and their digest, `sent` (for each fragment,
+    the step at which differences were taken that are not merged yet), and the record of how samples are divided (`Deal`)."""
 
     kind = b"t"
     line: str
@@ -198,7 +198,7 @@ class JoinReply:
 
 @dataclass(frozen=True)
 class FragmentValues:
-    """The merged weights of a fragment, and then its velocities: fp32 bytes of whole tensors."""
+    """The merged weights of a fragment, followed by its velocities, as fp32 bytes of whole tensors."""
 
     kind = b"w"
     fragment: int
@@ -230,8 +230,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class End:
-    """This site has saved the merged weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum has saved them,
-    so every site that has them may end."""
+    """This site has saved the merged weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum has saved
+    these weights, so every site that has them may exit."""
 
     kind = b"e"
     line: str
@@ -251,5 +251,5 @@ _KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, JoinRe
 
 
 def unpack(data: bytes) -> Message:
-    """Return the message in `data`, which a site with the run's key has sent. Raises KeyError for a kind that is not known."""
+    """Decode the message `data` from a site that has the run's key. Raises KeyError for an unknown kind of message."""
     return _KINDS[data[:1]].unpack(data)

@@ -1,4 +1,4 @@
-"""Messages of the rank that leads a site to the leading ranks of the others, and what it keeps of theirs."""
+"""Messages between the leading ranks of sites, and the records that one leading rank keeps of received messages."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ KEEPALIVE_SECONDS = 0.5  # between words of a site to the one that decides
 
 
 class SiteMessenger:
-    """The messages of site `site`, and the line that it takes part in."""
+    """The messages of site `site`, and the line of merges in which it takes part."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class SiteMessenger:
         limit: float,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left, and that
-        a site which has ended stays at most, so that the others get its last messages. `start`: seconds that a site may take for its first
-        round; after a quarter of them a quorum begins alone. `limit`: seconds to wait for it. `beat`: called several times a second."""
+        """`wire`: None if the run has one site. `patience`: seconds that a merge waits for a site that the quorum needs, and that a
+        finished site stays at most, so that the others get its messages. `start`: seconds that a site may take for its first round;
+        after a quarter of this, a quorum begins without the others. `limit`: seconds to wait for a quorum. `beat`: called several times
+        a second."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
@@ -75,7 +76,7 @@ class SiteMessenger:
 
     @property
     def decides(self) -> bool:
-        """True if this site decides."""
+        """True if this site is the decider."""
         return self.decider == self.site
 
     def _follow(self, line: str, decider: int, stand: MergePoint | None = None) -> None:
@@ -86,12 +87,13 @@ class SiteMessenger:
         self._differences.enter(line)
 
     def ask(self) -> None:
-        """Ask the site that decides for the weights of the others."""
+        """Ask the decider for the merged weights."""
         self._joining.asks = Hello(self.line, self.decider, asks=True)
         self._post(self._joining.asks, to=self.decider)
 
     def asking(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask for the weights, each once; only where this site decides. One of `members` must have left first."""
+        """Return the sites that ask for the weights, each once (if this site is the decider); of `members`, only those that have
+        left."""
         return self._joining.take(members) if self.decides else []
 
     def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:
@@ -100,7 +102,7 @@ class SiteMessenger:
             self._post(message, to=site)
 
     def fragment_values(self, fragment: int) -> FragmentValues:
-        """Return the weights of a fragment that the reply has announced."""
+        """Return the weights of a fragment, which the decider's reply has announced."""
         return self._joining.fragment_values(fragment)
 
     def send_ready(self) -> None:
@@ -117,8 +119,8 @@ class SiteMessenger:
         return self._wire.turned_away if self._wire is not None else 0
 
     def close(self, seconds: float) -> bool:
-        """End the connections; True once the others have what this site has sent, or the patience is over. False if `seconds` were not
-        enough; the caller must then call again."""
+        """Close the connections; True once the others have received all messages, or the patience is over. False if `seconds` were not
+        enough and the caller must call again."""
         if self._wire is None:
             return True
         return self._leaving.close(self._wire, seconds, patience=self._patience, beat=self._beat)
@@ -134,7 +136,7 @@ class SiteMessenger:
             self._wire.send(message.pack(), to)
 
     def _receive(self, seconds: float) -> None:
-        """Handle the messages that have come, or the first that comes within `seconds`."""
+        """Handle the messages that have arrived; if none has, wait up to `seconds` for one."""
         self._beat()
         if self._wire is None:
             return
@@ -145,7 +147,7 @@ class SiteMessenger:
             news = self._wire.next(0.0)
 
     def _send_keepalive(self) -> None:
-        """From time to time tell the decider that this site is there and takes part in the same line; the decider tells all sites."""
+        """From time to time tell the decider that this site is alive and in its line; the decider sends this message to all sites."""
         now = time.monotonic()
         if self.line and now - self._said >= KEEPALIVE_SECONDS:
             self._said = now
@@ -166,8 +168,7 @@ class SiteMessenger:
                 self._roll.spoke(site)
 
     def _greet(self, site: int) -> None:
-        """Tell a newly connected site the state of this one, and send again the messages that a broken connection may
-        have lost."""
+        """Send this site's state to a newly connected site, and send again the messages that a broken connection may have lost."""
         self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts), stand=self._stand), to=site)
         for difference in self._differences.own:
             self._post(difference, to=site)

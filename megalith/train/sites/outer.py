@@ -1,8 +1,8 @@
-"""The arithmetic of a merge, element by element, so that each rank does it on its own share and every site gets the same bits.
+"""The arithmetic of a merge. All of it is elementwise, so each rank can compute its own share, and every site gets the same bits.
 
-A site sends the difference between the weights of the last merge (the anchor) and its own. The mean over sites is the outer gradient, with
-which SGD updates the anchor: with Nesterov's momentum that is DiLoCo (arXiv:2311.08105, algorithm 1). Each operation is a separate one,
-so that no machine fuses two into one with another rounding.
+A site sends the difference between the weights of the last merge (the anchor) and its own. The mean over sites is the outer gradient,
+with which SGD updates the anchor: with Nesterov's momentum that is DiLoCo (arXiv:2311.08105, algorithm 1). Operations are kept
+separate, so that no machine fuses two of them, which would round differently.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tenso
 
 
 def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
-    """Return the mean over sites, each counted as often as its share of the samples says, summed in fp32 in the given order, that of the
-    sites' numbers."""
+    """Return the mean over sites, each weighted by its share of the samples. The sum is in fp32, in the given order: that of the sites'
+    numbers."""
     total = differences[0].float() * shares[0]
     for each, share in zip(differences[1:], shares[1:], strict=True):
         total += each * share
@@ -37,17 +37,18 @@ def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites:
 
 
 def average(anchor: Tensor, gradient: Tensor) -> None:
-    """Update, in place, the anchor of a tensor that no gradient trains: it becomes the mean of the sites' own."""
+    """Update, in place, the anchor of a tensor without gradients: set it to the mean of the sites' values."""
     anchor.sub_(gradient)
 
 
 def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
-    """Replace, in place, the step that a site has taken alone, to `early`, by the one of all sites. What it has trained since stays."""
+    """Replace, in place, the outer step that a site took early, by itself (to `early`), by that of all sites. Training since then is
+    kept."""
     weight.add_(anchor - early)
 
 
 def mix(weight: Tensor, anchor: Tensor, own_share: float) -> None:
-    """Replace a site's weights, in place, by the merged ones and a share of its own (Streaming DiLoCo, equation 4)."""
+    """Set a site's weights, in place, to a weighted mean of the merged weights and its own (Streaming DiLoCo, equation 4)."""
     if own_share:
         weight.mul_(own_share)
         weight.add_(anchor * (1 - own_share))

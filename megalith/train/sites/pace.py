@@ -1,4 +1,4 @@
-"""How long a site's rounds take, and how long its merges wait for another site."""
+"""The duration of a site's rounds, and how long its merges wait for another site."""
 
 from collections import deque
 from statistics import median
@@ -8,23 +8,23 @@ ROUNDS = 16  # whose lengths the grace follows
 
 
 class Pace:
-    """The lengths of the last rounds of each fragment, from one merge until the next is due: without what merges wait."""
+    """The durations of the last rounds of each fragment, from one merge until the next is due, without the waits at merges."""
 
     def __init__(self, first: float, grace: float | None) -> None:
-        """`first`: seconds that a round may take before one was timed. `grace`: as the run file says, if it does."""
+        """`first`: seconds assumed for a round before one was timed. `grace`: the run file's grace period, if it sets one."""
         self._first, self._grace = first, grace
         self._merged: dict[int, float] = {}
         self.rounds: deque[float] = deque(maxlen=ROUNDS)
 
     def merged(self, fragment: int, *, due: float, now: float) -> None:
-        """Record when a merge became due, and when it is decided."""
+        """Record when a merge became due, and when it was decided."""
         if fragment in self._merged:
             self.rounds.append(due - self._merged[fragment])
         self._merged[fragment] = now
 
     @property
     def grace(self) -> float:
-        """Seconds that a merge waits for a site: those of the run file, or as many as a whole round takes here."""
+        """Seconds that a merge waits for a site: the run file's value, or else the time of a whole round on this site."""
         if self._grace is not None:
             return self._grace
         return max(MIN_GRACE, median(self.rounds)) if self.rounds else self._first

@@ -7,9 +7,9 @@ from megalith.spec.sites import SitesSpec
 
 
 class Pending(NamedTuple):
-    """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all merges before it. `got`: the sites among
-    those due whose differences came. `waited`: seconds so far. Where merges are asynchronous, `waiting` has for each site the steps
-    after which its unmerged differences were taken, oldest first, and `arrived` how many of these came; a site may lack `staleness` of
+    """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all merges before it. `got`: the due sites
+    whose differences have arrived. `waited`: seconds so far. With asynchronous merges, `waiting` has for each site the steps after
+    which its unmerged differences were taken, oldest first, and `arrived` how many of them have arrived; a site may lack `staleness` of
     them."""
 
     number: int
@@ -26,19 +26,19 @@ class Pending(NamedTuple):
 
     @property
     def due(self) -> set[int]:
-        """The sites whose differences it merges, if they come."""
+        """The sites whose differences this merge takes, if these arrive."""
         return {site for site, since in self.members.items() if since < self.sent}
 
     @property
     def stale(self) -> set[int]:
-        """The sites without which there is no merge, because they lack as many differences as they may."""
+        """The sites that the merge must wait for, because they already lack the allowed number of differences."""
         return {site for site in self.due - self.got if self.lacks(site) > self.staleness}
 
     def lacks(self, site: int) -> int:
-        """Return how many of a site's unmerged differences have not come."""
+        """Return how many of a site's unmerged differences have not arrived."""
         return len(self.waiting.get(site, (self.sent,))) - self.arrived.get(site, 0)
 
 
 def are(sites: Collection[int], spec: SitesSpec) -> str:
-    """Return the beginning of a sentence about sites."""
+    """Return the sites' names followed by "is" or "are"."""
     return f"{', '.join(map(spec.named, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"

@@ -1,7 +1,8 @@
-"""Whole tensors as sites send them: all elements, or the largest of each chunk with their places.
+"""Whole tensors, encoded for messages: all elements, or the largest of each chunk with their indices.
 
-The places are a sorted list, in the code of Elias and Fano: the low bits of each, and the others as a row of ones with a zero wherever they
-grow by one. Its bytes follow from the numbers of elements alone, and few of many take less than a bit each more than in the shortest code.
+The indices form a sorted list in Elias-Fano code: the low bits of each index, and the high bits in unary: ones, with a zero wherever
+they grow by one. The size depends only on the numbers of elements. For few indices of many, each takes less than a bit more than in the
+shortest code.
 """
 
 import torch
@@ -21,7 +22,7 @@ def encode(values: Tensor, piece: Piece) -> Tensor:
 
 
 def decode(encoded: Tensor, piece: Piece) -> Tensor:
-    """Return the whole fp32 tensor that `encoded` (uint8, on the CPU) stands for. Raises ValueError for bytes that no piece has."""
+    """Decode `encoded` (uint8, on the CPU) to the whole fp32 tensor. Raises ValueError for bytes that no piece can have."""
     if piece.top_k is None:
         return codes.decode(encoded, piece.numel, piece.bits).view(piece.shape)
     count = chosen(piece.numel, piece.top_k)
@@ -32,7 +33,7 @@ def decode(encoded: Tensor, piece: Piece) -> Tensor:
 
 
 def largest(values: Tensor, top_k: int) -> Tensor:
-    """Return the places, in order, of the largest magnitudes of each chunk of `values`; of equal ones, the first."""
+    """Return the sorted indices of the largest magnitudes of each chunk of `values`; of equal magnitudes, the first are taken."""
     sizes = values.abs()
     cut = len(values) // CHUNK * CHUNK
     found = [_largest(sizes[:cut].view(-1, CHUNK), top_k).flatten()] if cut else []
@@ -42,7 +43,7 @@ def largest(values: Tensor, top_k: int) -> Tensor:
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """sizes [chunks, n] -> the same in bool, `count` of each row true."""
+    """sizes [chunks, n] -> bool [chunks, n], true for the `count` largest of each row."""
     # The values that `topk` returns are certain, its places among equal values are not.
     least = sizes.topk(count, dim=1).values[:, -1:]
     above, equal = sizes > least, sizes == least
@@ -51,7 +52,7 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def _pack(places: Tensor, numel: int) -> Tensor:
-    """Return sorted `places` in `numel` as uint8 [places_bytes(numel, count)]."""
+    """Encode sorted indices `places` below `numel` as uint8 [places_bytes(numel, count)]."""
     count, low = len(places), low_bits(numel, len(places))
     bits = torch.zeros(places_bits(numel, count), dtype=torch.uint8)
     bits[: count * low] = (places[:, None] >> torch.arange(low) & 1).flatten().to(torch.uint8)
@@ -60,13 +61,13 @@ def _pack(places: Tensor, numel: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, numel: int, count: int) -> Tensor:
-    """The inverse. Raises ValueError if these are not `count` places in `numel`."""
+    """The inverse of `_pack`. Raises ValueError if the bytes are not `count` indices below `numel`."""
     low = low_bits(numel, count)
     bits = codes.unpacked(packed, 1)[: places_bits(numel, count)].long()
     high = bits[count * low :].nonzero()[:, 0]
     if len(high) != count:
-        raise ValueError(f"{len(high)} places came where {count} are due")
+        raise ValueError(f"{len(high)} indices arrived, but {count} are due")
     places = (high - torch.arange(count) << low) + (bits[: count * low].view(count, low) << torch.arange(low)).sum(dim=1)
     if count and int(places[-1]) >= numel:
-        raise ValueError(f"a place is {int(places[-1])}, and a tensor has {numel} elements")
+        raise ValueError(f"an index is {int(places[-1])}, but the tensor has {numel} elements")
     return places

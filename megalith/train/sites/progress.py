@@ -1,4 +1,4 @@
-"""How far a run across sites is, and the outcome of the merges after a step."""
+"""The progress of a run across sites, and the outcome of the merges after a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from megalith.train.sites.messages import CheckpointOffer, Verdict
 
 
 class StopAsked(Exception):  # noqa: N818  # no error
-    """This site was asked to stop while it waited for other sites. All of its ranks raise this together."""
+    """This site was asked to stop while it waited for other sites. All ranks of the site raise this error together."""
 
 
 class Midway(NamedTuple):
-    """The place in the merges after a step at which a stop interrupted them: the next merge there is not made yet."""
+    """The point at which a stop interrupted the merges after a step; the remaining merges must still be made."""
 
     taken: tuple[int, ...]
     """Fragments whose differences were taken after this step."""
@@ -24,21 +24,21 @@ class Midway(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run across sites is. It is equal on all sites that have made the same merges."""
+    """The progress of a run across sites. It is equal on all sites that have made the same merges."""
 
     deal: Deal
     merges: int = 0
     mark: str = ""
     """The digest of all merges so far."""
     midway: Midway | None = None
-    """None unless merges that are due after the last step are still to be made."""
+    """Set if a stop interrupted the merges after the last step; else None."""
 
     def ended(self, total: int) -> bool:
-        """True if no sample of a run of `total` and no merge is left."""
+        """True if a run of `total` samples has neither samples nor merges left."""
         return self.deal.left(total) == 0 and self.midway is None
 
     def cut(self, step: int, total: int) -> CheckpointOffer:
-        """Return the checkpoint of `step` as other sites know it. `total`: samples of the run."""
+        """Return the description of the checkpoint of `step` for other sites. `total`: samples of the run."""
         members = tuple(sorted(self.deal.members))
         return CheckpointOffer(step, self.mark, self.deal.dealt, members, self.merges, self.ended(total))
 
@@ -57,8 +57,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of the merges after a step: those that were made, on the rank that leads; True if the site is to stop here; and how many
-    connections have not proved the run's key since the last time."""
+    """The outcome of the merges after a step: the merges that were made (on the leading rank), True if the site must stop here, and the
+    number of connections since the last round that did not prove the run's key."""
 
     made: Sequence[Merge] = ()
     stop: bool = False
@@ -67,8 +67,8 @@ class Round:
 
 @dataclass(frozen=True)
 class StepShare:
-    """A step as it is dealt out: what this site reads in it (None: nothing), how many samples all read, and how many steps came before it
-    in the schedule of learning rates, which follows the samples dealt out."""
+    """The samples of one step: those that this site reads (None: no samples), how many all sites read, and the number of earlier steps
+    in the learning-rate schedule, which follows the samples read."""
 
     share: Share | None
     samples: int
@@ -76,7 +76,7 @@ class StepShare:
 
 
 class MergeResult(NamedTuple):
-    """A merge: as it was decided, and on the rank that leads, its event."""
+    """A merge that was made: its verdict, and, on the leading rank, its event."""
 
     verdict: Verdict
     event: Merge | None

@@ -1,7 +1,7 @@
-"""Merges that a run has recorded, and a council that makes them again.
+"""The recorded merges of a run, and a council that repeats them.
 
-An undisturbed run makes the same bits again by itself. A run whose sites came and went depends on clocks only in its verdicts: which
-sites were merged, left, or joined. So the same run file with the same verdicts makes the same bits.
+An undisturbed run is bitwise reproducible without a record. If sites came and went, a run depends on clocks only in its verdicts: which
+sites were merged, left, or joined. So the same run file with the same verdicts computes the same bits.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,30 +22,30 @@ from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
 
 DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
-"""Tables of a run file that must be the same from the beginning of a run to its end."""
+"""Tables of a run file that must not change between a run's beginning and its end, for a replay."""
 DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "replay")
-"""Keys of `[sites]` that no bit depends on, given the verdicts."""
+"""Keys of `[sites]` that do not affect the bits of the result, given the verdicts."""
 
 
 class RecordError(ValueError):
-    """The merges of a run cannot be made again."""
+    """The recorded merges of a run cannot be repeated."""
 
 
 def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
-    """Return all merges up to the newest checkpoint of a run, by their numbers. `folders`: the run's, and of sites that were launched by
-    themselves theirs. A site's log lacks what the others merged while it was away. Raises RecordError, also where there is no merge, and
-    FileNotFoundError for a folder without a checkpoint."""
+    """Return all merges up to the newest checkpoint of a run, by their numbers. `folders`: the run's folder, and those of sites that
+    were launched separately. A site's log lacks the merges that the others made while it was away. Raises RecordError, also if no merge
+    is recorded, and FileNotFoundError for a folder without a checkpoint."""
     logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
     events = [event for place in logs for event in read(place)]
     merges = list(of_kind(events, Merge))
     _refuse_changes(events, merges)
     last = read_manifest(find(folders[0])).meta.get("sites")
     if last is None:
-        raise RecordError(f"{folders[0]} is not a run across sites. Without sites, the same run file makes the same bits")
+        raise RecordError(f"{folders[0]} is not a run across sites. Without sites, the run file alone reproduces the same bits")
     if not last["merges"]:
         raise RecordError(
-            f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so there is none to repeat. Resume the run "
-            "until it has saved after one"
+            f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so no merge can be repeated. Resume the run "
+            "until it has saved a checkpoint after a merge"
         )
     return _chained(merges, last["merges"], last["mark"], named=", ".join(map(str, folders)))
 
@@ -78,8 +78,8 @@ def _text(spec: Mapping[str, Any], table: str) -> str:
 
 
 def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
-    """Return the merges that the mark of the last of `count` stands for. Logs also hold merges that were undone: those of a start of which
-    no checkpoint was resumed."""
+    """Return the chain of `count` merges whose digest is `mark`. Logs also hold merges that were undone, because no checkpoint after
+    them was resumed."""
     known = {(one.number, one.mark): one for one in merges}
     found = dict[int, Verdict]()
     for number in reversed(range(count)):
@@ -93,14 +93,16 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
         before = [""] if number == 0 else [one for other, one in known if other == number - 1]
         fitting = [one for one in before if verdict.mark(one) == mark]
         if not fitting:
-            raise RecordError(f"merge {number} follows none in the logs of {named}. Also name the folders of the other sites")
+            raise RecordError(
+                f"merge {number} does not follow any merge in the logs of {named}. Also name the folders of the other sites"
+            )
         found[number], mark = verdict, fitting[0]
     return found
 
 
 def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
-    """Yield the samples that recorded merges contain, from the run file and the record alone. `spec`: as `at_site` returns it; `made`: the
-    verdicts in their order."""
+    """Yield the numbers of the samples that recorded merges contain, from the run file and the record alone. `spec`: as `at_site`
+    returns it; `made`: the verdicts in order."""
     assert spec.sites is not None
     phases, step = Phases.of(spec), 0
     total = phases.after(0, spec.train.steps)
@@ -117,15 +119,15 @@ def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
 
 
 class ReplayedCouncil(Council):
-    """A council that takes its verdicts from a record. All sites must be there, however long they take."""
+    """A council that takes its verdicts from a record. It waits for all sites, without a time limit."""
 
     def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
-        """`record`: the verdicts by number. Other arguments are the council's."""
+        """`record`: the verdicts by number of the merge. Other arguments are those of `Council`."""
         super().__init__(spec, *arguments, **named)
         self._record = record
 
     def quorum(self, sites: Collection[int]) -> bool:
-        """True if these are all sites."""
+        """True if `sites` are all of the run's sites."""
         return len(set(sites)) == self.spec.count
 
     def _may_stand(self, merge: Pending) -> bool:
@@ -133,7 +135,7 @@ class ReplayedCouncil(Council):
         return False
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict of the record, once the differences that it merges are there. The last one stops all sites."""
+        """Return the recorded verdict, once the differences that it merges have arrived. The last verdict stops all sites."""
         number, fragment, sent, step = merge[:4]
         verdict = self._record.get(number)
         if verdict is None or (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):

@@ -27,8 +27,8 @@ def merge_event(
     seconds: float,
     names: Sequence[str] = (),
 ) -> Merge:
-    """Return the event of a merge that was made. `names`: of all sites. `others`: the sites to which this one sent its differences.
-    `deal`: after the merge. `spread`: squares of the mean difference, and of the distance to it."""
+    """Return the event of a merge. `names`: those of all sites. `others`: the sites to which this one sent its differences. `deal`:
+    after the merge. `spread`: the squared norm of the mean difference, and squared distances to it."""
     mine = sum(one.site == site for one in taken)
     telling = verdict_bytes(len(verdict.steps))
     norm, apart = (value**0.5 for value in spread)

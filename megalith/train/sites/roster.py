@@ -1,7 +1,6 @@
-"""The starts of the other sites' ranks, as one site knows them: the newest of each site, those that take part, and those heard from lately.
-
-A connection seems whole for a while after it was cut, so messages count, not connections. A site that was started again knows nothing
-about the lines of its earlier start.
+"""One site's record of the other sites' starts: the newest start of each site, whether it takes part, and when it last sent a message.
+A cut connection looks intact for a while, so messages count, not connections. A restarted site knows nothing about the lines of merges
+of its earlier start.
 """
 
 import time
@@ -9,7 +8,7 @@ from collections.abc import Iterable
 
 
 class SiteRoster:
-    """The other sites of one line, as site `site` knows them."""
+    """Site `site`'s record of the other sites of one line."""
 
     def __init__(self, site: int) -> None:
         self._site = site
@@ -22,21 +21,21 @@ class SiteRoster:
         return site in self._newest
 
     def came(self, site: int, start: bytes) -> bool:
-        """Record a connection; return True if it is to a start that was not known."""
+        """Record a connection; return True if it is from a new start of that site."""
         new = self._newest.get(site) != start
         self._newest[site] = start
         return new
 
     def is_newest(self, site: int, start: bytes) -> bool:
-        """True if no later start of a site has come."""
+        """True if no later start of this site has connected."""
         return self._newest.get(site) == start
 
     def spoke(self, site: int) -> None:
-        """Record a message about this line."""
+        """Record a site's message about this line."""
         self._spoke[site] = self._newest[site], time.monotonic()
 
     def begin(self) -> None:
-        """Let all sites that have come take part in a new line, in which none has sent a message yet."""
+        """Begin a new line, in which all connected sites take part, and none has sent a message yet."""
         self._ours = dict(self._newest)
         self._spoke.clear()
 
@@ -45,11 +44,11 @@ class SiteRoster:
         self._ours[site] = self._newest[site]
 
     def expect(self, site: int) -> None:
-        """Record that the newest start of a site takes part, unless an earlier one does."""
+        """Record that the newest start of a site takes part, unless an earlier start does."""
         self._ours.setdefault(site, self._newest[site])
 
     def leave(self, site: int) -> None:
-        """Record that a site no longer takes part, whatever it sent before."""
+        """Record that a site no longer takes part, regardless of its earlier messages."""
         self._ours.pop(site, None)
         self._spoke.pop(site, None)
 
@@ -58,15 +57,15 @@ class SiteRoster:
         return site == self._site or (site in self._ours and self._newest.get(site) == self._ours[site])
 
     def present(self, since: float) -> set[int]:
-        """Return this site, and those whose newest start has sent a message since then: they are in no other half."""
+        """Return this site, and the sites whose newest start has sent a message since `since`: these sites are not cut off."""
         return {self._site} | {site for site in self._speakers() if self._spoke[site][1] >= since}
 
     def followers(self) -> set[int]:
-        """Return the other sites whose newest start takes part or follows, as far as is known here."""
+        """Return the other sites whose newest start takes part or follows, as far as this site knows."""
         return {*self._speakers(), *(site for site in self._ours if self.takes_part(site))}
 
     def last_word(self, site: int) -> float:
-        """Return when the newest start of a site has spoken last; minus infinity if it never has."""
+        """Return the time of the last message from the newest start of a site; minus infinity if it never sent one."""
         start, when = self._spoke.get(site, (b"", 0.0))
         return when if self.is_newest(site, start) else float("-inf")
 

@@ -17,18 +17,18 @@ _WEIGHTS = f"{MASTER.name}."
 
 
 class OuterState:
-    """This rank's shares, cut as the weights are. In a checkpoint of a run with sites, `weights.NAME` is the anchor: the merged weights,
-    which every site holds, and which everything that reads weights alone finds. The site's own state is under `site.`"""
+    """This rank's shares, sharded like the weights. In a checkpoint of a run with sites, `weights.NAME` is the anchor: the merged
+    weights, which every site holds, and which any reader of plain weights finds. The site's own state is under `site.`"""
 
     def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, leads: bool) -> None:
-        """`inner`: the state that the site trains. `leads`: this rank sends and receives for its site."""
+        """`inner`: the state that the site trains. `leads`: this is the site's leading rank."""
         self._inner = inner
         self.weights = {name.removeprefix(_WEIGHTS): share for name, share in inner.shares(MASTER.category).items()}
         """The live weights and buffers of the site, which training changes."""
         pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in self.weights}
         self._alike = sites.exchanges_gradients
         self.anchors = {name: self.weights[name] if self._alike else self.weights[name].clone() for name in pieces}
-        """The merged weights; where sites exchange gradients, the weights themselves."""
+        """The merged weights; if sites exchange gradients, these are the live weights themselves."""
         self.velocities = {
             name: torch.zeros_like(self.weights[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
@@ -36,31 +36,31 @@ class OuterState:
         self._decay = sites.feedback_decay
         self.feedback = {name: torch.zeros_like(self.weights[name]) for name in rounded}
         self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
-        """For each fragment, the step at which a difference was taken that is not merged yet."""
+        """For each fragment, the step of its difference that is not merged yet."""
         self.late = sites.staleness
         self.flights = {
             fragment.number: torch.zeros((1 + self.late) * fragment.bytes, dtype=torch.uint8)
             for fragment in fragments
             if leads and sites.flies
         }
-        """The site's own differences of each fragment that may be in flight, as they were sent; only on the rank that leads."""
+        """The site's own encoded differences that may be in flight, by fragment; only on the leading rank."""
         self.slots = torch.full((len(fragments), 1 + self.late), NOT_SENT, dtype=torch.int64) if self.late else self.sent[:, None]
-        """The step at which each of these was taken."""
+        """The step at which each difference in flight was taken."""
 
     def fly(self, number: int, step: int) -> Tensor | None:
-        """Return the place of a difference that is taken after `step` steps; None on ranks that do not lead."""
+        """Reserve and return the buffer for a difference that is taken after `step` steps; None if this is not the leading rank."""
         free = (self.slots[number] == NOT_SENT) | (self.slots[number] == step)
         slot = int(free.nonzero()[0])
         self.slots[number, slot] = step
         return self.flights[number].view(1 + self.late, -1)[slot] if number in self.flights else None
 
     def land(self, number: int, step: int) -> None:
-        """Forget the differences of a fragment that were taken after at most `step` steps: they are merged."""
+        """Forget the differences of a fragment that were taken at step `step` or earlier, because they are merged."""
         self.slots[number, self.slots[number] <= step] = NOT_SENT
 
     @property
     def flying(self) -> list[tuple[int, int, Tensor]]:
-        """The site's own differences in flight: step, fragment and bytes, oldest first; only on the rank that leads."""
+        """The site's own differences in flight: step, fragment and bytes, oldest first; only on the leading rank."""
         table = enumerate(self.slots.tolist())
         found = sorted((step, number, slot) for number, steps in table for slot, step in enumerate(steps) if step != NOT_SENT)
         return [
@@ -70,20 +70,20 @@ class OuterState:
         ]
 
     def is_trained(self, name: str) -> bool:
-        """True for a parameter, False for a buffer such as a router's bias: that one is averaged."""
+        """True for a parameter; False for a buffer such as a router's bias, which merges average."""
         return name in self._inner.parameters
 
     def left_out(self, name: str) -> Tensor | None:
-        """Return the remainder of earlier roundings that the next difference of a tensor adds; None if there is none."""
+        """Return the remainder of earlier roundings that is added to a tensor's next difference; None if none is kept."""
         return self.feedback[name] * self._decay if name in self.feedback else None
 
     def begin(self) -> None:
-        """Take the live weights as merged ones: at a run's first start."""
+        """Set the anchors to the live weights, at a run's first start."""
         for name, anchor in self.anchors.items():
             anchor.copy_(self.weights[name])
 
     def laid(self) -> dict[str, Tensor | OffDeviceShare]:
-        """Return the content of a checkpoint, each as a tensor of the whole shape that knows its cut, or as a share that is elsewhere."""
+        """Return the content of a checkpoint: each entry is a sharded tensor of the whole shape, or a share that is off the device."""
         own = "site."
         inner = self._inner.laid()
         found: dict[str, Tensor | OffDeviceShare] = {
@@ -99,7 +99,8 @@ class OuterState:
         return found | {"outer.sent": self.sent}
 
     def begin_anew(self) -> None:
-        """Take the merged weights, and forget what the site's own optimizer and rounding have kept: where a site begins to train."""
+        """Set the live weights to the merged ones, and reset the site's own optimizer state and rounding remainders, when a site
+        joins."""
         for name, anchor in self.anchors.items():
             self.weights[name].copy_(anchor)
         self._inner.forget_moments()
@@ -112,7 +113,7 @@ class OuterState:
             self.slots.fill_(NOT_SENT)
 
     def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return shares of weights, by name, as tensors that know how they are cut."""
+        """Return shares of weights, by name, as sharded tensors."""
         parameters = self._inner.parameters
         return {name: like(MASTER, share, parameters.get(name, share)) for name, share in shares.items()}
 
@@ -122,7 +123,7 @@ class OuterState:
         return sum(share.numel() * share.element_size() for each in kept for share in each.values())
 
     def swap(self) -> None:
-        """Exchange live weights and anchors: once to look at the merged weights, once more to train on."""
+        """Exchange live weights and anchors: one call exposes the merged weights, the next restores the live ones."""
         if self._alike:
             return
         for name, anchor in self.anchors.items():
@@ -133,5 +134,5 @@ class OuterState:
 
 
 def _renamed(share: Tensor | OffDeviceShare, key: str) -> Tensor | OffDeviceShare:
-    """Return a share under another key of a checkpoint."""
+    """Return a share that is stored under another key of a checkpoint."""
     return share if isinstance(share, Tensor) else replace(share, held=replace(share.held, key=key))

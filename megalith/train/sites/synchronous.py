@@ -1,8 +1,7 @@
-"""Data parallelism between sites: in every step they exchange gradients in place of weights, so that all make the same update.
-
-The ranks of a site reduce their gradients as without sites. The rank that leads it gathers the whole tensors and sends them, and each rank
-takes the mean over all sites for its share: before the norm is known, which is that of the mean. Sites have the same weights and moments
-after each step, and none can miss one. So a merge needs all of them, and after a fault all begin from the same checkpoint.
+"""Data parallelism between sites: in every step sites exchange gradients instead of weights, so that all make the same update. The
+ranks of a site reduce their gradients as without sites. The leading rank gathers the whole tensors and sends them, and each rank
+computes the mean over all sites for its share. The gradient norm is that of this mean. All sites have the same weights and moments
+after each step, and no site can miss a step. So a merge needs all sites, and after a fault all begin from the same checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +39,8 @@ class SynchronousSites(Sites):
         self.step_hooks = (_Exchange(self),)
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
-        """Replace, in place, this rank's gradients of the step that follows `step` finished steps by their mean over all sites. `loss`:
-        this rank's part of the site's loss, which the others learn with the gradients. Raises StopAsked, after which the step's samples are
-        not dealt out."""
+        """Replace, in place, this rank's gradients of the step after `step` finished steps by their mean over all sites. `loss`: this
+        rank's part of the site's loss, which is sent with the gradients. If it raises StopAsked, the step's samples count as unread."""
         self.note(sum(self._ranks.all_gather(loss)))
         self._gradients = gradients
         try:
@@ -55,16 +53,17 @@ class SynchronousSites(Sites):
         self._gradients = {}
 
     def deal(self, step: int) -> StepShare:
-        """Deal out the samples of a step as `Sites.deal` does, so that `exchange` can take it back."""
+        """Assign the samples of a step as `Sites.deal` does, in a way that `exchange` can undo."""
         self._before = self.progress.deal.record()
         return super().deal(step)
 
     def due(self, step: int) -> bool:
-        """False: all exchanges are done within the step."""
+        """False, because all exchanges happen within the step."""
         return False
 
     def after_step(self, step: int, *, stop: bool) -> Round:
-        """Return the outcome of the step's exchange. `stop`: this site was asked to stop, and says so with its next gradients."""
+        """Return the outcome of the step's exchange. `stop`: this site was asked to stop, and announces that with its next
+        gradients."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -72,7 +71,7 @@ class SynchronousSites(Sites):
         return self._outcome(made)
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
-        """Return this rank's gradients; zeros for a parameter that has none."""
+        """Return this rank's gradients, with zeros for a parameter without a gradient."""
         weights, given = self.state.weights, self._gradients
         mine = [piece.name for piece in fragment.pieces if piece.name in weights]
         return {name: given[name] if name in given else torch.zeros_like(weights[name]) for name in mine}
@@ -87,7 +86,7 @@ class SynchronousSites(Sites):
 
 
 class _Exchange(StepHook):
-    """Exchanges a step's gradients once they are reduced within the site."""
+    """Step hook that exchanges a step's gradients once they are reduced within the site."""
 
     def __init__(self, sites: SynchronousSites) -> None:
         self._sites = sites
@@ -103,23 +102,23 @@ class NoCheckpointError(RuntimeError):
 
 
 class AllSitesCouncil(Council):
-    """A council whose merges all need every site."""
+    """A council in which every merge needs all sites."""
 
     def __init__(self, *arguments: Any, patience: float, every: int, **named: Any) -> None:
-        """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for a site as long as for a quorum:
-        without that site there is no quorum."""
+        """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for any site as long as for a
+        quorum, because here only all sites form a quorum."""
         super().__init__(*arguments, patience=patience, **named)
         self.pace, self._every = Pace(patience, patience), every
         self._first = CheckpointOffer(0, "", 0, tuple(range(self.spec.count)))  # the first weights, which all sites have
 
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
-        """Meet the others as `Council.begin` does. A site of at most as many steps as lie between checkpoints also offers the first
-        weights: a fault may have kept another from its first checkpoint, and costs no more than any."""
+        """Meet the others as `Council.begin` does. A site without a checkpoint after step `every` also offers the initial weights,
+        because a fault may have kept another site from saving its first checkpoint."""
         early = all(cut.step <= self._every for cut in cuts)
         return super().begin([self._first, *cuts] if early else cuts, seconds)
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
-        """Wait as `Council.gather` does, but not for a site that was started again: it has no gradients of this step."""
+        """Wait as `Council.gather` does, but not for a restarted site, which has no gradients of this step."""
         missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
         if lost := {site for site in missing if not self._roll.takes_part(site)}:
             raise PeerGone(
@@ -129,27 +128,27 @@ class AllSitesCouncil(Council):
         return super().gather(verdict, seconds)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
-        """Begin as `start` says. Raises NoCheckpointError."""
+        """Begin from the checkpoint in `start`. Raises NoCheckpointError."""
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
                 f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the others begin, and with data "
-                "parallelism no site trains without. Copy the checkpoints of another site's run folder to this site's: all hold the same"
+                "parallelism all sites need it. Copy the checkpoints of another site's run folder to this site's: all are the same"
             )
         beginning = super()._begun(start, decider)
         return Beginning(None) if start.cut == self._first else beginning
 
     def _may_stand(self, merge: Pending) -> bool:
-        """False: a site that comes back needs a checkpoint of all, since it lacks the optimizer's state."""
+        """False: a restarted site lacks the optimizer's state, so all sites must begin from a common checkpoint."""
         return False
 
     def _ended(self, merge: Pending) -> bool | None:
-        """Return whether this site may end as `Council` does. A site that was started again needs all others for the steps that it lost."""
+        """Decide as `Council` does whether this site may exit. A restarted site needs all others to repeat its lost steps."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
             raise PeerGone(f"{are(lost, self.spec)} away, and had not saved the last step: data parallelism needs all sites")
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict once all differences have come."""
+        """Return the verdict once all sites' gradients have arrived."""
         number, fragment, sent, step = merge[:4]
         missing = merge.due - merge.got
         if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:

@@ -1,4 +1,4 @@
-"""The connection of the rank that leads a site to the leading ranks of the others, over any transport."""
+"""The connections between the leading ranks of sites, over any transport."""
 
 from typing import Protocol
 
@@ -6,10 +6,10 @@ from megalith.fleet.secure.peers import News
 
 
 class Wire(Protocol):
-    """The connections of one site to the others: `fleet.secure.peers.Peers`."""
+    """One site's connections to the others (as `fleet.secure.peers.Peers`)."""
 
     def send(self, message: bytes, to: int | None = None) -> None:
-        """Send to a site, or to all others that are connected, without waiting."""
+        """Send a message to one site, or to all other connected sites, without waiting."""
         ...
 
     def next(self, seconds: float) -> News | None:
@@ -17,11 +17,11 @@ class Wire(Protocol):
         ...
 
     def connected(self, site: int) -> bool:
-        """True while there is a connection to a site."""
+        """True while this site is connected to another one."""
         ...
 
     def trouble(self, site: int) -> str:
-        """Return why there is no connection to a site, in words."""
+        """Return the reason, in words, why there is no connection to a site."""
         ...
 
     @property
@@ -30,5 +30,6 @@ class Wire(Protocol):
         ...
 
     def close(self, *, seconds: float) -> bool:
-        """End all connections, once everything has been sent and read; True if that is so within `seconds`. May be called again."""
+        """Close all connections, once all messages have been sent and read; True if this succeeds within `seconds`. May be called
+        again."""
         ...

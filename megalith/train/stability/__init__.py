@@ -1,1 +1,1 @@
-"""Detection of numbers outside their bands, search for the cause, and return to a good state."""
+"""Training stability: detect numbers outside their usual bands, find the cause, and return to a good state."""

@@ -1,7 +1,7 @@
-"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is limited to its own
-usual norm. The usual norm is a moving average of clipped norms, so one extreme gradient hardly changes it. Norms are those of
-whole parameters, all experts
-of a layer together: an expert without tokens has no gradient, and a usual norm of its own would go to 0 and stay there.
+"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is limited to its own usual
+norm. The usual norm is a moving average of clipped norms, so one extreme gradient hardly changes it. Norms are taken over whole
+parameters, with all experts of a layer together: an expert without tokens has no gradient, so its own usual norm would go to 0 and stay
+there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megalith.parallel.groups import Groups
 from megalith.spec.run import OptimizerSpec
 
 UNKNOWN = float("inf")
-"""The usual norm of a parameter that had no gradient yet."""
+"""The usual norm of a parameter that has had no gradient yet."""
 
 
 class AdaptiveClip:
@@ -33,8 +33,8 @@ class AdaptiveClip:
         shared: SharedParameters,
         groups: Groups,
     ) -> None:
-        """`usual`: the usual gradient norm of each parameter of the model, in the order of `names`; fp32, a part of the state, changed by
-        `commit`. `parameters`, `shared`: those of this rank."""
+        """`usual`: the usual gradient norm of each parameter of the model, in the order of `names`; fp32, a part of the state, changed
+        by `commit`. `parameters`, `shared`: this rank's parameters."""
         self.spec, self.usual, self.groups, self.parameters = spec, usual, groups, parameters
         self._place = {name: number for number, name in enumerate(names)}
         self._counted = gradients.counted(parameters, shared, groups)
@@ -42,8 +42,8 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def clip(self, *, number: int) -> None:
-        """Multiply each gradient by the factor that its usual norm requires. `number`: the updates made so far. Before update
-        `adaptive_clip_after`, nothing is multiplied and the smallest norm is remembered."""
+        """Multiply each gradient by the factor that limits it to its usual norm. `number`: the updates made so far. Before update
+        `adaptive_clip_after`, gradients are not changed, and the smallest norm is recorded."""
         norms, usual = self._norms(), self.usual.double()
         factors = torch.ones_like(norms)
         if number < self.spec.adaptive_clip_after:
@@ -60,11 +60,11 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Store the norms of the gradients that were clipped last. The state does not change before the update is made."""
+        """Store the norms of the last clipped gradients in the state, now that their update is made."""
         self.usual.copy_(self._next)
 
     def _norms(self) -> Tensor:
-        """The norm of each parameter's whole gradient, fp64, the same on every rank: one all-reduce takes the squares."""
+        """Return the norm of each parameter's whole gradient, fp64, the same on every rank. One all-reduce sums the squares."""
         grads = {name: grad for name in self._counted if (grad := self.parameters[name].grad) is not None}
         squares = torch.zeros(len(self._place), dtype=torch.float64, device=self.usual.device)
         if grads:

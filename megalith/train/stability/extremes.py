@@ -1,10 +1,10 @@
 """Extremes of a model's layers: the largest output of each part, and a bound of each attention layer's logits.
 
-They are measured in one step out of every few, on the first microbatch of each rank. One all-reduce takes the maxima. The bound of logits
-is the longest query times the longest key times the factor of scores, and needs no kernel that returns maxima. These are not
-measured: the head's output, which is the loss; the logits of a user's own attention without a core; the output of a block that
-sends tokens to experts on other ranks, because no single module has it; and compiled blocks, because adding and removing a hook
-would compile them again.
+Extremes are measured once in several steps, on the first microbatch of each rank. One all-reduce combines the maxima. The bound of
+logits is the largest query norm times the largest key norm times the softmax scale, so kernels need not return maxima. Not measured are
+the head's output, which is the loss; the logits of a user's own attention that does not use the core; the output of a block that sends
+tokens to experts on other ranks, because no single module computes that output; and compiled blocks, because adding and removing hooks
+would recompile them.
 """
 
 from collections import deque
@@ -29,14 +29,15 @@ LOGITS = "logits of "
 
 
 class StepExtremes(NamedTuple):
-    """Extremes of one step, the same on all ranks: the largest output by part of the model, and the bound by `logits of LAYER`."""
+    """Extremes of one step, the same on all ranks: the largest output of each part of the model, and each logit bound, named `logits of
+    LAYER`."""
 
     step: int
     largest: dict[str, float]
 
 
 class FirstRise(NamedTuple):
-    """The first extreme, in the order of the model, that is far above its earlier values."""
+    """The first extreme, in the model's order, that is far above its earlier values."""
 
     name: str
     step: int
@@ -47,25 +48,26 @@ class FirstRise(NamedTuple):
 class Extremes:
     """Measures the extremes of this rank's parts. All ranks call `begin`, `end` and `demand` together.
 
-    Hooks exist in measured steps only, so all other steps cost nothing.
+    Hooks exist in measured steps only, so other steps have no overhead.
     """
 
     def __init__(
         self, model: ModelSpec, stages: Mapping[int, Stage], *, every: int, groups: Groups, device: torch.device, compiled: bool
     ) -> None:
-        """`every`: steps from one measurement to the next; 0: only demanded measurements. `compiled`: no measurements at all."""
+        """`every`: steps between regular measurements; 0: only demanded measurements. `compiled`: blocks are compiled, so nothing is
+        measured."""
         self.every, self._groups, self._compiled = every, groups, compiled
         self.measurements = deque[StepExtremes](maxlen=KEPT + 1)
         """Regular measurements, newest last."""
         self.last = StepExtremes(-1, {})
-        """The newest measurement, regular or demanded."""
+        """The newest measurement, whether regular or demanded."""
         self._parts, self._layers = list(model.part_names), [name for name, _ in attentions(model)]
         self._stages, self._hooks = stages, list[Any]()
         self._looking, self._demanded = False, False
         self._device = device
         self._found = torch.empty(0)
-        """In a measured step: largest output by part, then the longest query, times the factor of scores, and the longest key by
-        layer."""
+        """In a measured step: the largest output of each part, then, for each layer, the largest query norm (times the softmax scale)
+        and key norm."""
         self._seen = set[int]()
 
     def demand(self) -> None:
@@ -73,7 +75,7 @@ class Extremes:
         self._demanded = True
 
     def begin(self, step: int) -> None:
-        """Add the hooks if the following forwards, of step `step`, must be measured."""
+        """Add the hooks if the forwards of step `step`, which follow, must be measured."""
         self._unhook()
         # nothing but the step decides: ranks that joined later have no measurements, and take part in the same all-reduces
         regular = self.every > 0 and (step + 1) % self.every == 0
@@ -115,7 +117,7 @@ class Extremes:
         self._found[place] = torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf)  # NaN in a maximum of ranks gets lost
 
     def clear(self) -> None:
-        """Discard this step's numbers, because its forwards run once more."""
+        """Discard this step's numbers, because its forwards will run again."""
         if self._looking:
             self._found.zero_()
             self._seen.clear()
@@ -127,7 +129,7 @@ class Extremes:
 
     @torch.no_grad()
     def end(self, step: int) -> None:
-        """Remove the hooks and share the numbers of step `step`, if it was measured."""
+        """If step `step` was measured, remove the hooks, and combine the numbers over all ranks."""
         looking, demanded = self._looking, self._demanded
         self._looking, self._demanded = False, False
         if not looking:
@@ -144,14 +146,13 @@ class Extremes:
             self.measurements.append(self.last)
 
     def forget(self, first: int) -> None:
-        """Forget regular measurements from step `first` on, because the run went back to it."""
+        """Forget regular measurements from step `first` on, because the run went back to that step."""
         self.measurements = deque((one for one in self.measurements if one.step < first), maxlen=self.measurements.maxlen)
 
     def risen(self, *, before: int | None = None) -> FirstRise | None:
-        """Return the first extreme of the newest measurement that is above RISEN times its largest value in
-        the regular measurements before.
-
-        `before`: use the newest regular measurement before that step. Also returns None if there are too few measurements.
+        """Return the first extreme of the newest measurement that exceeds RISEN times its largest value in earlier regular
+        measurements; None if no extreme does, or too few measurements exist. `before`: use the newest regular measurement before this
+        step.
         """
         regular = [one for one in self.measurements if before is None or one.step < before]
         newest = self.last if before is None else regular[-1] if regular else None
@@ -165,7 +166,8 @@ class Extremes:
         return None
 
     def _order(self) -> Iterator[str]:
-        """The names of all extremes, in the order in which damage shows: the logits of a part's layers before its output."""
+        """Return the names of all extremes, in the order in which damage spreads: the logits of a part's layers come before its
+        output."""
         for part in self._parts:
             yield from (LOGITS + layer for layer in self._layers if layer.startswith(f"{part}."))
             yield part

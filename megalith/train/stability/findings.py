@@ -1,8 +1,8 @@
-"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All functions are pure.
-The strength of the evidence decides the order. If a step gives other numbers the second time, from the same state and samples,
-one of the two computations was wrong: there is no other explanation. A recent jump of the learning rate is the next strongest.
-After that comes the batch before. If it has its old loss, the weights are good, and the samples are the cause. If not, the
-weights are damaged, and a recomputation of the window shows whether a computing error or training itself did it.
+"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All functions are pure. The
+strength of the evidence decides the order. If a recomputed step gives different numbers from the same state and samples, one of the two
+computations must have been wrong. A recent jump of the learning rate is the next strongest evidence. Third is the loss of the previous
+batch. If it is unchanged, the weights are good, and the samples are the cause. If it has changed, the weights are damaged, and
+recomputed steps show whether a computing error or training itself damaged them.
 """
 
 import math
@@ -23,7 +23,7 @@ NAMED = 5  # samples that the evidence names
 
 
 class SpikeError(ArithmeticError):
-    """A spike ends the run, as `stability.answers` requires; the message has its numbers and likely causes."""
+    """A spike ends the run, as `stability.answers` requires; the message has the spike's numbers and likely causes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LearningRateJump:
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """A sample of a step and its loss. `place`: domain, and the file that its tokens begin in."""
+    """A sample of a step and its loss. `place`: its domain, and the file in which its tokens begin."""
 
     number: int
     loss: float
@@ -46,8 +46,8 @@ class SampleLoss:
 
 @dataclass(frozen=True)
 class RecomputedWindow:
-    """A window of recomputed steps. `step`: the first one that gave other numbers; None: all gave the same. `was`, `now`: its
-    loss in the run and in the recomputation."""
+    """A window of recomputed steps. `step`: the first step that gave different numbers; None: all gave the same. `was`, `now`: that
+    step's loss in the run and in the recomputation."""
 
     steps: int
     step: int | None = None
@@ -57,7 +57,7 @@ class RecomputedWindow:
 
 @dataclass(frozen=True)
 class OutputGrowth:
-    """The first part of the model whose largest output differs between the damaged weights and those of the copy."""
+    """The first part of the model whose largest output differs between the damaged weights and the copy's weights."""
 
     part: str
     was: float
@@ -78,45 +78,45 @@ class Findings:
 
     departures: tuple[Departure, ...] = ()
     to_log: bool = False
-    """True if the log must have an event for it."""
+    """True if the log must have an event for the spike."""
     repeated: bool | None = None
     """True if the recomputed step gave the same numbers; None: not recomputed."""
     first: str = ""
-    """The numbers of the step's first computation, in words."""
+    """The numbers of the step's first computation, as text."""
     sound: bool | None = None
-    """True if the batch before still gives its old loss; None: not examined."""
+    """True if the previous batch still has its old loss; None: not examined."""
     batch_before: str = ""
-    """The losses of the batch before, in words."""
+    """The losses of the previous batch, as text."""
     jump: LearningRateJump | None = None
     samples: tuple[SampleLoss, ...] = ()
     """The step's samples with the largest losses, largest first."""
     typical: float = 0.0
     """The median loss of the step's samples."""
     read: tuple[int, int] = (0, 0)
-    """The first sample of the step, and the one after the last."""
+    """The step's samples as a range: the first one, and the one after the last."""
     replayed: RecomputedWindow | None = None
     moved: OutputGrowth | None = None
     risen: FirstRise | None = None
-    """The first extreme that rose: in the spike, or before it if nothing was recomputed."""
+    """The first extreme that rose: in the spike, or before it if no step was recomputed."""
     compared: bool = False
     """True if the outputs of all parts were compared with those of the copy's weights."""
     reported: bool = False
-    """True if numbers that are not finite were reported to the fleet, which logs its own event."""
+    """True if non-finite numbers were reported to the fleet, which logs its own event."""
 
     @property
     def accident(self) -> bool:
-        """True if the recomputed step gave other numbers."""
+        """True if the recomputed step gave different numbers."""
         return self.repeated is False and not self.reported
 
     @property
     def causes(self) -> list[tuple[str, str]]:
-        """The likely causes and their evidence, likeliest first; empty if nothing points to any."""
+        """The likely causes with their evidence, likeliest first; empty if there is no evidence."""
         found = list[tuple[str, str]]()
         if self.accident:
-            found.append(("hardware", f"the recomputed step gave other numbers; {self.first}"))
+            found.append(("hardware", f"the recomputed step gave different numbers; {self.first}"))
         if self.replayed is not None and self.replayed.step is not None:
             one = self.replayed
-            words = f"recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
+            words = f"when recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
             found.append(("hardware", f"{words}; {self._part()}" if self.compared else words))
         if self.jump is not None:
             words = f"the learning rate went from {self.jump.before:.3g} to {self.jump.after:.3g} in step {self.jump.step + 1}"
@@ -142,9 +142,9 @@ class Findings:
     def _part(self) -> str:
         """Name the part in which the damage shows first."""
         if self.moved is None:
-            return "no part's largest output moved, so it shows in the head first"
+            return "no part's largest output changed, so the damage shows in the head first"
         return (
-            f"{self.moved.part} is the first part whose largest output moved, from {self.moved.was:.3g} to {self.moved.now:.3g}"
+            f"{self.moved.part} is the first part whose largest output changed, from {self.moved.was:.3g} to {self.moved.now:.3g}"
         )
 
     def _samples(self) -> str:
@@ -157,9 +157,9 @@ class Findings:
 
     @property
     def words(self) -> str:
-        """The likeliest cause in a sentence."""
+        """Return the likeliest cause in a sentence."""
         if not self.causes:
-            return "Nothing points to a cause."
+            return "No evidence points to a cause."
         cause, evidence = self.causes[0]
         return f"Likely cause: {cause} ({evidence})."
 

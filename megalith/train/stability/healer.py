@@ -1,8 +1,8 @@
-"""Finds the cause when a run's numbers leave their bands, and takes the run back to a good state, on all ranks together. Without
-a spike it only records one entry for each step. In the first step of a spike it computes two more steps: the batch before, to
-tell damaged weights from bad samples, and the step itself, to find a computing error. A rewind fills the state from a copy in
-memory, so no rank restarts; then the later steps are recomputed, to compare their numbers. A run that is killed at any time in
-between starts from the remaining copies, and makes the same decisions.
+"""Finds the cause when a run's numbers leave their bands, and restores a good state, on all ranks together. Without a spike, the healer
+only records one entry for each step. In the first step of a spike it recomputes two steps: the previous batch, to distinguish damaged
+weights from bad samples, and the step itself, to find a computing error. A rewind restores the state from a copy in memory, so no rank
+restarts; then later steps are recomputed to compare their numbers. If the run is killed at any point of this, it restarts from the
+remaining copies and makes the same decisions.
 """
 
 import math
@@ -41,7 +41,8 @@ RECENT = 8  # steps before a spike in which a change of the learning rate may be
 
 @dataclass(frozen=True)
 class Data:
-    """The run's data, in steps since this rank began. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples."""
+    """The run's data, by step, since this rank was started. `read`: this rank's microbatches of a step. `mine`: the numbers of their
+    samples."""
 
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]
@@ -52,7 +53,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Target:
-    """A copy to go back to."""
+    """A copy of the state for a rewind."""
 
     step: int
     tier: Tier
@@ -60,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A finished step. `factor`: of its gradients; None: there was no update."""
+    """A finished step. `factor`: applied to its gradients; None: there was no update."""
 
     step: int
     loss: float
@@ -94,7 +95,7 @@ class Healer:
         self._found = Findings()  # of the spike that is not over
 
     def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
-        """Record a step's decision before it is carried out, with this learning rate."""
+        """Record the decision about a step before it is carried out, with the learning rate `lr`."""
         history = self.trainer.state.history
         inside = history.began < 0 or history.calm > 0
         factor = decision.factor if isinstance(decision, Update) else None
@@ -103,7 +104,7 @@ class Healer:
     # --- causes ---
 
     def examine(self, before: FirstComputation, step: int) -> Findings:
-        """Recompute the batch before, and prepare to recompute this step."""
+        """Recompute the previous batch, and prepare to recompute this step."""
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
         self._put_back(step)
@@ -127,7 +128,7 @@ class Healer:
         return found
 
     def causes(self, step: int, findings: Findings) -> Findings:
-        """Add the evidence of the learning rates, the samples and the beginning of the spike."""
+        """Add the evidence from the learning rates, the samples, and the beginning of the spike."""
         numbers = self.data.numbers(step)
         extremes, began = self.trainer.extremes, self.trainer.state.history.began
         # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
@@ -144,8 +145,8 @@ class Healer:
         return found
 
     def _with_samples(self, found: Findings, mine: list[tuple[float, int]], step: int) -> Findings:
-        """Add the losses of all samples of the step. Ranks that share a sequence have parts of its loss; data ranks have other
-        samples."""
+        """Add the losses of all samples of the step. Ranks that share a sequence have parts of its loss; different data ranks have
+        different samples."""
         numbers = [number for run in self.data.mine(step) for number in run]
         everyone: list[Any] = [None] * self.trainer.groups.world.size()
         told = len(mine) == len(numbers) and self.trainer.groups.coordinates["tensor"] == 0 and self._in_order()
@@ -169,7 +170,7 @@ class Healer:
         return order == list(range(program.microbatches))
 
     def _jump(self) -> LearningRateJump | None:
-        """The largest change of the learning rate shortly before the spike, or in it."""
+        """Return the largest change of the learning rate shortly before the spike or during it."""
         began = self.trainer.state.history.began
         found = list[LearningRateJump]()
         for one, other in zip(list(self._past), list(self._past)[1:], strict=False):
@@ -186,7 +187,7 @@ class Healer:
             seed_step(self.trainer, step)
 
     def _again(self, step: int) -> StepTotals:
-        """Compute the totals of a step with the current weights. Its gradients stay, and the trainer stays in the step's
+        """Compute the totals of a step with the current weights. The step's gradients are kept, and the trainer stays in the step's
         phase."""
         self.trainer.enter(self.data.phase(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
@@ -195,7 +196,7 @@ class Healer:
     # --- going back ---
 
     def target(self, at_most: int) -> Target | None:
-        """Return the newest good copy of at most `at_most` steps in the memory of all ranks, or in the store."""
+        """Return the newest good copy of step `at_most` or earlier that all ranks have in memory, or that is in the store."""
         in_memory: list[Any] = [None] * self.trainer.groups.world.size()
         mine = (self.memory.steps() if self.memory else set[int](), self.checkpointer.steps() if self._leads else set[int]())
         dist.all_gather_object(in_memory, mine, group=self.trainer.groups.world)
@@ -214,10 +215,10 @@ class Healer:
         return self.trainer.groups.rank == 0
 
     def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
-        """Restore the copy `target` in step `step`; return the events to log. `late`: within a running row, so nothing else can be
-        computed.
+        """Restore the copy `target` in step `step`; return the events to log. `late`: a step's microbatches are in progress, so nothing
+        else can be computed.
 
-        Raises Reported if the copy is damaged, which is reported."""
+        If the copy is damaged, report that and raise Reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
         self._beat("rewinding", step)
@@ -248,7 +249,8 @@ class Healer:
         return [rewound, *self._hold(findings.jump, step)], findings
 
     def _hold(self, jump: LearningRateJump | None, step: int) -> list[Event]:
-        """Hold the learning rate at what it was before it jumped, if the run may lower it: it would cause the same spike again."""
+        """Keep the learning rate at its value before the jump, if the run may lower it: the higher rate would cause the same spike
+        again."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         if jump is None or jump.after < jump.before or "lower" not in spec.answers:
             return []
@@ -273,8 +275,8 @@ class Healer:
         return position_in(loaded.meta)
 
     def _continuous(self, first: int, step: int) -> bool:
-        """Return True if all steps from `first` on are recorded, none of them went back, and the same products were wide in
-        all."""
+        """Return True if all steps from `first` on are recorded, no rewind lies among them, and all used the same high-precision
+        products."""
         if any(first < raised <= step for _, raised in self.trainer.state.history.raised):
             return False
         known = {past.step: past for past in self._past}
@@ -282,8 +284,8 @@ class Healer:
         return all(past is not None and not past.rewound for past in window) and step in known
 
     def _replay(self, first: int, step: int, updates: int) -> tuple[RecomputedWindow, dict[str, float]]:
-        """Recompute the steps from `first` to `step`, until one gives other numbers; also return the largest outputs of the step
-        with damaged weights. The state cannot be used afterwards."""
+        """Recompute the steps from `first` to `step`, until one gives different numbers; also return the largest outputs of the step
+        with damaged weights. This leaves the state unusable."""
         sound = dict[str, float]()
         known = {past.step: past for past in self._past}
         for done, number in enumerate(range(first, step + 1), start=1):
@@ -306,7 +308,7 @@ class Healer:
 
     @torch.no_grad()
     def _update(self, past: _Past, updates: int) -> int:
-        """Repeat the update of that step."""
+        """Repeat the update of a past step."""
         trainer = self.trainer
         assert past.factor is not None, f"step {past.step} had no update"
         trainer.clip(past.factor, number=updates)
@@ -317,7 +319,7 @@ class Healer:
 
 
 def _rise(before: float, after: float) -> float:
-    """The logarithm of a ratio; infinite for a number that is not finite."""
+    """Return the logarithm of a ratio; infinity if a number is not finite."""
     if not math.isfinite(after):
         return math.inf
     return math.log(max(after, 1e-300) / max(before, 1e-300))

@@ -1,8 +1,8 @@
-"""A run's history of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones. It is
-equal on every rank and, like the position of the run, part of copies and checkpoints. So all ranks make the same
-decisions, also after the run was killed. Bands are made of logarithms: the median of the newest numbers, and the median
-change from one to the next, which neither a falling loss nor a few outliers widen. (OLMo-core skips steps by mean and standard
-deviation of a window, which both do.)
+"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. It is
+equal on every rank and, like the run's position, part of copies and checkpoints. So all ranks make the same decisions, also after the
+run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the next.
+Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which both
+widen.)
 """
 
 import json
@@ -17,8 +17,8 @@ from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
 MINIMUM = {"loss": math.log(1.1), "norm": math.log(10.0)}
-"""The least distance from the median to the end of a band, in logarithms. Without it, numbers with little scatter would leave
-their band by noise. Norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
+"""The minimum distance from the median to the end of a band, in logarithms. Without it, noise would put numbers with little scatter
+outside their band. In the first hundred updates, norms of a few times the usual are common, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
 CALM = 8  # steps inside all bands that end a spike
@@ -27,7 +27,7 @@ TINY = 1e-300  # for the logarithm of a number that is 0
 
 @dataclass(frozen=True)
 class Departure:
-    """A watched number outside its band."""
+    """A watched number that lies outside its band."""
 
     name: str
     value: float
@@ -42,31 +42,31 @@ class Departure:
 
 @dataclass(frozen=True)
 class History:
-    """Numbers of the last updates, oldest first, and the record of spikes. Steps count from 0."""
+    """Watched numbers of the last updates, oldest first, and the record of spikes. Steps are numbered from 0."""
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     began: int = -1
-    """The first step of the current spike; -1: there is none."""
+    """The first step of the current spike; -1: no spike."""
     outside: int = 0
-    """Steps of that spike outside a band."""
+    """Steps of the current spike that were outside a band."""
     calm: int = 0
-    """Steps in a row inside all bands since."""
+    """Number of consecutive steps inside all bands since then."""
     rewinds: tuple[tuple[int, int], ...] = ()
-    """Rewinds, each as the number of steps tried before it, and the step of the copy that was restored."""
+    """Rewinds, each as the number of steps tried before the rewind, and the step of the restored copy."""
     left_out: int = 0
-    """Updates left out or undone because of spikes."""
+    """Number of updates skipped or undone because of spikes."""
     lowered: int = -1
-    """The first update after a lower learning rate; -1: the rate was never lowered."""
+    """The first update with a lowered learning rate; -1: the rate was never lowered."""
     lowerings: int = 0
     most_lr: float = 0.0
-    """The highest learning rate before update `held`: what it was before a jump that caused a rewind."""
+    """The maximum learning rate before update `held`: the rate before a jump that caused a rewind."""
     held: int = -1
-    """The first update that `most_lr` does not limit; -1: nothing was limited."""
+    """The first update that `most_lr` no longer limits; -1: no limit was set."""
     raised: tuple[tuple[int, int], ...] = ()
-    """Blocks whose products `precision.auto` made wide, each with the number of steps tried before."""
+    """Blocks that `precision.auto` switched to high precision, each with the number of steps tried before the switch."""
     text: int = 0
-    """The first phase of the run with the kind of text of these numbers (`Phases.texts`)."""
+    """The first phase of the run with the kind of text that these numbers belong to (`Phases.texts`)."""
 
     @classmethod
     def load(cls, record: Mapping[str, Any]) -> "History":
@@ -76,7 +76,7 @@ class History:
         return cls(**{**record, **lists, **pairs})
 
     def dump(self) -> str:
-        """Return it as text whose length `room` bounds."""
+        """Return the history as text, at most as long as `room` returns."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
@@ -91,40 +91,40 @@ class History:
         return tuple(found)
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
-        """Return the copy of an earlier rewind because of a spike near `step`; None: there was none."""
+        """Return the copy that an earlier rewind for a spike near `step` restored; None without such a rewind."""
         if self.rewinds and step - self.rewinds[-1][0] < spec.window:
             return self.rewinds[-1][1]
         return None
 
     def may_go_back_to(self, step: int) -> bool:
-        """False for a copy that a rewind has left behind."""
+        """False for a copy from a state that a later rewind has undone."""
         return not any(to < step < at for at, to in self.rewinds)
 
     def rate(self, scheduled: float, *, updates: int, spec: StabilitySpec) -> float:
-        """Return the learning rate after this many updates, where the schedule has `scheduled`."""
+        """Return the learning rate after this many updates, for which the schedule gives `scheduled`."""
         rate = scheduled * spec.lower_by if updates < self.lowered else scheduled
         return min(rate, self.most_lr) if updates < self.held else rate
 
     def of_text(self, text: int) -> "History":
-        """Return the history before a step with this kind of text, without the numbers of another kind."""
+        """Return the history before a step with this kind of text, without numbers from another kind of text."""
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def accepted(self, loss: float, norm: float, spec: StabilitySpec) -> "History":
-        """Return the history with the numbers of an update."""
+        """Return the history with the numbers of an update added."""
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
     def strayed(self, step: int) -> "History":
-        """Return the history with a step outside a band."""
+        """Return the history with a step outside a band recorded."""
         return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
 
     def stayed(self) -> "History":
-        """Return the history with a step inside all bands."""
+        """Return the history with a step inside all bands recorded."""
         if self.began < 0:
             return self
         return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
-        """Return the history without a current spike."""
+        """Return the history with the current spike ended."""
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
@@ -137,7 +137,7 @@ class History:
 
 
 def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
-    """Return the median of the newest of two or more positive values, and the end of their band."""
+    """Return the median of the newest of `values` (two or more, positive), and the upper end of their band."""
     logs = [math.log(max(value, TINY)) for value in values]
     middle = median(logs[-LEVEL:])
     deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))
@@ -145,7 +145,7 @@ def band(values: Sequence[float], *, width: float, least: float) -> tuple[float,
 
 
 def room(spec: StabilitySpec, *, blocks: int = 0) -> int:
-    """Bytes that a history needs at most as text. `blocks`: those whose products may become wide."""
+    """Return the maximum bytes of a history as text. `blocks`: how many blocks may be switched to high precision."""
     numbers = 2 * spec.window
     return 4096 * math.ceil(
         (1024 + 26 * numbers + 48 * (spec.rewinds + blocks)) / 4096

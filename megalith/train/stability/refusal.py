@@ -1,4 +1,4 @@
-"""Descriptions of gradients that are not finite, with their parameters."""
+"""Descriptions of gradients that are not finite, with the names of their parameters."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ from megalith.train.stability.loss_scale import Overflow, Scale
 
 
 def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overflow]:
-    """Examine gradients that overflowed; return `reason` with parameter names. `after`: the next step's loss scale. All ranks
-    call it together."""
+    """Examine gradients that overflowed; return `reason` with the names of the parameters added. `after`: the next step's loss scale.
+    All ranks call it together."""
     assert trainer.state.scale is not None
     found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model), "freed": _freed(trainer)}
     tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
@@ -28,10 +28,10 @@ def where_not_finite(trainer: Trainer) -> str:
 
 
 def _freed(trainer: Trainer) -> Mapping[str, Tensor]:
-    """Return how many elements were not finite in each gradient that was released."""
+    """Return the number of non-finite elements in each released gradient."""
     return {} if trainer.release is None else trainer.release.odd
 
 
 def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
-    """The error of a step that ends the run, which names the parameters. All ranks call it together."""
+    """Return the error that ends the run because of a step; it names the parameters. All ranks call it together."""
     return gradients.not_finite(step, reason=reason, where=where_not_finite(trainer))

@@ -13,7 +13,8 @@ from megalith.train.assemble import Trainer
 
 
 class SampleLosses:
-    """Losses of this rank's samples, until `close`; none on a rank without a head. Ranks that share a sequence have a part each."""
+    """Losses of this rank's samples, collected until `close`; none without a head. Ranks that share a sequence have parts of its
+    loss."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
         """`count`: samples of this rank in the step; later computations are ignored."""
@@ -47,8 +48,8 @@ class SampleLosses:
         self._busy = False
 
     def close(self) -> list[tuple[float, int]]:
-        """Return the losses in the order of the microbatches: for each sample the sum over this rank's targets, and their
-        number."""
+        """Return the losses in the order of the microbatches: for each sample, the summed loss of this rank's targets, and the number
+        of targets."""
         for hook in self._hooks:
             hook.remove()
         return self._losses

@@ -137,5 +137,5 @@ def test_a_family_that_transformers_has_not_is_refused(tmp_path: Path):
 
 def test_heads_that_transformers_would_refuse_are_refused_here(tmp_path: Path):
     wide = Gpt(**SIZES, head_dim=16)
-    with pytest.raises(ValueError, match="heads x head_dim to be dim, and they are 64 and 32"):
+    with pytest.raises(ValueError, match="heads x head_dim to equal dim, but they are 64 and 32"):
         export(wide, weights_of(wide), tmp_path / "out")

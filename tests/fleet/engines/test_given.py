@@ -44,7 +44,7 @@ def test_nodes_and_ranks_of_each_follow_from_one_another(options: dict[str, int]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"nodes": 3}, "16 ranks cannot be shared out evenly among 3 nodes"),
+        ({"nodes": 3}, "16 ranks cannot be divided evenly among 3 nodes"),
         ({"nodes": 0}, "among 0 nodes"),
         ({"nodes": 2, "ranks_per_node": 4}, "2 nodes of 4 ranks make 8, and the plan has 16"),
         ({"ranks_per_node": 5}, "does not divide the plan's 16 ranks"),

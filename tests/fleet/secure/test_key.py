@@ -63,7 +63,7 @@ def test_what_is_too_short_or_no_text_is_no_key(tmp_path: Path, text: str, capsy
     with pytest.raises(NoKey, match="ranks/key holds no key"):
         key.shared(tmp_path, {})
     made = key.of_run(tmp_path, {})
-    assert "A new one is made" in capsys.readouterr().err
+    assert "A new key is made" in capsys.readouterr().err
     assert key.of_run(tmp_path, {}) == key.shared(tmp_path, {}) == made
 
 
@@ -95,5 +95,5 @@ def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path, monkeypatch: p
 def test_a_pipe_in_the_place_of_a_key_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     os.mkfifo(key.path_in(tmp_path), 0o600)
-    with pytest.raises(NoKey, match="is not a file"):
+    with pytest.raises(NoKey, match="is not a regular file"):
         key.shared(tmp_path, {})

@@ -21,7 +21,7 @@ def rate(name: str, precision: str) -> float:
 def test_a_device_that_is_known_has_its_own_peak(asked: str) -> None:
     found = catalogue_peak(asked, H100, "bf16")
     assert found.rate == rate("h100", "bf16")
-    assert ("says a100-80gb, but this device is another one" in found.instead) == asked.startswith("a100")
+    assert ("names a100-80gb, but this device is another model" in found.instead) == asked.startswith("a100")
 
 
 @pytest.mark.parametrize("asked", ["local", "v100-32gb:8"])
@@ -40,7 +40,7 @@ def test_an_unknown_device_is_what_the_cluster_names() -> None:
 
 def test_ranks_on_a_cpu_are_not_measured_against_a_gpu() -> None:
     found = catalogue_peak("h100:8", "CPU", "bf16")
-    assert found.rate is None and "says h100, but this device is another one" in found.instead
+    assert found.rate is None and "names h100, but this device is another model" in found.instead
     assert catalogue_peak("cpu:8", "CPU", "bf16").instead == catalogue_peak("local", "CPU", "bf16").instead == ""
 
 

@@ -59,7 +59,7 @@ def test_content_that_the_disk_altered_is_found(tmp_path: Path, harm: str) -> No
         os.truncate(tier._file.fileno(), 8)
     else:
         os.pwrite(tier._file.fileno(), b"\1", 3)
-    with pytest.raises(StateFileError, match=rf"20 bytes in {tmp_path} are not those that were written: the disk altered them"):
+    with pytest.raises(StateFileError, match=rf"20 bytes in {tmp_path} differ from what was written: the disk altered them"):
         copy.fetch().wait()
 
 

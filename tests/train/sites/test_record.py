@@ -53,14 +53,14 @@ def test_a_merge_that_is_in_no_log_is_named(lost: int) -> None:
     made = _events(VERDICTS)
     mark = made[2].mark
     del made[lost]
-    with pytest.raises(RecordError, match=f"merge {lost} is in no log|merge {lost + 1} follows none"):
+    with pytest.raises(RecordError, match=f"merge {lost} is in no log|merge {lost + 1} does not follow"):
         _chained(made, 3, mark, named="runs/one")
 
 
 def test_an_altered_event_is_found() -> None:
     made = _events(VERDICTS)
     altered = [replace(made[0], merged=[0, 1]), *made[1:]]
-    with pytest.raises(RecordError, match="merge 0 follows none"):
+    with pytest.raises(RecordError, match="merge 0 does not follow"):
         _chained(altered, 3, made[2].mark, named="runs/one")
 
 

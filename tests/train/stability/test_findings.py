@@ -24,7 +24,7 @@ def causes(found: Findings) -> list[str]:
 
 def test_nothing_is_named_where_nothing_points_to_it() -> None:
     assert causes(FOUND) == []
-    assert FOUND.words == "Nothing points to a cause."
+    assert FOUND.words == "No evidence points to a cause."
 
 
 def test_causes_come_in_the_order_of_what_they_prove() -> None:
@@ -50,7 +50,7 @@ def test_samples_and_parts_are_named() -> None:
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
     assert "shows in the head first" in damaged.causes[0][1]
     moved = replace(damaged, moved=OutputGrowth("blocks.1", 3.0, 300.0))
-    assert "blocks.1 is the first part whose largest output moved, from 3 to 300" in moved.causes[0][1]
+    assert "blocks.1 is the first part whose largest output changed, from 3 to 300" in moved.causes[0][1]
 
 
 def test_the_first_part_that_moved_is_the_first_in_the_models_order() -> None:
