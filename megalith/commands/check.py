@@ -121,7 +121,7 @@ def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
     """Print how much time 8-bit products save or cost in each layer."""
     if found is None:
         print(
-            f'cluster = "{spec.cluster}": this trainer has no 8-bit products for these devices, so fp8 would be rehearsed (emulated, without its speed)'
+            f'cluster = "{spec.cluster}": the trainer has no 8-bit products here, so fp8 would be rehearsed (emulated, without its speed)'
         )
         return
     from megalith.report import plans  # drawing
