@@ -83,10 +83,10 @@ def test_the_tables_fit_a_terminal(answered: PlanResult):
 def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: PlanResult):
     first, slow = answered.found.choices[0], answered.found.choices[-1]
     assert plans.gain_over_own_plan(answered) == ""
-    assert "No plan that was looked at is faster" in plans.gain_over_own_plan(replace(answered, own=first))
+    assert "No examined plan is faster" in plans.gain_over_own_plan(replace(answered, own=first))
     time, best = vars(slow.estimate.time), vars(first.estimate.time)
     said = plans.gain_over_own_plan(replace(answered, own=slow))
-    assert f"beats yours by {1 - best['step'] / time['step']:.1%}" in said
+    assert f"best plan's step is {1 - best['step'] / time['step']:.1%} shorter than yours" in said
     largest = min((name for name in best if name != "step"), key=lambda name: best[name] - time[name])
     assert f"({largest} -" in said
 

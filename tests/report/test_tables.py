@@ -55,10 +55,10 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 
 def test_lines_that_hold_no_event_are_counted(tmp_path):
     write_run(tmp_path)
-    assert "no event" not in printed(tmp_path)
+    assert "without an event" not in printed(tmp_path)
     with (tmp_path / events.FILE).open("a") as log:
         log.write('["step", 41]\n{"type":"step","ti')
-    assert "2 lines of the log that hold no event" in printed(tmp_path)
+    assert "2 lines of the log without an event" in printed(tmp_path)
 
 
 def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
