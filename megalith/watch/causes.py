@@ -101,7 +101,7 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
         blamed = [(rank, times) for rank, times in slow if nodes[rank] == node]
         if len(here) > 1 and len(blamed) == len(here) and len(set(nodes)) > 1:
             least, most = blamed[-1][1], blamed[0][1]
-            words = f"All {len(here)} ranks of node {node} are slow: they work {least:.2f} to {most:.2f} times as long as their stage's others"
+            words = f"All {len(here)} ranks of node {node} are slow: they work {least:.2f} to {most:.2f} times as long as peers"
             change = "Look at the node's power, cooling and clocks (megalith doctor), or quarantine it."
             yield Cause(
                 "slow node", words, change, share * one.without([r for r, _ in blamed], usual), tuple(r for r, _ in blamed), node
