@@ -16,7 +16,7 @@ def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
         left = ", ".join(f"{name} above {end:.4g}" for name, end in one.bands.items())
         more = answers.get((Rewound, one.step)) or answers.get((Lowered, one.step)) or one.answer
         causes = "; ".join(f"{each['cause']}: {each['evidence']}" for each in one.causes)
-        found.append((f"{one.step:,}", left or "nothing", more, causes or "nothing points to any"))
+        found.append((f"{one.step:,}", left or "nothing", more, causes or "unknown"))
     return found
 
 

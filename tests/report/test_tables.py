@@ -71,7 +71,7 @@ def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
     log.write(step(3, scale=512.0))
     log.close()
     follow.close()
-    assert "warning: the update of step 2 was left out: the gradients overflowed." in out.getvalue()
+    assert "warning: the update of step 2 was skipped: the gradients overflowed." in out.getvalue()
     assert "scale 512" in out.getvalue()
     assert "512, and 1 step overflowed" in printed(tmp_path)
     page = write(tmp_path).read_text(encoding="utf-8")
