@@ -18,6 +18,7 @@ def command(
     as_json: Json = False,
 ) -> int:
     """Run one machine of a multi-node run. torchrun or srun starts one agent on each node, and the agent starts the node's ranks.
+
     fleet.nodes machines train; fleet.spares more stand by with warm processes and replace lost machines. The first agent (rank 0 of the
     engine) directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run in progress.
 

@@ -11,8 +11,8 @@ from megalith.spec.toml import literal
 
 
 def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
-    """Return the settings of a branch whose learning rate decays over `decay` updates. `checkpoint`: its folder, or a run folder for the
-    newest.
+    """Return the settings of a branch whose learning rate decays over `decay` updates. `checkpoint`: a checkpoint's folder, or a run folder
+    (its newest checkpoint).
 
     `folder`: the branch's run folder. If it already holds this branch, its saved settings are returned, because the other run may by now
     have a newer checkpoint, or have deleted this one. Raises SpecErrors if the checkpoint does not exist or is damaged.

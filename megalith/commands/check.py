@@ -88,7 +88,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     plan = plan_request.run.plan
     used = plan_request.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
-        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and it matters, as ranks share its processor"
+        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and its ranks compete for processors"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
         raise SpecErrors([Problem("error", "cluster", plan_request.run.cluster, reason, way_out)])
     return price.prices(replace(plan_request, cluster=used), plan)

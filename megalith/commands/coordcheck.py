@@ -31,7 +31,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Train models of several widths and depths for a few steps, and measure whether activations and the like keep their scale.
+    """Train models of several widths and depths for a few steps, and measure whether activations and logits keep their scale.
 
     Each model is the run's with another width or number of blocks. It is trained in the standard parametrization and in one that transfers
     across sizes (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it needs no data. A slope of 0 is

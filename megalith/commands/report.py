@@ -36,8 +36,9 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Summarize a run and write its report.html, from the files in its folder; also while it trains. With several runs, compare their
-    numbers, their differing keys, and their curves over the tokens read.
+    """Summarize a run and write its report.html, from the files in its folder; also while it trains.
+
+    With several runs, compare their numbers, their differing keys, and their curves over the tokens read.
 
     Example:  megalith report runs/first --trace
 

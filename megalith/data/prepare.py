@@ -303,7 +303,7 @@ class _Document:
 
 def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
     """Divide the documents among the two splits. Each document is written once the next one is known to exist, because the last one is
-    special."""
+    treated differently."""
     train, validation = (
         SplitWriter(
             folder,

@@ -23,7 +23,7 @@ class Unknown(Event):
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A generation of ranks begins, which a resumed run does several times. `spec` is the resolved RunSpec."""
+    """A generation of ranks begins; a resumed run logs several of these events. `spec` is the resolved RunSpec."""
 
     kind: ClassVar[str] = "run_started"
     spec: dict[str, Any]

@@ -74,8 +74,7 @@ class Replay:
 
     @cached_property
     def _home(self) -> dict[tuple[int, int], int]:
-        """(stage, microbatch) -> the pipeline rank that computes it, which is ambiguous otherwise because bidirectional schedules keep each
-        stage twice."""
+        """(stage, microbatch) -> the pipeline rank that computes it; a stage alone may be on two ranks, in bidirectional schedules."""
         return {(a.stage, a.microbatch or 0): rank for rank, row in enumerate(self._program.rows) for a in computations(row)}
 
     def _of(self, action: Action, work: tuple[float, ...]) -> float:

@@ -279,7 +279,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def main(run_dir: Path) -> None:
-    """Feed the tools until standard input ends, which the training command holds open. Its first line is the run's `[log]` as JSON."""
+    """Feed the tools until the training command closes standard input, whose first line is the run's `[log]` as JSON."""
 
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
