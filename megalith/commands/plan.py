@@ -138,7 +138,7 @@ def command(
         bool,
         typer.Option(
             "--explain",
-            help="Show what each neighbour of the best layout would cost; for a finished run, which term is slower than predicted.",
+            help="Show the cost of each layout with one choice changed; for a finished run, the term that is slower than predicted.",
         ),
     ] = False,
     pareto: Pareto = False,

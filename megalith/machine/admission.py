@@ -95,9 +95,9 @@ def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
     try:
         found = [Finding(**one) for one in json.loads(done.stdout)]
     except (ValueError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return [Finding(check, "fail", f"status {done.returncode}: {last[:300]}", limit, way_out)]
-    return found or [Finding(check, "fail", "it said nothing", limit, way_out)]
+    return found or [Finding(check, "fail", "it printed nothing", limit, way_out)]
 
 
 def burn_in(seconds: float, device: str) -> tuple[str, ...]:

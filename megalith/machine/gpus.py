@@ -182,7 +182,7 @@ def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
 
 def _judge_heat(gpu: Gpu, check: str) -> Finding:
     if gpu.celsius is None:
-        return Finding(check, "ok", "not said", "not slowed down")
+        return Finding(check, "ok", "unknown", "not slowed down")
     limit = f"below {gpu.slow_above:g} C, not slowed down" if gpu.slow_above is not None else "not slowed down"
     hot = gpu.slow_above is not None and gpu.celsius >= gpu.slow_above
     value = f"{gpu.celsius:g} C" + "".join(f", {reason}" for reason in gpu.slowed)

@@ -18,7 +18,7 @@ _ROUTE = 0  # NETLINK_ROUTE
 
 
 def named(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the interface that is set for the ranks' communication; None if the variables do not name exactly one existing interface."""
+    """Return the interface that is set for the ranks' communication; None if none is set, or its value is not one existing interface."""
     name = next((environment[variable] for variable in NAMES if environment.get(variable)), "")
     return name if name in {known for _, known in socket.if_nameindex()} else None
 

@@ -78,7 +78,7 @@ class WatchHelpers:
 
 
 def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
-    """Start a process that reads `what` from its input and outlives this process, whose end it notices by the end of its input."""
+    """Start a process that gets `what` on its input. It outlives this process, whose end it notices by the end of the input."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(what.model_dump_json().encode() + b"\n")
