@@ -39,7 +39,9 @@ def batch(
         int, typer.Option(min=1, help="Number of branches for each batch size; each branch reads later data than the one before.")
     ] = 3,
     scale: Annotated[str, typer.Option(help="Scaling of the learning rate with the batch: root, linear or none.")] = "root",
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative loss increase that a larger batch may have.")] = 0.005,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Relative loss increase that is tolerated for a larger batch.")
+    ] = 0.005,
     out: Annotated[Path | None, typer.Option(help="Folder of the branches' run folders. Default: RUN_DIR/advise-batch.")] = None,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw loss against batch size into this file.")] = None,
     as_json: Json = False,

@@ -287,7 +287,7 @@ def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArra
 
 
 def _read_block(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
-    """Do the same for narrow records, with one read for all of them."""
+    """Read some values of one array of narrow records, with one read for all of them."""
     run, dtype = stretch[0].run, TYPES[stretch[0].run.kind]
     whole = run.read(len(stretch) * run.record, stretch[0].offset - START).ljust(len(stretch) * run.record, b"\0")
     table = np.frombuffer(whole, dtype=np.uint8).reshape(len(stretch), run.record)[
