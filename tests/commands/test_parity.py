@@ -88,7 +88,7 @@ def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("outcomes", "status", "said"),
     [
-        (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) as in one process"),
+        (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) give the same result as one process"),
         (["equal", "NOT equal"], 1, "NOT equal: 1 of 2 combinations"),
         (["equal", "failed"], 1, "rank 1 [broke]"),
         (["equal", "tie", "equal"], 0, "1 tied, and is not counted"),

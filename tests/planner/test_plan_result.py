@@ -434,7 +434,7 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
     found = _across_sites(tmp_path, fast)
     assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
-    assert 'with method = "data-parallel": data parallelism. Each sends' in plans.across(found)
+    assert 'with method = "data-parallel": data parallelism. Each site sends' in plans.across(found)
     slow = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", lr="").linked
     assert slow is not None and slow.chosen is not None and not slow.chosen.exchanges_gradients
     assert slow.together is not None and slow.proposed is not None and slow.together.use < slow.proposed.use
